@@ -53,7 +53,9 @@ def measure(dtype: torch.dtype, shape: tuple[int, ...], mean: int | None, second
     grad, marks = torch.randn_like(inputs[0]), bounds(rows, length, mean)
     ways = partial(packed_attention, window=None), flash_attention
     return [
-        milliseconds(partial(lambda way: torch.autograd.grad(way(*inputs, bounds=marks), inputs, grad), way), seconds)
+        milliseconds(
+            partial(lambda way: torch.autograd.grad(way(*inputs, cu_seqlens=marks), inputs, grad), way), seconds
+        )
         for way in ways
     ]
 

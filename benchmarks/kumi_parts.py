@@ -13,9 +13,9 @@ from kumi.config.cluster_source import cluster_spec
 from kumi.config.optim_section import choose_optim
 from kumi.data import Batch
 from kumi.parallel.build import build
-from kumi.parallel.data_parallel import bare
-from kumi.parallel.mesh import Place, build_mesh, init_distributed
+from kumi.parallel.mesh import RankInfo, build_mesh, init_distributed
 from kumi.parallel.optim.adamw import init_adamw
+from kumi.parallel.stage_modules import unwrap
 from kumi.plan.estimate import estimate
 from kumi.plan.search.select import with_peak_flops
 from kumi.spec import families
@@ -68,7 +68,7 @@ def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> 
     of them."""
     run = make_run(config, **options)
     alone = run.layout.world_size == 1
-    mesh = build_mesh(run.layout, Place(0, 1, 0, device) if alone else init_distributed(device.type))
+    mesh = build_mesh(run.layout, RankInfo(0, 1, 0, device) if alone else init_distributed(device.type))
 
     def weights(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         if name.endswith("norm.weight"):
@@ -76,7 +76,7 @@ def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> 
         return torch.randn(shape, device=device) * run.model.initializer_range
 
     model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile, comm=run.comm)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(run.model), run.optim)
+    optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(run.model), run.optim)
     return RankState(run, mesh, model, optimizer, None, None, None, None)
 
 

@@ -178,7 +178,6 @@ def train(args: argparse.Namespace) -> dict[str, list[float]]:
 
     from kumi.nn.cpu_matmul import enable_fast_float32
     from kumi.parallel import (
-        bare,
         build,
         build_mesh,
         clip_gradients,
@@ -187,6 +186,7 @@ def train(args: argparse.Namespace) -> dict[str, list[float]]:
         init_adamw,
         init_distributed,
         pipeline,
+        unwrap,
     )
     from kumi.spec import families
     from kumi.spec.ledger import decayed_names
@@ -202,7 +202,7 @@ def train(args: argparse.Namespace) -> dict[str, list[float]]:
     shape = shapes.W1_EXPERTS if ROWS[args.rank_of].experts else shapes.W1
     spec = families.from_hf(shape | {"max_position_embeddings": args.seq_len})
     model = build(spec, mesh, PRECISIONS[args.precision], weights=0)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(spec), Optim())
+    optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(spec), Optim())
     seconds: dict[str, list[float]] = {"cpu": [], "wall": []}
     for step in range(WARM + args.steps):
         whole = batch(args, spec.vocab_size, step)
@@ -213,7 +213,7 @@ def train(args: argparse.Namespace) -> dict[str, list[float]]:
             {name: x[start : start + layout.microbatch] for name, x in whole.items()}
             for start in range(first, first + share, layout.microbatch)
         ]
-        pipeline.train(model, mesh, [context_parallel.cut(part, mesh) for part in parts])
+        pipeline.train_microbatches(model, mesh, [context_parallel.shard_sequence(part, mesh) for part in parts])
         clip_gradients(model, 1.0, mesh)
         optimizer.step()
         optimizer.zero_grad()

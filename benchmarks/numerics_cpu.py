@@ -35,9 +35,9 @@ import shapes
 import torch
 
 from kumi.config.numerics import MeasuredNumerics
-from kumi.nn.numerics import use
-from kumi.parallel import bare as unwrapped
+from kumi.nn.numerics import use_numerics
 from kumi.parallel import build, build_mesh, clip_gradients, init_adamw, init_distributed, pipeline
+from kumi.parallel import unwrap as unwrapped
 from kumi.spec import families
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed_names
@@ -95,7 +95,7 @@ class Trained:
     def step(self) -> tuple[float, float]:
         """The seconds of wall clock and of CPU of a step."""
         wall, cpu = time.perf_counter(), _cpu()
-        pipeline.train(self.model, self.mesh, [self.batch])
+        pipeline.train_microbatches(self.model, self.mesh, [self.batch])
         clip_gradients(self.model, 1.0, self.mesh)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -168,7 +168,7 @@ def measured_steps(name: str, forced: list[Numerics], args: argparse.Namespace) 
         for way in forced:
             if str(way) in hopeless:
                 continue
-            use(way)
+            use_numerics(way)
             if repeat == 0:
                 first = models[way.kind].step()
                 if first[0] > HOPELESS * best:

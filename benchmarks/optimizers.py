@@ -128,7 +128,7 @@ def _rank(rank: int, ranks: int, fields: dict[str, int], steps: int, folder: str
     os.environ.update(MASTER_PORT="29533", GLOO_SOCKET_IFNAME="lo")
     import torch
 
-    from kumi.parallel import bare, build, build_mesh, build_optimizer, close_distributed, init_distributed
+    from kumi.parallel import build, build_mesh, build_optimizer, close_distributed, init_distributed, unwrap
     from kumi.parallel.optim import whole_matrices
     from kumi.spec import families
     from kumi.spec.layout import Layout
@@ -152,7 +152,7 @@ def _rank(rank: int, ranks: int, fields: dict[str, int], steps: int, folder: str
     whole_matrices._exchange = timed
     seconds, shares = [], []
     for _ in range(steps):
-        for parameter in bare(model).parameters():
+        for parameter in unwrap(model).parameters():
             parameter.grad = torch.ones_like(parameter)
         sent[0], began = 0.0, time.perf_counter()
         optimizer.step()

@@ -136,8 +136,8 @@ def train(args: argparse.Namespace) -> None:
     """On a rank: trains every row; the first writes what all did in every step that counts."""
     import torch
 
-    from kumi.parallel import bare, build, build_mesh, close_distributed, init_adamw, init_distributed, pipeline
-    from kumi.parallel.pipeline_trace import gather, start
+    from kumi.parallel import build, build_mesh, close_distributed, init_adamw, init_distributed, pipeline, unwrap
+    from kumi.parallel.pipeline_trace import gather_timeline, start_trace
     from kumi.spec import families
     from kumi.spec.ledger import decayed_names
     from kumi.spec.optim import Optim
@@ -150,14 +150,14 @@ def train(args: argparse.Namespace) -> None:
         layout, microbatches = layout_of(row)
         mesh = build_mesh(layout, place)
         model = build(spec, mesh, PRECISIONS["fp32"], weights=0)
-        optimizer = init_adamw(bare(model).named_parameters(), decayed_names(spec), Optim())
+        optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(spec), Optim())
         ids = torch.randint(0, spec.vocab_size, (ROWS_OF_TOKENS, SEQ_LEN))
         inputs = {"input_ids": ids, "labels": ids, "token_weights": torch.full(ids.shape, -1.0 / ids.numel())}
         timelines[row] = []
         for step in range(WARM + args.steps):
-            record = start(mesh)
-            pipeline.train(model, mesh, [inputs] * microbatches, record)
-            timeline = gather(record, mesh)
+            record = start_trace(mesh)
+            pipeline.train_microbatches(model, mesh, [inputs] * microbatches, record)
+            timeline = gather_timeline(record, mesh)
             if timeline is not None and step >= WARM:
                 timelines[row].append(timeline)
             optimizer.zero_grad()

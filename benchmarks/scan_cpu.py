@@ -76,9 +76,9 @@ def recurrence(case: str, leaves: list) -> Callable:
     """The recurrence of `leaves` (x, b, c, dt, dt_bias, a_log, d), as a function without arguments."""
     x, b, c, dt, dt_bias, a_log, d = leaves
     if case == "kumi":
-        from kumi.nn.mamba_scan import Inputs, scan
+        from kumi.nn.mamba_scan import ScanInputs, scan
 
-        return lambda: scan(Inputs(*leaves, None, CHUNK, 0.001, inf))
+        return lambda: scan(ScanInputs(*leaves, None, CHUNK, 0.001, inf))
     from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
     return lambda: mamba2_chunk_scan(

@@ -46,9 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose the profile before the first test file is imported."""
     settings.load_profile("search" if config.getoption("--all") else "fixed")
     if (numerics := numerics_from_environment() or REFERENCE) != REFERENCE:
-        from kumi.nn.numerics import use
+        from kumi.nn.numerics import use_numerics
 
-        use(numerics)
+        use_numerics(numerics)
     if not config.getoption("--all"):
         # Hypothesis also draws constants from imported modules, which depend on the files that ran before.
         providers._get_local_constants = lambda: providers._local_constants

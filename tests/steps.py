@@ -12,7 +12,7 @@ import torch
 from kumi.parallel import (
     LossScale,
     Mesh,
-    bare,
+    all_reduce_sum,
     build,
     build_mesh,
     clip_gradients,
@@ -20,12 +20,12 @@ from kumi.parallel import (
     init_distributed,
     model_pieces,
     pipeline,
-    total,
+    unwrap,
 )
-from kumi.parallel.context_parallel import cut
-from kumi.parallel.grad_norm import by_name, local
+from kumi.parallel.context_parallel import shard_sequence
 from kumi.parallel.optim.optimizer import Optimizer
-from kumi.parallel.state_tensors import pieces_of
+from kumi.parallel.stage_modules import local_shard, params_by_name
+from kumi.parallel.state_tensors import local_pieces
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed_names
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
@@ -214,7 +214,7 @@ def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", st
     """Train SPECS[family] for `steps` steps. The global batches do not depend on the layout."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS[kind], weights=7)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(SPECS[family]), OPTIM)
+    optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(SPECS[family]), OPTIM)
     scale = LossScale(2.0**10 if PRECISIONS[kind].loss_scaling else 1.0)
     dtype = getattr(torch, PRECISIONS[kind].param)
     losses, norms, grads = [], [], []
@@ -234,7 +234,7 @@ def _resident_bytes(model: torch.nn.Module, optimizer: Optimizer) -> tuple[int, 
     parameters = list(model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values()]
     sizes = (
-        sum(local(value).nbytes for value in values)
+        sum(local_shard(value).nbytes for value in values)
         for values in (parameters, [value.grad for value in parameters], states)
     )
     return tuple(sizes)  # type: ignore[return-value]
@@ -242,9 +242,9 @@ def _resident_bytes(model: torch.nn.Module, optimizer: Optimizer) -> tuple[int, 
 
 def gradients(model: torch.nn.Module, mesh: Mesh) -> list[Part]:
     """Return this rank's shards of the gradients."""
-    params = by_name(bare(model).spec)
-    named = bare(model).named_parameters()
-    return _parts(piece for name, value in named for piece in pieces_of(name, params[name], value.grad, mesh))
+    params = params_by_name(unwrap(model).spec)
+    named = unwrap(model).named_parameters()
+    return _parts(piece for name, value in named for piece in local_pieces(name, params[name], value.grad, mesh))
 
 
 def forward_backward(
@@ -262,9 +262,11 @@ def forward_backward(
     share, index = SEQUENCES // mesh.layout.dp, mesh.layout.dp_index(mesh.rank)
     columns["token_weights"] = torch.full(columns["labels"].shape, -weight * scale, dtype=dtype)
     mine = {name: column[index * share : (index + 1) * share].chunk(microbatches) for name, column in columns.items()}
-    inputs = [cut({name: chunks[number] for name, chunks in mine.items()}, mesh) for number in range(microbatches)]
-    loss = pipeline.train(model, mesh, inputs).double() / scale
-    return total(loss * (mesh.index("tp") == 0), mesh).item()
+    inputs = [
+        shard_sequence({name: chunks[number] for name, chunks in mine.items()}, mesh) for number in range(microbatches)
+    ]
+    loss = pipeline.train_microbatches(model, mesh, inputs).double() / scale
+    return all_reduce_sum(loss * (mesh.index("tp") == 0), mesh).item()
 
 
 def _parts(pieces: Iterable[Piece]) -> list[Part]:

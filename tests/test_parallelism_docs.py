@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kumi.config.schema import LayoutSection
-from kumi.parallel.ring_attention import positions_of
+from kumi.parallel.ring_attention import positions_of_rank
 from kumi.plan.estimate import estimate
 from kumi.plan.layout_batch import batch_layouts
 from kumi.plan.memory.activations import model_activations
@@ -214,7 +214,7 @@ def test_near_and_far_pieces_are_equally_much_work():
     """Queries meet the keys before them: with one piece each, the last rank has seven times the first one's work."""
     length, cp = 4096, 4
     pairs = torch.arange(1, length + 1)
-    dealt = [int(pairs[positions_of(length, cp, index)].sum()) for index in range(cp)]
+    dealt = [int(pairs[positions_of_rank(length, cp, index)].sum()) for index in range(cp)]
     assert len(set(dealt)) == 1
     first, *_, last = (int(part.sum()) for part in pairs.chunk(cp))
     assert last / first == pytest.approx(7, rel=0.01)

@@ -35,7 +35,7 @@ ALLOWED = {
     ],
     "benchmarks/planner_scores.py calls it": ["memory_reading"],
     "a list of values, for readers of the fields that have them": ["OP_KINDS"],
-    "tests of pipeline timelines read it": ["longest_rank_seconds"],
+    "tests read it": ["longest_rank_seconds", "bytes_moved"],
     "a parameter of a protocol, whose implementations use it": ["condition"],
 }
 

@@ -95,7 +95,12 @@ def _public(tree):
             yield node.name
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+            yield from (
+                name.id
+                for target in targets
+                for name in ast.walk(target)
+                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+            )
 
 
 def test_a_public_name_stands_for_one_thing_in_its_package():

@@ -5,7 +5,7 @@ import torch
 
 from held import held
 from kumi.parallel import build, build_mesh
-from kumi.parallel.mesh import Place
+from kumi.parallel.mesh import RankInfo
 from kumi.plan.layout_batch import batch_layouts
 from kumi.plan.memory.activations import model_activations
 from kumi.plan.memory.device_memory import rank_memory
@@ -22,7 +22,7 @@ ROWS, LENGTH, LAYERS = 4, 128, len(MODEL.layers)
 
 def held_after_forward(layout, kind):
     """Bytes allocated and not freed again in the forward pass."""
-    mesh = build_mesh(layout, Place(0, 1, 0, torch.device("cpu")))
+    mesh = build_mesh(layout, RankInfo(0, 1, 0, torch.device("cpu")))
     model = build(MODEL, mesh, PRECISIONS[kind], weights=0)
     input_ids = torch.randint(0, MODEL.vocab_size, (ROWS, LENGTH))
     weights = torch.ones((ROWS, LENGTH))

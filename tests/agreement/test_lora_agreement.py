@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kumi.dryrun import dry_run
 from kumi.nn.decoder import Decoder
-from kumi.nn.lora import adapt
-from kumi.parallel import bare, build, init_adamw
-from kumi.parallel.grad_norm import local
+from kumi.nn.lora import insert_adapters
+from kumi.parallel import build, init_adamw, unwrap
+from kumi.parallel.stage_modules import local_shard
 from kumi.plan.memory.device_memory import rank_memory
 from kumi.spec import ledger
 from kumi.spec.batch import BatchSpec
@@ -32,13 +32,13 @@ LORA = Lora(3, 5.0, ("q_proj", "down_proj"), use_dora=True)
 
 
 def _bytes(tensors):
-    return sum(local(tensor).nbytes for tensor in tensors)
+    return sum(local_shard(tensor).nbytes for tensor in tensors)
 
 
 def _measured(layout):
     mesh, spec = mesh_of(layout), with_adapters(SPECS["qwen"], LORA)
     model = build(spec, mesh, PRECISIONS["bf16"], weights=0)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(spec), Optim())
+    optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(spec), Optim())
     forward_backward(model, mesh, 0, 3)
     grads = [value.grad for value in model.parameters() if value.grad is not None]
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -57,7 +57,7 @@ def test_flops_leave_out_gradients_of_frozen_matrices():
     spec = with_adapters(SPECS["llama"], Lora(3, 5.0))
     decoder = Decoder(spec)
     init_weights(decoder, replace(spec, lora=None), 0)
-    adapt(decoder, spec, spec.lora, dtype=torch.float32)
+    insert_adapters(decoder, spec, spec.lora, dtype=torch.float32)
     ids = torch.arange(64).view(4, 16)
     weights = torch.full(ids.shape, 1.0)
     with FlopCounterMode(display=False) as counter:

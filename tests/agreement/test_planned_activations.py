@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kumi.nn.mlp import gated
+from kumi.nn.mlp import swiglu
 from kumi.spec import ledger
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
 
@@ -69,7 +69,7 @@ class Layer:
             act = {"gelu": F.gelu, "relu": F.relu}[self.layer.mlp.hidden_act]
             hidden = act(self.linear(x, f"{name}.up_proj"))
         else:
-            hidden = gated(self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj"))
+            hidden = swiglu(self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj"))
         return self.linear(hidden, f"{name}.down_proj")
 
 

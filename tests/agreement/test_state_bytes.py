@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grids import sampled
-from kumi.parallel import bare, build, init_adamw
-from kumi.parallel.grad_norm import local
+from kumi.parallel import build, init_adamw, unwrap
+from kumi.parallel.stage_modules import local_shard
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed_names, ops
 from kumi.spec.optim import Optim
@@ -28,14 +28,14 @@ OPTIM = Optim()
 
 
 def _bytes(tensors):
-    return sum(local(tensor).nbytes for tensor in tensors)
+    return sum(local_shard(tensor).nbytes for tensor in tensors)
 
 
 def _measured_states(layout, family, microbatches):
     """Bytes of parameters, gradients and optimizer states between backward and update, and after the update."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS["bf16"], weights=0)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(SPECS[family]), OPTIM)
+    optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(SPECS[family]), OPTIM)
     found = []
     for step in range(2):
         forward_backward(model, mesh, step, microbatches)

@@ -15,7 +15,7 @@ from kumi.cli import main
 from kumi.config.cluster_source import cluster_spec
 from kumi.config.schema import ClusterSection
 from kumi.launch.signals import StopFlag
-from kumi.parallel.mesh import Place
+from kumi.parallel.mesh import RankInfo
 from kumi.spec.numerics import REFERENCE
 from steps import mesh_of
 
@@ -160,6 +160,6 @@ def test_work_is_timed_by_the_call():
 
 
 def test_messages_divide_the_world():
-    place = Place(0, 6, 0, torch.device("cpu"))
+    place = RankInfo(0, 6, 0, torch.device("cpu"))
     degrees = {case.degree for case in time_collectives.cases(place.world_size, "cpu", quick=False)}
     assert degrees == {2, 3, 6}

@@ -18,7 +18,7 @@ from kumi.convert.load_weights import load_decoder
 from kumi.convert.open_model import open_source
 from kumi.errors import ConfigError, ModelError
 from kumi.nn.decoder import Decoder
-from kumi.nn.lora import adapt
+from kumi.nn.lora import insert_adapters
 from kumi.spec import families, ledger
 from kumi.spec.adapters import is_adapter
 from kumi.spec.lora import Lora
@@ -50,7 +50,7 @@ def adapted(folder, lora, seed=0):
     lora = spec.lora
     decoder = Decoder(spec)
     decoder.load_state_dict(plain.state_dict())
-    adapt(decoder, spec, lora, dtype=torch.float32)
+    insert_adapters(decoder, spec, lora, dtype=torch.float32)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in decoder.named_parameters():

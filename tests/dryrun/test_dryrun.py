@@ -14,13 +14,13 @@ import pytest
 from grids import sampled
 from kumi.cli import main
 from kumi.dryrun import chosen_ranks, dry_run
-from kumi.dryrun.compare import compared, model_flops
-from kumi.dryrun.program import dry_step, microbatches_to_run, step, track_head, track_states
+from kumi.dryrun.compare import compare_rank, model_flops
+from kumi.dryrun.program import dry_step, microbatches_to_run, run_step, track_head, track_states
 from kumi.dryrun.track import Tracker
 from kumi.errors import LayoutError
-from kumi.parallel import bare, init_adamw
-from kumi.parallel.build import assemble, replicated
-from kumi.parallel.grad_norm import local
+from kumi.parallel import init_adamw, unwrap
+from kumi.parallel.build import assemble, with_ddp
+from kumi.parallel.stage_modules import local_shard
 from kumi.spec import families
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.layout import Layout
@@ -63,15 +63,15 @@ def _really(layout: Layout, family: str):
     job, mesh = _job(family), mesh_of(layout)
     laid, tracker = assemble(job.model, mesh, job.precision).to_empty(device=mesh.device), Tracker()
     for parameter in laid.parameters():
-        local(parameter.detach()).fill_(0.01)
+        local_shard(parameter.detach()).fill_(0.01)
     with tracker:
-        model = replicated(laid, mesh, job.precision)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(job.model), job.optim)
+        model = with_ddp(laid, mesh, job.precision)
+    optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(job.model), job.optim)
     track_head(model, tracker)
     track_states(model, optimizer, tracker)
     tracker.begin()
     with tracker.resizing():
-        step(model, mesh, job, optimizer, tracker, job.batch.microbatches(layout))
+        run_step(model, mesh, job, optimizer, tracker, job.batch.microbatches(layout))
     sent = Counter()
     for message, count in tracker.messages.items():
         sent[message.kind, message.bytes] += count
@@ -159,7 +159,7 @@ def test_the_planner_is_near_an_8b_model_on_64_ranks(layout):
     model = families.from_hf(json.loads((MODELS / "llama-3.1-8b" / "config.json").read_text()))
     model = replace(model, layers=model.layers[:12])
     job = job_of(model, seq_len=8192, sequences=64 // layout.tp)
-    found = compared(job, layout, 0, dry_step(job, layout, 0))
+    found = compare_rank(job, layout, 0, dry_step(job, layout, 0))
     assert abs(found["memory"]["difference"]) < 0.05
     assert found["collectives"]
     assert all(row["agrees"] for row in found["collectives"])
@@ -171,7 +171,7 @@ def test_experts_get_equally_many_tokens():
     model = families.from_hf(json.loads((MODELS / "qwen3-30b-a3b" / "config.json").read_text()))
     model = replace(model, layers=model.layers[:2])
     job, layout = job_of(model, seq_len=512, sequences=8), Layout(dp_shard=8, zero=3, ep=8)
-    found = compared(job, layout, 3, dry_step(job, layout, 3))
+    found = compare_rank(job, layout, 3, dry_step(job, layout, 3))
     rows = {row["bytes"]: row for row in found["collectives"] if row["kind"] == "all_to_all"}
     tokens = rows[512 * 8 * 2048 * 2]  # eight experts for each of 512 tokens, 2048 wide, in bfloat16
     assert tokens["agrees"]

@@ -97,7 +97,7 @@ REASONS: dict[str, list[str]] = {
         "convert/files/stream.py _opened",
     ],
     "a rank's log, opened with O_NOFOLLOW": ["launch/rank_process.py run_rank"],
-    "a new file of optimizer states, opened with O_EXCL": ["parallel/optim/nvme_store.py open_drives"],
+    "a new file of optimizer states, opened with O_EXCL": ["parallel/optim/nvme_store.py open_nvme_store"],
     "a folder, to sync it": ["storage/folders.py sync_folder"],
     "kumi's own checkpoint reader, which uses the door": [
         "convert/kumi_checkpoint.py open_saved_model",

@@ -13,8 +13,18 @@ from typing import Any
 
 import torch
 
-from kumi.parallel import Mesh, bare, build, build_mesh, clip_gradients, init_adamw, init_distributed, pipeline, total
-from kumi.parallel.context_parallel import cut
+from kumi.parallel import (
+    Mesh,
+    all_reduce_sum,
+    build,
+    build_mesh,
+    clip_gradients,
+    init_adamw,
+    init_distributed,
+    pipeline,
+    unwrap,
+)
+from kumi.parallel.context_parallel import shard_sequence
 from kumi.parallel.mesh import close_distributed
 from kumi.spec.comm import DEFAULT_COMM, Comm
 from kumi.spec.layout import Layout
@@ -76,14 +86,14 @@ def steps(case: Case, mesh: Mesh) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step."""
     precision = PRECISIONS[case.precision]
     model = build(MODELS[case.model], mesh, precision, weights=7, comm=case.comm)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(MODELS[case.model]), Optim(lr=1e-2))
+    optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(MODELS[case.model]), Optim(lr=1e-2))
     found = []
     for step in range(STEPS):
-        loss = pipeline.train(model, mesh, _inputs(case, mesh, step))
+        loss = pipeline.train_microbatches(model, mesh, _inputs(case, mesh, step))
         norm = clip_gradients(model, 0.5, mesh)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((total(loss * (mesh.index("tp") == 0), mesh).item(), norm.item()))
+        found.append((all_reduce_sum(loss * (mesh.index("tp") == 0), mesh).item(), norm.item()))
     return found
 
 
@@ -102,7 +112,7 @@ def _inputs(case: Case, mesh: Mesh, step: int) -> list[dict[str, torch.Tensor]]:
         name: value[index * share : (index + 1) * share].to(mesh.device).chunk(case.microbatches)
         for name, value in whole.items()
     }
-    return [cut({name: parts[i] for name, parts in mine.items()}, mesh) for i in range(case.microbatches)]
+    return [shard_sequence({name: parts[i] for name, parts in mine.items()}, mesh) for i in range(case.microbatches)]
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import torch
 from kumi.nn.attention import flash_partial
 from kumi.nn.attention.attention_context import Segments
 from kumi.nn.attention.grouped_query import attend
-from kumi.parallel.ring_attention import positions_of
+from kumi.parallel.ring_attention import positions_of_rank
 from nn.test_flash_parts import LENGTHS, ON_CPU, ROWS, documents_of
 
 # Relative to the norm, of bf16's 2^-8 a rounding and a few of them.
@@ -37,22 +37,22 @@ def test_parts_add_up(name, heads, sizes, device):
     q, k, v, grad = (x.to(device) for x in exact)
     total, grads = torch.zeros_like(grad), [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     with nullcontext() if device.type == "cuda" else ON_CPU:
-        assert flash_partial.takes(q, v)
+        assert flash_partial.supports_flash(q, v)
         for index in range(cp):
-            own = positions_of(length, cp, index)
+            own = positions_of_rank(length, cp, index)
             out = torch.zeros_like(grad[:, own], dtype=torch.float32)
             lse = torch.full_like(out[..., 0], -torch.inf)
             seen = [
-                (other, flash_partial.tiles(bounds, ROWS, own, other, device))
-                for other in (positions_of(length, cp, (index - turn) % cp) for turn in range(cp))
+                (other, flash_partial.attention_tiles(bounds, ROWS, own, other, device))
+                for other in (positions_of_rank(length, cp, (index - turn) % cp) for turn in range(cp))
             ]
             for other, tiles in seen:
-                flash_partial.forward(q[:, own], k[:, other], v[:, other], tiles, out, lse)
+                flash_partial.attend_tiles(q[:, own], k[:, other], v[:, other], tiles, out, lse)
             total[:, own] = out.to(total.dtype)
             for other, tiles in seen:
                 parts = [torch.zeros_like(x[:, at]) for x, at in zip(grads, (own, other, other))]
                 ends = grad[:, own], q[:, own], k[:, other], v[:, other]
-                flash_partial.backward(*ends, tiles, total[:, own], lse, *parts)
+                flash_partial.attend_tiles_backward(*ends, tiles, total[:, own], lse, *parts)
                 for one, at, part in zip(grads, (own, other, other), parts):
                     one[:, at] += part
     assert relative(total, whole.detach()) <= TOLERANCE

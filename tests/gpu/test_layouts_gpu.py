@@ -19,7 +19,7 @@ import pytest
 import torch
 from gpu_worker import Case
 
-from kumi.parallel import Place, build_mesh
+from kumi.parallel import RankInfo, build_mesh
 from kumi.spec.comm import Comm
 from kumi.spec.layout import Layout
 
@@ -88,7 +88,7 @@ def on(kind: str, cases: dict[str, Case]) -> dict[str, Case]:
 def alone(model: str, precision: str, documents: bool, device: torch.device) -> list[tuple[float, float]]:
     """What one device sees that keeps everything."""
     case = Case(Layout(), model, precision, documents=documents)
-    return gpu_worker.steps(case, build_mesh(case.layout, Place(0, 1, 0, device)))
+    return gpu_worker.steps(case, build_mesh(case.layout, RankInfo(0, 1, 0, device)))
 
 
 def compare(case: Case, found: list[tuple[float, float]], device: torch.device) -> None:
@@ -147,7 +147,9 @@ def on_ranks(name: str, count: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ALONE)
 def test_one_device(name, device):
-    compare(ALONE[name], gpu_worker.steps(ALONE[name], build_mesh(ALONE[name].layout, Place(0, 1, 0, device))), device)
+    compare(
+        ALONE[name], gpu_worker.steps(ALONE[name], build_mesh(ALONE[name].layout, RankInfo(0, 1, 0, device))), device
+    )
 
 
 @pytest.mark.parametrize("name", gpu_worker.MODELS)

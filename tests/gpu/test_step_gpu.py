@@ -11,7 +11,7 @@ import torch
 from kumi_parts import make_parts, synthetic
 
 from kumi.data import Batch
-from kumi.parallel.state_tensors import fill, model_pieces, optimizer_pieces
+from kumi.parallel.state_tensors import fill_pieces, model_pieces, optimizer_pieces
 from kumi.storage import checkpoint
 from kumi.train.step import StepBatch, train_step
 from kumi.train.train_state import RankState, TrainState
@@ -88,7 +88,7 @@ def test_a_checkpoint_holds_everything_bit_for_bit(device, tmp_path):
         shapes.TINY, device, seq_len=SEQ_LEN, microbatch=ROWS, recompute="none", compile=False, precision="bf16"
     )
     restored = [*model_pieces(again.model, again.mesh), *optimizer_pieces(again.model, again.optimizer, again.mesh)]
-    fill(restored, checkpoint.open(tmp_path / "step_000002").read)
+    fill_pieces(restored, checkpoint.open(tmp_path / "step_000002").read)
     assert {piece.name for piece in restored} == kept.keys()
     for piece in restored:
         assert piece.data.device == kept[piece.name].device

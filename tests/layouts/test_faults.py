@@ -21,13 +21,21 @@ from test_layouts import close
 from kumi.nn.attention.attention_context import segments
 from kumi.nn.attention.grouped_query import attend
 from kumi.nn.linear import Linear
-from kumi.nn.router import count, routers
-from kumi.parallel import build, clip_gradients, expert_parallel, grad_sync, greatest, token_collectives, total
-from kumi.parallel.ring_attention import ring_over
+from kumi.nn.router import routers, rows_per_expert
+from kumi.parallel import (
+    all_reduce_max,
+    all_reduce_sum,
+    build,
+    clip_gradients,
+    expert_parallel,
+    grad_sync,
+    token_collectives,
+)
+from kumi.parallel.ring_attention import ring_attention_fn
 from kumi.parallel.stage_modules import stages_of
-from kumi.parallel.tensor_parallel import SharedRegion
-from kumi.parallel.ulysses import ulysses_over
-from kumi.parallel.vocab_parallel import VocabularyPart
+from kumi.parallel.tensor_parallel import ShardedProjections
+from kumi.parallel.ulysses import ulysses_attention_fn
+from kumi.parallel.vocab_parallel import VocabularyShard
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import PRECISIONS
@@ -231,18 +239,18 @@ def _ones(bias: bool) -> Linear:
 
 
 def _enter(x: torch.Tensor) -> torch.Tensor:
-    return torch.stack(SharedRegion(dist.group.WORLD, True, False).enter(x, [_ones(True), _ones(True)]))
+    return torch.stack(ShardedProjections(dist.group.WORLD, True, False).enter(x, [_ones(True), _ones(True)]))
 
 
 def _leave(x: torch.Tensor, selective: bool) -> torch.Tensor:
-    return SharedRegion(dist.group.WORLD, True, selective).leave(x, _ones(False))
+    return ShardedProjections(dist.group.WORLD, True, selective).leave(x, _ones(False))
 
 
 def _dispatch(x: torch.Tensor) -> torch.Tensor:
     scores = torch.arange(8.0).sin().view(4, 2)
     ids = (scores > 0).long() + torch.tensor([0, 2])
-    exchange = expert_parallel.Exchange(dist.group.WORLD, None)
-    routing = expert_parallel.Routing(ids, scores.double(), count(ids, 4))
+    exchange = expert_parallel.ExpertExchange(dist.group.WORLD, None)
+    routing = expert_parallel.Routing(ids, scores.double(), rows_per_expert(ids, 4))
     rows, _, back = exchange.dispatch(x, routing)
     return exchange.combine(rows, routing, back)
 
@@ -250,23 +258,23 @@ def _dispatch(x: torch.Tensor) -> torch.Tensor:
 def _functions() -> dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]]:
     """Everything that communicates: the shape of what it is given on each of two ranks, and the function."""
     group, mesh = dist.group.WORLD, mesh_of(Layout(cp=2))
-    ring, whole = ring_over([0, 3, 8, 16], group), segments(torch.zeros(2, 8), None)
-    ulysses = ulysses_over(lambda *given: attend(whole, *given), group)
-    region, part = SharedRegion(group, True, False), VocabularyPart(group, 10, True)
+    ring, whole = ring_attention_fn([0, 3, 8, 16], group), segments(torch.zeros(2, 8), None)
+    ulysses = ulysses_attention_fn(lambda *given: attend(whole, *given), group)
+    region, part = ShardedProjections(group, True, False), VocabularyShard(group, 10, True)
     rows: dict[str, Any] = {
         name: lambda x, name=name: getattr(token_collectives, name)(x, group)
         for name in ("gathered", "scattered", "summed", "gather", "scatter", "total", "fan_out")
     }
     rows |= {
-        "over all ranks": _changed(total, mesh),
-        "greatest": _changed(greatest, mesh),
-        "sum_over": _changed(lambda x: grad_sync.sum_over([x], group)),
+        "over all ranks": _changed(all_reduce_sum, mesh),
+        "greatest": _changed(all_reduce_max, mesh),
+        "sum_over": _changed(lambda x: grad_sync.all_reduce_grads([x], group)),
         "rows of experts": lambda x: (
             expert_parallel.exchange_rows(x, [1, 3], [1 + 2 * dist.get_rank()] * 2, group)
             if dist.get_rank() == 0
             else expert_parallel.exchange_rows(x, [1, 3], [3, 3], group)
         ),
-        "counts of experts": lambda x: expert_parallel.COUNTS(x, group.group_name),
+        "counts of experts": lambda x: expert_parallel.EXCHANGE_COUNTS(x, group.group_name),
         "experts": _dispatch,
         "a region's beginning": _enter,
         "a region's end": lambda x: _leave(x, False),

@@ -12,10 +12,10 @@ import torch
 from test_layouts import TOLERANCE, close
 
 from kumi.nn import initialize
-from kumi.parallel import bare, build, clip_gradients, init_adamw, model_pieces
-from kumi.parallel.grad_norm import by_name
-from kumi.parallel.lora import begin_step
-from kumi.parallel.state_tensors import optimizer_pieces, pieces_of
+from kumi.parallel import build, clip_gradients, init_adamw, model_pieces, unwrap
+from kumi.parallel.lora import begin_dropout_step
+from kumi.parallel.stage_modules import params_by_name
+from kumi.parallel.state_tensors import local_pieces, optimizer_pieces
 from kumi.spec.adapters import is_adapter
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed_names
@@ -46,7 +46,7 @@ class Trace:
 
 def _read(spec, name, start, shape):
     """Adapters that are not zero, so that the first gradients of all are not."""
-    param = replace(by_name(spec)[name.removeprefix("model/")], init="normal 0.1")
+    param = replace(params_by_name(spec)[name.removeprefix("model/")], init="normal 0.1")
     out = torch.empty(shape)
     initialize.fill(out, param, start, std=1.0, seed=11)
     return out
@@ -57,19 +57,19 @@ def train(layout: Layout, family: str, lora: str, microbatches: int, kind: str =
     spec = replace(SPECS[family], lora=LORAS[lora])
     adapters = lambda name, start, shape: _read(spec, name, start, shape)  # noqa: E731
     model = build(spec, mesh, PRECISIONS[kind], weights=7, adapters=adapters)
-    known, named = by_name(spec), list(bare(model).named_parameters())
+    known, named = params_by_name(spec), list(unwrap(model).named_parameters())
     optimizer = init_adamw(named, decayed_names(spec), Optim(lr=1e-2))
     losses, norms = [], []
     dtype = getattr(torch, PRECISIONS[kind].param)
     for step in range(2):
-        begin_step(bare(model), 5, step)
+        begin_dropout_step(unwrap(model), 5, step)
         losses.append(forward_backward(model, mesh, step, microbatches, dtype=dtype))
         norms.append(clip_gradients(model, 0.5, mesh).item())
         grads = [
             piece
             for name, value in named
             if value.grad is not None
-            for piece in pieces_of(name, known[name], value.grad, mesh)
+            for piece in local_pieces(name, known[name], value.grad, mesh)
         ]
         grads = [Part(one.name, one.start, one.data.numpy().copy()) for one in grads]
         optimizer.step()
@@ -78,7 +78,7 @@ def train(layout: Layout, family: str, lora: str, microbatches: int, kind: str =
         Part(one.name.removeprefix("model/"), one.start, one.data.double().numpy().copy())
         for one in model_pieces(model, mesh)
     ]
-    return Trace(losses, norms, grads, params, {one.name for one in optimizer_pieces(bare(model), optimizer, mesh)})
+    return Trace(losses, norms, grads, params, {one.name for one in optimizer_pieces(unwrap(model), optimizer, mesh)})
 
 
 @cache

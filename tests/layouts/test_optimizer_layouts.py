@@ -16,8 +16,16 @@ from test_layouts import TOLERANCE, close, updates_apart
 from test_model_layouts import named
 
 from grids import sampled
-from kumi.parallel import build, build_optimizer, clip_gradients, fill, model_pieces, optimizer_pieces, owned
-from kumi.parallel.grad_norm import by_name, local
+from kumi.parallel import (
+    build,
+    build_optimizer,
+    clip_gradients,
+    fill_pieces,
+    model_pieces,
+    optimizer_pieces,
+    owned_pieces,
+)
+from kumi.parallel.stage_modules import local_shard, params_by_name
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
@@ -67,7 +75,7 @@ def train(layout: Layout, family: str, kind: str, whole: dict[str, np.ndarray] |
     model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=7 if whole is None else read)
     optimizer = build_optimizer(model, mesh, optim)
     if whole is not None:
-        fill(optimizer_pieces(model, optimizer, mesh), read)
+        fill_pieces(optimizer_pieces(model, optimizer, mesh), read)
     losses, grads = [], []
     for step in steps:
         losses.append(forward_backward(model, mesh, step, 1, dtype=torch.float64))
@@ -75,9 +83,9 @@ def train(layout: Layout, family: str, kind: str, whole: dict[str, np.ndarray] |
         grads.append(gradients(model, mesh))
         optimizer.step()
         optimizer.zero_grad()
-    pieces = owned([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh, optim)
+    pieces = owned_pieces([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh, optim)
     saved = [(one.name, one.shape, Part(one.name, one.start, one.data.numpy().copy())) for one in pieces]
-    held = sum(local(value).nbytes for state in optimizer.state.values() for value in state.values())
+    held = sum(local_shard(value).nbytes for state in optimizer.state.values() for value in state.values())
     return Run(losses, grads, saved, held)
 
 
@@ -100,7 +108,7 @@ def alone(family: str, kind: str) -> Run:
 
 def equal(whole: dict[str, np.ndarray], family: str, kind: str) -> None:
     """Assert that the tensors are those of one process, as far as rounding allows."""
-    wanted, known, apart = alone(family, kind), by_name(SPECS[family]), updates_apart(alone(family, kind).grads)
+    wanted, known, apart = alone(family, kind), params_by_name(SPECS[family]), updates_apart(alone(family, kind).grads)
     tensors = together([wanted])
     assert whole.keys() == tensors.keys()
     for name, values in whole.items():

@@ -13,8 +13,8 @@ from kumi.nn.attention import cpu_attention, cpu_flash
 from kumi.nn.attention.attention_context import Segments, segments
 from kumi.nn.attention.cpu_attention import packed_attention
 from kumi.nn.attention.grouped_query import attend, visible
-from kumi.nn.attention.scores import PLAIN, Scores
-from kumi.nn.threads import side_by_side
+from kumi.nn.attention.scores import PLAIN_SCORES, Scores
+from kumi.nn.threads import run_in_threads
 from kumi.spec.numerics import FLASH_CASES
 
 ROWS, LENGTH, SIZE = 2, 11, 4
@@ -22,7 +22,7 @@ ROWS, LENGTH, SIZE = 2, 11, 4
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(cpu_attention, "BLOCK", 3)
+    monkeypatch.setattr(cpu_attention, "QUERY_BLOCK", 3)
 
 
 def inputs(heads, kv_heads, dtype=torch.float64, value_size=SIZE):
@@ -45,12 +45,12 @@ def test_equals_masked_sdpa(monkeypatch, heads, window, document_ids):
     # The way taken on devices other than CPU and CUDA.
     expected = attend(Segments(document_ids, None), *qkv, window)
     gradients = torch.autograd.grad(expected, qkv, grad)
-    ways = [packed_attention(*qkv, where.bounds, window)]
+    ways = [packed_attention(*qkv, where.cu_seqlens, window)]
     for flash in (frozenset(), frozenset(FLASH_CASES)):
         monkeypatch.setattr(numerics, "_flash", flash)
         ways.append(attend(where, *qkv, window))
     if window in (None, 50):
-        ways.append(cpu_flash.flash_attention(*qkv, where.bounds))
+        ways.append(cpu_flash.flash_attention(*qkv, where.cu_seqlens))
     for out in ways:
         torch.testing.assert_close(out, expected)
         torch.testing.assert_close(torch.autograd.grad(out, qkv, grad), gradients)
@@ -64,7 +64,7 @@ def test_values_may_be_of_another_size_than_keys(value_size):
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, qkv, grad), torch.autograd.grad(expected, qkv, grad))
     q, k, v = (x.detach().to("meta") for x in qkv)
-    assert cpu_attention.OPERATOR(q, k, v, [0, LENGTH, 2 * LENGTH], 0).shape == found.shape
+    assert cpu_attention.PACKED_ATTENTION(q, k, v, [0, LENGTH, 2 * LENGTH], 0).shape == found.shape
 
 
 def _plainly(q, k, v, sinks, window):
@@ -124,11 +124,11 @@ def test_the_kernel_is_chosen_where_it_computes_the_same(monkeypatch):
     bounds = [0, 4, 5, 11, 22]
     for chosen in (frozenset(), frozenset({"fp32-short"})):
         monkeypatch.setattr(numerics, "_flash", chosen)
-        assert [cpu_flash.suits(q, v, bounds, window) for window in (None, 11)] == [bool(chosen)] * 2
-        assert not cpu_flash.suits(q, v, bounds, 10)
-        assert not cpu_flash.suits(q, v[..., :-1], bounds, None)
+        assert [cpu_flash.prefers_flash(q, v, bounds, window) for window in (None, 11)] == [bool(chosen)] * 2
+        assert not cpu_flash.prefers_flash(q, v, bounds, 10)
+        assert not cpu_flash.prefers_flash(q, v[..., :-1], bounds, None)
     monkeypatch.setattr("kumi.spec.numerics.LONG_TOKENS", 22 / 4)
-    assert not cpu_flash.suits(q, v, bounds, None), "the mean length of the documents counts"
+    assert not cpu_flash.prefers_flash(q, v, bounds, None), "the mean length of the documents counts"
 
 
 def test_heads_whose_elements_do_not_lie_side_by_side():
@@ -154,7 +154,7 @@ def test_several_threads_give_the_same_bits_each_time(threads, way):
     generator, bounds = torch.Generator().manual_seed(0), [0, 70, 140, 333]
     q, k, v = (torch.randn(1, 333, heads, 64, generator=generator, requires_grad=True) for heads in (8, 2, 2))
     threads(4)
-    first, *others = (way(q, k, v, bounds=bounds) for _ in range(4))
+    first, *others = (way(q, k, v, cu_seqlens=bounds) for _ in range(4))
     gradients = torch.autograd.grad(first.sum(), (q, k, v))
     for out in others:
         assert torch.equal(out, first)
@@ -162,7 +162,9 @@ def test_several_threads_give_the_same_bits_each_time(threads, way):
 
 
 @pytest.mark.parametrize("window", [None, 2])
-@pytest.mark.parametrize("scores", [PLAIN, Scores(softcap=2.0, slopes=(0.1, 0.2, 0.3, 0.4)), Scores(stepped=True)])
+@pytest.mark.parametrize(
+    "scores", [PLAIN_SCORES, Scores(softcap=2.0, slopes=(0.1, 0.2, 0.3, 0.4)), Scores(bf16_bias=True)]
+)
 def test_documents_divided_among_threads_give_the_same_result(threads, window, scores):
     qkv, grad = inputs(4, 2, value_size=6)
     sinks = None if scores.slopes else torch.linspace(-2, 3, 4, dtype=torch.float64).requires_grad_()
@@ -190,22 +192,22 @@ def test_documents_are_divided_where_all_threads_get_enough(threads):
 
 def test_parts_run_in_threads_of_their_own_also_after_a_fork(threads):
     threads(2)
-    assert side_by_side([torch.get_num_threads] * 2) == [1, 1]
+    assert run_in_threads([torch.get_num_threads] * 2) == [1, 1]
     wide = torch.ones(1, requires_grad=True)
-    assert not any(out.requires_grad for out in side_by_side([lambda: wide * 2] * 2))
+    assert not any(out.requires_grad for out in run_in_threads([lambda: wide * 2] * 2))
     with pytest.raises(ZeroDivisionError):
-        side_by_side([lambda: 1, lambda: 1 // 0])
+        run_in_threads([lambda: 1, lambda: 1 // 0])
     child = os.fork()
     if child == 0:
-        os._exit(0 if side_by_side([lambda: 3] * 2) == [3, 3] else 1)
+        os._exit(0 if run_in_threads([lambda: 3] * 2) == [3, 3] else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_operators_are_well_formed():
     qkv, _ = inputs(4, 2, torch.float32)
-    torch.library.opcheck(cpu_flash.OPERATOR, (*qkv, [0, 4, 11, 22], None))
-    torch.library.opcheck(cpu_attention.OPERATOR, (*qkv, [0, 4, 11, 22], 0))
-    torch.library.opcheck(cpu_attention.OPERATOR, (*qkv, [0, 4, 11, 22], 0, torch.randn(4, requires_grad=True)))
+    torch.library.opcheck(cpu_flash.FLASH_ATTENTION, (*qkv, [0, 4, 11, 22], None))
+    torch.library.opcheck(cpu_attention.PACKED_ATTENTION, (*qkv, [0, 4, 11, 22], 0))
+    torch.library.opcheck(cpu_attention.PACKED_ATTENTION, (*qkv, [0, 4, 11, 22], 0, torch.randn(4, requires_grad=True)))
 
 
 def test_flops_are_counted_as_those_of_sdpa():
@@ -221,7 +223,7 @@ def test_flops_are_counted_as_those_of_sdpa():
 
 
 def test_segments():
-    assert segments(torch.zeros(2, 3), None).bounds == [0, 3, 6]
-    assert segments(torch.zeros(ROWS, LENGTH), DOCUMENTS).bounds == [0, 4, 5, 11, 22]
+    assert segments(torch.zeros(2, 3), None).cu_seqlens == [0, 3, 6]
+    assert segments(torch.zeros(ROWS, LENGTH), DOCUMENTS).cu_seqlens == [0, 4, 5, 11, 22]
     # Equal ids in neighbouring rows are still two documents.
-    assert segments(torch.zeros(2, 3), torch.ones(2, 3)).bounds == [0, 3, 6]
+    assert segments(torch.zeros(2, 3), torch.ones(2, 3)).cu_seqlens == [0, 3, 6]

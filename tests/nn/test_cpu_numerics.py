@@ -24,14 +24,14 @@ def test_products_go_where_they_are_said_to(monkeypatch):
         ("default", "highest", "highest"),
         ("mixed", "medium", "highest"),
     ):
-        numerics.use(Numerics(products=products))
+        numerics.use_numerics(Numerics(products=products))
         usual = torch.get_float32_matmul_precision()
-        with numerics.products_of_experts():
+        with numerics.expert_matmul_precision():
             assert [usual, torch.get_float32_matmul_precision()] == precisions
         assert torch.get_float32_matmul_precision() == usual
     errors = iter((1e-7, 1e-3))
     monkeypatch.setattr(cpu_matmul, "_error", lambda: next(errors))
-    numerics.use(REFERENCE)
+    numerics.use_numerics(REFERENCE)
     assert torch.get_float32_matmul_precision() == "highest", "an inexact product is not used, whatever was chosen"
 
 
@@ -40,7 +40,7 @@ def test_products_of_experts_are_the_same_either_way():
     counts = torch.tensor([0, 19, 31])
     found = []
     for products in ("default", "onednn", "mixed"):
-        numerics.use(Numerics(products=products))
+        numerics.use_numerics(Numerics(products=products))
         out = grouped_linear(rows, weight, counts)
         found.append((out, *torch.autograd.grad(out.square().sum(), (rows, weight))))
     for other in found[1:]:
@@ -49,7 +49,7 @@ def test_products_of_experts_are_the_same_either_way():
 
 
 def test_attention_goes_where_it_is_said_to():
-    numerics.use(Numerics(flash=("fp32-long", "bf16-short")))
+    numerics.use_numerics(Numerics(flash=("fp32-long", "bf16-short")))
     cases = [(torch.float32, 10), (torch.float64, 2000), (torch.bfloat16, 10), (torch.float16, 2000)]
     assert [numerics.uses_flash(*case) for case in cases] == [False, True, True, False]
 

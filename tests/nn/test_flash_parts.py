@@ -10,15 +10,15 @@ import torch
 
 from kumi.nn.attention import flash_partial
 from kumi.nn.attention.attention_context import Segments
-from kumi.nn.attention.flash_partial import Kernels
+from kumi.nn.attention.flash_partial import FlashKernels
 from kumi.nn.attention.grouped_query import attend
-from kumi.parallel.ring_attention import positions_of
+from kumi.parallel.ring_attention import positions_of_rank
 
 ROWS = 2
 
 
-def _documents(cu_seqlens, rows, length):
-    bounds = range(0, rows * length + 1, length) if cu_seqlens is None else cu_seqlens.bounds.tolist()
+def _documents(documents, rows, length):
+    bounds = range(0, rows * length + 1, length) if documents is None else documents.cu_seqlens.tolist()
     return [slice(first, last) for first, last in pairwise(bounds)]
 
 
@@ -38,11 +38,11 @@ def _mask(causal, window, length):
 
 
 def forward(q, k, v, options):
-    """What `Kernels.forward` is, by the CPU's own kernel, document by document."""
-    causal, cu_seqlens, window, scale = options
+    """What `FlashKernels.forward` is, by the CPU's own kernel, document by document."""
+    causal, documents, window, scale = options
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     flat_q, flat_k, flat_v, flat_out, flat_lse = (x.flatten(0, 1) for x in (q, k, v, out, lse))
-    ends = zip(_documents(cu_seqlens, *q.shape[:2]), _documents(cu_seqlens, *k.shape[:2]), strict=True)
+    ends = zip(_documents(documents, *q.shape[:2]), _documents(documents, *k.shape[:2]), strict=True)
     for queries, keys in ends:
         tensors = [_heads(x, q.shape[2]) for x in (flat_q[queries], flat_k[keys], flat_v[keys])]
         plain, mask = _mask(causal, window, len(flat_q[queries]))
@@ -53,11 +53,11 @@ def forward(q, k, v, options):
 
 
 def backward(grad, q, k, v, out, lse, options):
-    """What `Kernels.backward` is."""
-    causal, cu_seqlens, window, scale = options
+    """What `FlashKernels.backward` is."""
+    causal, documents, window, scale = options
     found = [torch.empty_like(x) for x in (q, k, v)]
     flat = [x.flatten(0, 1) for x in (grad, q, k, v, out, lse, *found)]
-    ends = zip(_documents(cu_seqlens, *q.shape[:2]), _documents(cu_seqlens, *k.shape[:2]), strict=True)
+    ends = zip(_documents(documents, *q.shape[:2]), _documents(documents, *k.shape[:2]), strict=True)
     for queries, keys in ends:
         where = (queries, queries, keys, keys, queries)
         tensors = [_heads(x[places], q.shape[2]) for x, places in zip(flat[:5], where)]
@@ -70,7 +70,9 @@ def backward(grad, q, k, v, out, lse, options):
     return found
 
 
-ON_CPU = patch.dict(flash_partial.KERNELS, cpu=Kernels(lambda q, v: q.shape[-1] == v.shape[-1], forward, backward))
+ON_CPU = patch.dict(
+    flash_partial.FLASH_KERNELS, cpu=FlashKernels(lambda q, v: q.shape[-1] == v.shape[-1], forward, backward)
+)
 LENGTHS = {
     "whole rows": None,
     "across pieces": (5, 9, 1, 7),
@@ -104,19 +106,19 @@ def test_parts_add_up(cp, name):
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     with ON_CPU:
         for index in range(cp):
-            own = positions_of(length, cp, index)
+            own = positions_of_rank(length, cp, index)
             out, lse = torch.zeros_like(q[:, own]), torch.full((ROWS, len(own), 4), -torch.inf, dtype=torch.float64)
             seen = [
-                (other, flash_partial.tiles(bounds, ROWS, own, other, q.device))
-                for other in (positions_of(length, cp, (index - turn) % cp) for turn in range(cp))
+                (other, flash_partial.attention_tiles(bounds, ROWS, own, other, q.device))
+                for other in (positions_of_rank(length, cp, (index - turn) % cp) for turn in range(cp))
             ]
             for other, tiles in seen:
-                flash_partial.forward(q[:, own], k[:, other], v[:, other], tiles, out, lse)
+                flash_partial.attend_tiles(q[:, own], k[:, other], v[:, other], tiles, out, lse)
             assert (out - whole[:, own]).abs().max() < 1e-12
             for other, tiles in seen:
                 parts = [torch.zeros_like(x[:, at]) for x, at in zip((q, k, v), (own, other, other))]
                 ends = grad[:, own], q[:, own], k[:, other], v[:, other]
-                flash_partial.backward(*ends, tiles, out, lse, *parts)
+                flash_partial.attend_tiles_backward(*ends, tiles, out, lse, *parts)
                 for total, at, part in zip(grads, (own, other, other), parts):
                     total[:, at] += part
     assert max(float((a - b).abs().max()) for a, b in zip(grads, wanted, strict=True)) < 1e-12
@@ -124,8 +126,10 @@ def test_parts_add_up(cp, name):
 
 def test_one_kernel_a_round_where_rows_are_whole():
     """Of earlier ranks all queries see the first piece, of later ones the last piece sees all."""
-    places = [positions_of(48, 3, index) for index in range(3)]
-    found = [flash_partial.tiles((0, 48, 96), ROWS, places[1], other, torch.device("cpu")) for other in places]
+    places = [positions_of_rank(48, 3, index) for index in range(3)]
+    found = [
+        flash_partial.attention_tiles((0, 48, 96), ROWS, places[1], other, torch.device("cpu")) for other in places
+    ]
     every, rows = slice(0, 16), slice(None)
     assert found[0] == (flash_partial.Tile(rows, every, slice(0, 8)),)
     assert found[1] == (flash_partial.Tile(rows, rows, rows, causal=True),)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from kumi.nn import activation_functions, rope
 from kumi.nn.linear import Linear
-from kumi.nn.mlp import gated
+from kumi.nn.mlp import swiglu
 from kumi.nn.norm import LayerNorm, RMSNorm
 from kumi.spec.families._shared.config_keys import ACTIVATIONS
 from kumi.spec.model import Rope
@@ -112,8 +112,8 @@ def test_rotated_products_depend_on_distance_alone():
 
 def test_gate_gradcheck():
     gate, up = random(3, 5).requires_grad_(), (random(3, 5) + 1).requires_grad_()
-    torch.testing.assert_close(gated(gate, up), F.silu(gate) * up)
-    assert torch.autograd.gradcheck(gated, (gate, up))
+    torch.testing.assert_close(swiglu(gate, up), F.silu(gate) * up)
+    assert torch.autograd.gradcheck(swiglu, (gate, up))
 
 
 TANH = 2 / math.pi

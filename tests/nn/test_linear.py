@@ -10,7 +10,7 @@ def gradients(put_off, bias, recompute):
     for layer in layers:
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter)
-        layer.splits, layer.later = put_off is not None, put_off
+        layer.defers_wgrad, layer.deferred_wgrads = put_off is not None, put_off
     x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
 
     def forward(x):
@@ -42,7 +42,7 @@ def test_a_layer_that_may_split_does_not_where_nobody_asks():
     layer = Linear(3, 4, bias=True, device=None, dtype=torch.float64)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
-    layer.splits = True
+    layer.defers_wgrad = True
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *_: layer(x), (x, *layer.parameters()))
     assert linears(torch.nn.Sequential(layer, torch.nn.ReLU())) == [layer]

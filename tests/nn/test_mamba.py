@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kumi.nn.mamba as mixers
 import kumi.nn.mamba_scan as scans
-from kumi.nn.attention.attention_context import Where
+from kumi.nn.attention.attention_context import AttentionContext
 from kumi.nn.mamba import Convolution, GatedNorm, Mamba
-from kumi.nn.mamba_scan import SCAN, SCAN_BACKWARD, Inputs, scan
+from kumi.nn.mamba_scan import SCAN, SCAN_BACKWARD, ScanInputs, scan
 from kumi.spec import model
 from kumi.spec.ledger import layer_ops
 
@@ -27,7 +27,7 @@ def inputs(length, documents=False, chunk=CHUNK, limits=(0.3, 1.5)):
 
     numbers = (torch.rand(ROWS, length, generator=random) < 0.25).long().cumsum(1) if documents else None
     both = (ROWS, length, GROUPS, STATE)
-    return Inputs(
+    return ScanInputs(
         leaf(ROWS, length, HEADS, CHANNELS),
         leaf(*both),
         leaf(*both),
@@ -60,7 +60,7 @@ def one_by_one(given):
 @pytest.mark.parametrize(("length", "documents"), [(24, False), (21, False), (21, True), (5, True), (40, True)])
 def test_the_recurrence(length, documents, at_a_time, monkeypatch):
     """Rows of whole chunks, of less than one, and with a shorter one at the end; one chunk at a time, and all."""
-    monkeypatch.setattr(scans, "SCORES", (at_a_time, at_a_time))
+    monkeypatch.setattr(scans, "SCORES_AT_ONCE", (at_a_time, at_a_time))
     given = inputs(length, documents)
     found, wanted = scan(given), one_by_one(given)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
@@ -73,8 +73,8 @@ def test_strong_decay_stays_finite():
     """Where one position forgets all: differences of large sums, in float32."""
     given = inputs(40, limits=(0.0, float("inf")))
     values = [value.detach().float() for value in given[:7]]
-    strong = Inputs(*values[:4], values[4], values[5] + 6, values[6], *given[7:])
-    exact = Inputs(*(value.double() for value in strong[:7]), *given[7:])
+    strong = ScanInputs(*values[:4], values[4], values[5] + 6, values[6], *given[7:])
+    exact = ScanInputs(*(value.double() for value in strong[:7]), *given[7:])
     leaves = [value.requires_grad_() for value in strong[:7]]
     found = scan(strong)
     torch.testing.assert_close(found, one_by_one(exact).float(), rtol=1e-5, atol=1e-5)
@@ -103,7 +103,7 @@ def test_operations_are_those_that_run(length):
 @pytest.mark.parametrize("at_a_time", [1, 75, 2**20])
 def test_convolution_and_gated_norm(at_a_time, monkeypatch):
     """Against PyTorch's own differentiation, some channels at a time."""
-    monkeypatch.setattr(mixers, "ELEMENTS", (at_a_time, at_a_time))
+    monkeypatch.setattr(mixers, "ELEMENTS_AT_ONCE", (at_a_time, at_a_time))
     options = {"device": None, "dtype": torch.float64}
     random = torch.Generator().manual_seed(1)
     numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2], [0, 1, 2, 2, 2, 2, 2, 2, 2]])
@@ -137,7 +137,7 @@ def mixer(dtype=torch.float64):
 
 
 def where(rows, length, document_ids=None):
-    return Where((rows, length), {}, lambda *_: torch.empty(0), document_ids)
+    return AttentionContext((rows, length), {}, lambda *_: torch.empty(0), document_ids)
 
 
 def test_documents_in_a_row_are_apart():

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from kumi.nn.attention import chunked_attention, cpu_attention, partial_attention
 from kumi.nn.attention.attention_context import Segments
 from kumi.nn.attention.grouped_query import Attention, attend
-from kumi.nn.attention.scores import PLAIN, Scores, alibi_slopes
-from kumi.parallel.compiled import leave_uncompiled
+from kumi.nn.attention.scores import PLAIN_SCORES, Scores, alibi_slopes
+from kumi.parallel.compiled import exclude_from_compile
 from kumi.spec import model
 from nn.test_flash_parts import ON_CPU
 
@@ -27,7 +27,10 @@ BOUNDS = {"rows": [0, 11, 22], "documents": [0, 4, 5, 11, 22]}
 @pytest.fixture(autouse=True)
 def _small_blocks():
     chunked_attention._plan.cache_clear()
-    with patch.object(cpu_attention, "BLOCK", 3), patch.multiple(partial_attention, BLOCK={"cpu": 4}, UNIT=2, ROUND=2):
+    with (
+        patch.object(cpu_attention, "QUERY_BLOCK", 3),
+        patch.multiple(partial_attention, QUERY_BLOCKS={"cpu": 4}, KEY_ALIGNMENT=2, QUERY_ALIGNMENT=2),
+    ):
         yield
     chunked_attention._plan.cache_clear()
 
@@ -54,7 +57,7 @@ def by_the_formula(q, k, v, ids, window, sinks, scores):
                 found = (k[row, seen, head // group] @ q[row, place, head]) * scale
                 if scores.softcap is not None:
                     found = scores.softcap * torch.tanh(found / scores.softcap)
-                if scores.slopes is not None and scores.stepped:
+                if scores.slopes is not None and scores.bf16_bias:
                     first = 0 if ids is None else int((ids[row] == ids[row, place]).nonzero()[0])
                     steps = torch.tensor(scores.slopes[head]).bfloat16() * (torch.tensor(seen) - first).bfloat16()
                     found = found + steps.to(found.dtype) * scale
@@ -139,7 +142,7 @@ def test_what_is_plain_is_plain():
     qkv, _ = inputs(4, 2)
     for where, _ in ways("documents"):
         wanted = attend(where, *qkv, 5)
-        for same in (PLAIN, Scores(SIZE**-0.5), Scores(None, 1e6), Scores(None, None, (0.0,) * 4)):
+        for same in (PLAIN_SCORES, Scores(SIZE**-0.5), Scores(None, 1e6), Scores(None, None, (0.0,) * 4)):
             torch.testing.assert_close(attend(where, *qkv, 5, None, same), wanted, rtol=1e-9, atol=1e-9)
 
 
@@ -175,7 +178,7 @@ def test_narrow_dtypes(kind, dtype):
 def test_the_operators_are_well_formed():
     qkv, _ = inputs(4, 2, dtype=torch.float32)
     sinks = torch.randn(4, requires_grad=True)
-    for operator in (cpu_attention.OPERATOR, chunked_attention.OPERATOR):
+    for operator in (cpu_attention.PACKED_ATTENTION, chunked_attention.CHUNKED_ATTENTION):
         torch.library.opcheck(operator, (*qkv, [0, 4, 11, 22], 3, None, None, 1.5, slopes(4), True))
         torch.library.opcheck(operator, (*qkv, [0, 4, 11, 22], 0, sinks, 0.3, None, None))
 
@@ -184,7 +187,7 @@ def test_nothing_is_kept_but_ends_and_sums():
     qkv, _ = inputs(4, 2)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-        chunked_attention.blockwise(*qkv, BOUNDS["rows"], None, None, Scores(None, 1.5))
+        chunked_attention.chunked_attention(*qkv, BOUNDS["rows"], None, None, Scores(None, 1.5))
     # Queries, keys, values, the result and the log-sum-exps.
     assert sum(kept) == sum(x.numel() for x in qkv) + qkv[0].numel() + ROWS * LENGTH * 4
 
@@ -193,7 +196,7 @@ def test_flops_of_blocks_are_counted_as_those_of_sdpa():
     qkv, grad = inputs(4, 2, dtype=torch.float32)
     shape = (ROWS, 4, LENGTH, SIZE)
     with FlopCounterMode(display=False) as forward:
-        out = chunked_attention.blockwise(*qkv, BOUNDS["rows"], None)
+        out = chunked_attention.chunked_attention(*qkv, BOUNDS["rows"], None)
     assert forward.get_total_flops() == sdpa_flop_count(shape, shape, shape)
     with FlopCounterMode(display=False) as backward:
         torch.autograd.grad(out, qkv, grad)
@@ -218,5 +221,5 @@ def test_the_part_of_a_rank():
 def test_blocks_are_left_out_of_compiled_layers():
     plain, capped = (model.Attention(4, 2, 8, None, softcap=cap) for cap in (None, 2.0))
     parts = [Attention(16, spec, 1e-5, device=torch.device("meta"), dtype=torch.float32) for spec in (plain, capped)]
-    leave_uncompiled(torch.nn.ModuleList(parts))
-    assert [len(part.around) for part in parts] == [0, 1]
+    exclude_from_compile(torch.nn.ModuleList(parts))
+    assert [len(part.wrappers) for part in parts] == [0, 1]

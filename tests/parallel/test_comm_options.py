@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from grids import sampled
 from kumi.errors import LayoutError
-from kumi.parallel import Mesh, Place, async_tp, bare, build
-from kumi.parallel.grad_norm import local
+from kumi.parallel import Mesh, RankInfo, async_tp, build, unwrap
+from kumi.parallel.stage_modules import local_shard
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.comm import DEFAULT_COMM, Comm, illegal_comm, reduce_precision
 from kumi.spec.layout import Layout
@@ -32,7 +32,7 @@ def _gradients(layout, comm, kind="fp64", steps=1, microbatches=1):
         for parameter in model.parameters():
             parameter.grad = None
         forward_backward(model, mesh, step, microbatches, dtype=getattr(torch, precision.param))
-    return {name: local(value.grad).clone() for name, value in bare(model).named_parameters()}
+    return {name: local_shard(value.grad).clone() for name, value in unwrap(model).named_parameters()}
 
 
 def _error(found, wanted):
@@ -91,7 +91,7 @@ def _messages(layout, comm, microbatches):
     for name, function in kept.items():
         setattr(dist, name, counted(function))
     try:
-        bare(model).register_forward_pre_hook(lambda *_: counts.append(len(begun)))
+        unwrap(model).register_forward_pre_hook(lambda *_: counts.append(len(begun)))
         forward_backward(model, mesh, 1, microbatches)
     finally:
         for name, function in kept.items():
@@ -166,7 +166,7 @@ def test_products_overlap_with_messages_between_gpus_of_a_node_only():
     with pytest.raises(LayoutError, match=r"comm\.async_tp=true on cpu with tp=2"):
         build(
             SPECS["llama"],
-            Mesh(Layout(tp=2), Place(0, 2, 0, torch.device("cpu")), {}),
+            Mesh(Layout(tp=2), RankInfo(0, 2, 0, torch.device("cpu")), {}),
             PRECISIONS["fp32"],
             weights=0,
             comm=overlapped,
@@ -181,10 +181,10 @@ def _overlapped(schedule):
     for use in (False, True):
         model = build(SPECS["qwen"], mesh, PRECISIONS["fp64"], weights=0)
         if use:
-            async_tp.use(model, mesh.groups["tp"])
-            kinds = [type(part.region) for part in model.modules() if hasattr(part, "region")]
-            assert kinds == [async_tp.OverlappedRegion] * 6  # attention and feed-forward of three layers
-        with patch.multiple(async_tp, gathered_products=_gathered, scattered_product=_scattered):
+            async_tp.overlap_projections(model, mesh.groups["tp"])
+            kinds = [type(part.projections) for part in model.modules() if hasattr(part, "projections")]
+            assert kinds == [async_tp.OverlappedProjections] * 6  # attention and feed-forward of three layers
+        with patch.multiple(async_tp, all_gather_matmul=_gathered, matmul_reduce_scatter=_scattered):
             loss = forward_backward(model, mesh, 0, 2)
         found.append({"loss": torch.tensor(loss)} | {name: one.grad for name, one in model.named_parameters()})
     return found

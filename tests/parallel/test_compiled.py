@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kumi.parallel import Place, build, build_mesh, clip_gradients, pipeline
+from kumi.parallel import RankInfo, build, build_mesh, clip_gradients, pipeline
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from steps import SPECS, batch
@@ -15,11 +15,11 @@ from steps import SPECS, batch
 def test_compiled_layers_train_as_others(monkeypatch, family, recompute):
     compile = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda layer: compile(layer, backend="aot_eager"))
-    mesh, found = build_mesh(Layout(recompute=recompute), Place(0, 1, 0, torch.device("cpu"))), []
+    mesh, found = build_mesh(Layout(recompute=recompute), RankInfo(0, 1, 0, torch.device("cpu"))), []
     inputs = batch(0)
     inputs["token_weights"] = torch.full(inputs["labels"].shape, -0.01, dtype=torch.float64)
     for compiled in (False, True):
         model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=0, compile=compiled)
-        loss = pipeline.train(model, mesh, [inputs])
+        loss = pipeline.train_microbatches(model, mesh, [inputs])
         found.append((loss.item(), clip_gradients(model, 1.0, mesh).item()))
     assert found[1] == pytest.approx(found[0], rel=1e-12)

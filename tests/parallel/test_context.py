@@ -13,10 +13,10 @@ import torch.distributed as dist
 from grids import sampled
 from kumi.nn.attention.attention_context import Segments
 from kumi.nn.attention.grouped_query import attend
-from kumi.nn.attention.scores import PLAIN, Scores
-from kumi.parallel.context_parallel import attention_over, cut, whole_sequences
-from kumi.parallel.ring_attention import positions_of
-from kumi.parallel.ulysses import in_order, in_pieces
+from kumi.nn.attention.scores import PLAIN_SCORES, Scores
+from kumi.parallel.context_parallel import context_parallel_attention, shard_sequence, unsharded_sequences
+from kumi.parallel.ring_attention import positions_of_rank
+from kumi.parallel.ulysses import to_rank_order, to_sequence_order
 from kumi.spec.layout import Layout
 from nn.test_flash_parts import ON_CPU
 from ranks import run_ranks
@@ -29,18 +29,18 @@ DOCUMENTS = torch.stack(
 )
 
 
-def _attended(layout, heads, v_size, documents, window, *score, scores=PLAIN):
+def _attended(layout, heads, v_size, documents, window, *score, scores=PLAIN_SCORES):
     """On a rank: how far result and gradients of its positions are from those of whole rows."""
     random, mesh = torch.Generator().manual_seed(0), mesh_of(layout)
     shapes = [(heads[0], 6), (heads[1], 6), (heads[1], v_size), (heads[0], v_size)]
     *qkv, grad = (torch.randn(ROWS, LENGTH, *one, generator=random, dtype=torch.float64) for one in shapes)
     ids = DOCUMENTS if documents else None
-    mine = positions_of(LENGTH, layout.cp, mesh.index("cp"))
+    mine = positions_of_rank(LENGTH, layout.cp, mesh.index("cp"))
     parts = [x[:, mine].requires_grad_() for x in qkv]
     sinks = [torch.linspace(*score, heads[0], dtype=torch.float64).requires_grad_()] if score else []
     how = (sinks[0] if sinks else None), scores
     whole = attend(Segments(ids, None), *(x.requires_grad_() for x in qkv), window, *how)
-    out = attention_over(mesh)(torch.zeros(ROWS, len(mine)), ids)(*parts, window, *how)
+    out = context_parallel_attention(mesh)(torch.zeros(ROWS, len(mine)), ids)(*parts, window, *how)
     wanted = [whole, *torch.autograd.grad(whole, [*qkv, *sinks], grad)]
     found = [out, *torch.autograd.grad(out, [*parts, *sinks], grad[:, mine])]
     for one in found[4:]:  # every rank has its own tokens' part
@@ -155,7 +155,7 @@ def test_training_equals_one_process(ranks, layout, family, microbatches):
 def _cut():
     mesh = mesh_of(Layout(cp=2))
     ids = torch.arange(16).view(2, 8)
-    found = cut({"input_ids": ids, "document_ids": (ids % 8 >= 3).int()}, mesh)
+    found = shard_sequence({"input_ids": ids, "document_ids": (ids % 8 >= 3).int()}, mesh)
     return {name: value.tolist() for name, value in found.items()}
 
 
@@ -172,9 +172,9 @@ def test_the_cut(ranks):
 
 def test_pieces_are_put_in_order():
     for cp in (1, 2, 3):
-        pieces = torch.stack([positions_of(12, cp, index) for index in range(cp)])[:, None, :, None]
-        assert torch.equal(in_order(pieces).flatten(), torch.arange(12))
-        assert torch.equal(in_pieces(in_order(pieces), cp), pieces)
+        pieces = torch.stack([positions_of_rank(12, cp, index) for index in range(cp)])[:, None, :, None]
+        assert torch.equal(to_sequence_order(pieces).flatten(), torch.arange(12))
+        assert torch.equal(to_rank_order(to_sequence_order(pieces), cp), pieces)
 
 
 def _whole(layout):
@@ -183,7 +183,7 @@ def _whole(layout):
     from steps import SPECS
 
     model = build(SPECS["llama"], mesh_of(layout), PRECISIONS["fp64"], weights=7)
-    with torch.no_grad(), whole_sequences(model):
+    with torch.no_grad(), unsharded_sequences(model):
         return model(torch.arange(12).view(2, 6)).tolist()
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from kumi.errors import LayoutError
 from kumi.nn.decoder import Decoder
-from kumi.parallel.float8 import multiply_in_float8, swap_products
+from kumi.parallel.float8 import swap_matmuls, use_float8
 from kumi.spec.cluster import Device
 from kumi.spec.layout import Layout
 from kumi.spec.legality import UNSUPPORTED, violations
@@ -59,7 +59,7 @@ def test_the_layers_matrices_are_swapped_and_nothing_else(torchao):
     names = [name for name, _ in decoder.named_parameters()]
     ids = torch.randint(0, 64, (2, 16))
     wanted = decoder(ids)
-    found = swap_products(decoder)
+    found = swap_matmuls(decoder)
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
     first = [*attention, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     assert found == [f"model.layers.{layer}.{name}" for layer, these in enumerate((first, attention)) for name in these]
@@ -73,11 +73,11 @@ def test_the_layers_matrices_are_swapped_and_nothing_else(torchao):
 
 
 def test_what_has_no_float8_is_refused():
-    with pytest.raises(LayoutError, match=r"cpu has no products in float8, .*set precision.kind = 'bf16'"):
-        multiply_in_float8(Decoder(SPEC, device="meta"), torch.device("cpu"))
+    with pytest.raises(LayoutError, match=r"cpu has no float8 matmuls, .*set precision.kind = 'bf16'"):
+        use_float8(Decoder(SPEC, device="meta"), torch.device("cpu"))
     if importlib.util.find_spec("torchao") is None:
         with pytest.raises(LayoutError, match="needs the package torchao, which is not installed"):
-            swap_products(Decoder(SPEC, device="meta"))
+            swap_matmuls(Decoder(SPEC, device="meta"))
 
 
 def refused(job, **fields):

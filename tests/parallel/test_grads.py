@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from kumi.parallel import LossScale, bare, build, clip_gradients, model_pieces
-from kumi.parallel.grad_norm import local
-from kumi.parallel.mesh import Place, build_mesh
+from kumi.parallel import LossScale, build, clip_gradients, model_pieces, unwrap
+from kumi.parallel.mesh import RankInfo, build_mesh
+from kumi.parallel.stage_modules import local_shard
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from steps import SPECS, forward_backward, mesh_of
 
-ALONE = build_mesh(Layout(), Place(0, 1, 0, torch.device("cpu")))
+ALONE = build_mesh(Layout(), RankInfo(0, 1, 0, torch.device("cpu")))
 
 
 def _with_grads(*values: list[float]) -> nn.ParameterList:
@@ -58,9 +58,9 @@ def _one_rank_overflows(layout):
     model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=0)
     forward_backward(model, mesh, 0, 1)
     if mesh.rank == 1:
-        local(bare(model).model.layers["0"].mlp.up_proj.weight.grad)[0, 0] = float("inf")
+        local_shard(unwrap(model).model.layers["0"].mlp.up_proj.weight.grad)[0, 0] = float("inf")
     if layout.zero == 0:  # whole gradients are equal on all ranks: what overflows on one has overflowed on all
-        local(bare(model).model.layers["0"].mlp.up_proj.weight.grad)[0, 0] = float("inf")
+        local_shard(unwrap(model).model.layers["0"].mlp.up_proj.weight.grad)[0, 0] = float("inf")
     norm = clip_gradients(model, 1.0, mesh)
     return LossScale(1024.0).after(norm).scale
 

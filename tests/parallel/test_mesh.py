@@ -10,23 +10,23 @@ import torch
 import torch.distributed as dist
 
 from kumi.errors import LayoutError
-from kumi.parallel import Place, barrier, build_mesh, greatest, init_distributed, total
+from kumi.parallel import RankInfo, all_reduce_max, all_reduce_sum, barrier, build_mesh, init_distributed
 from kumi.spec.layout import Layout
 from rank_groups import groups_by_coords
 
 
 def test_one_process_has_no_group():
-    mesh = build_mesh(Layout(), Place(0, 1, 0, torch.device("cpu")))
-    assert mesh.alone
+    mesh = build_mesh(Layout(), RankInfo(0, 1, 0, torch.device("cpu")))
+    assert mesh.is_single
     assert mesh.group("data") is None
     assert mesh.group("dp_shard") is None
-    assert total(torch.tensor(3.0), mesh) == 3.0
+    assert all_reduce_sum(torch.tensor(3.0), mesh) == 3.0
     barrier(mesh)
 
 
 def test_a_layout_of_another_size_is_refused():
     with pytest.raises(LayoutError, match=r"needs 4 ranks \(.*dp_shard 2.*\), 1 were started"):
-        build_mesh(Layout(dp_replicate=2, dp_shard=2, zero=1), Place(0, 1, 0, torch.device("cpu")))
+        build_mesh(Layout(dp_replicate=2, dp_shard=2, zero=1), RankInfo(0, 1, 0, torch.device("cpu")))
 
 
 def _groups(layout):
@@ -36,8 +36,8 @@ def _groups(layout):
         group = mesh.group(name)
         found[name] = None if group is None else tuple(dist.get_process_group_ranks(group))
     transposed = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T * mesh.rank  # not contiguous
-    largest = greatest(torch.tensor(mesh.rank), mesh).item()
-    return mesh.device_mesh(*found).mesh_dim_names, found, total(transposed, mesh).tolist(), largest
+    largest = all_reduce_max(torch.tensor(mesh.rank), mesh).item()
+    return mesh.device_mesh(*found).mesh_dim_names, found, all_reduce_sum(transposed, mesh).tolist(), largest
 
 
 @pytest.mark.parametrize(

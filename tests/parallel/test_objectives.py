@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kumi.objectives import IGNORED, OBJECTIVES, LinearObjective, Objective
-from kumi.parallel import build, clip_gradients, total
+from kumi.parallel import all_reduce_sum, build, clip_gradients
 from kumi.parallel.run_microbatches import forward_backward
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
@@ -72,7 +72,7 @@ def _step(layout, kind, family, microbatches):
     mine = {name: column[index * share : (index + 1) * share].chunk(microbatches) for name, column in whole.items()}
     batches = [{name: chunks[number] for name, chunks in mine.items()} for number in range(microbatches)]
     loss = forward_backward(model, mesh, objective, batches, objective.count(whole)).double()
-    return total(loss, mesh).item(), clip_gradients(model, 1e9, mesh).item(), gradients(model, mesh)
+    return all_reduce_sum(loss, mesh).item(), clip_gradients(model, 1e9, mesh).item(), gradients(model, mesh)
 
 
 @cache

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from kumi.errors import SaveError
-from kumi.parallel import bare, build, build_mesh, clip_gradients, fill, init_adamw, optimizer_pieces
-from kumi.parallel.activation_offload import Flow, keepers
-from kumi.parallel.grad_norm import local
-from kumi.parallel.mesh import Place
+from kumi.parallel import build, build_mesh, clip_gradients, fill_pieces, init_adamw, optimizer_pieces, unwrap
+from kumi.parallel.activation_offload import OffloadStream, offload_wrappers
+from kumi.parallel.mesh import RankInfo
 from kumi.parallel.optim.host_adamw import ALIGNED, init_placed_adamw
-from kumi.parallel.optim.nvme_store import open_drives
+from kumi.parallel.optim.nvme_store import open_nvme_store
+from kumi.parallel.stage_modules import local_shard
 from kumi.plan.layout_batch import batch_layouts
 from kumi.plan.memory.activations import model_activations
 from kumi.plan.memory.device_memory import host_memory
@@ -34,7 +34,7 @@ MATRICES = ("0.weight", "1.weight", "3.weight")
 
 
 def _alone(offload):
-    return build_mesh(Layout(offload=offload), Place(0, 1, 0, torch.device("cpu")))
+    return build_mesh(Layout(offload=offload), RankInfo(0, 1, 0, torch.device("cpu")))
 
 
 def _module():
@@ -87,7 +87,7 @@ def test_memory_holds_three_buckets_of_what_is_on_drives(tmp_path):
     assert len(optimizer.buckets) == 16
     before = _mapped_pages()
     optimizer.step()
-    rooms = sum(tensor.nbytes for room in optimizer.rooms for tensor in (room.means, room.squares))
+    rooms = sum(tensor.nbytes for room in optimizer.staging_buffers for tensor in (room.means, room.squares))
     assert rooms == 3 * 2 * 2**16 * 4
     assert _mapped_pages() == before
     assert optimizer.state[module.weight]["exp_avg"].unique().tolist() == pytest.approx([0.1])
@@ -98,7 +98,7 @@ def test_drives_without_room_are_said(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(SaveError, match=r"cannot hold 4096 bytes of optimizer states .*train.offload_dir"):
-        open_drives(file, 0, 1024, torch.float32)
+        open_nvme_store(file, 0, 1024, torch.float32)
 
 
 def _trained(layout, family, folder):
@@ -106,17 +106,17 @@ def _trained(layout, family, folder):
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS["fp32"], weights=3)
     weights = decayed_names(SPECS[family])
-    optimizer = init_placed_adamw(bare(model).named_parameters(), weights, OPTIM, mesh, Path(folder), bucket=1024)
+    optimizer = init_placed_adamw(unwrap(model).named_parameters(), weights, OPTIM, mesh, Path(folder), bucket=1024)
     for step in range(2):
         forward_backward(model, mesh, step, 2)
         clip_gradients(model, 0.5, mesh)
         optimizer.step()
         optimizer.zero_grad()
     saved = {piece.name: piece.data.clone() for piece in optimizer_pieces(model, optimizer, mesh)}
-    plain = init_adamw(bare(model).named_parameters(), weights, OPTIM)
-    fill(optimizer_pieces(model, plain, mesh), lambda name, start, shape: saved[name])
-    states = [local(value).numpy().copy() for state in plain.state.values() for value in state.values()]
-    return [local(value.detach()).numpy().copy() for value in model.parameters()], states
+    plain = init_adamw(unwrap(model).named_parameters(), weights, OPTIM)
+    fill_pieces(optimizer_pieces(model, plain, mesh), lambda name, start, shape: saved[name])
+    states = [local_shard(value).numpy().copy() for state in plain.state.values() for value in state.values()]
+    return [local_shard(value.detach()).numpy().copy() for value in model.parameters()], states
 
 
 CASES = [
@@ -141,17 +141,19 @@ def test_layouts_train_alike_wherever_states_are(ranks, layout, kinds, tmp_path)
 def _kept(recompute, kind):
     """Bytes that leave in the forward pass of two layers, and the gradients with and without that."""
     spec = SPECS["llama"]
-    mesh = build_mesh(Layout(recompute=recompute), Place(0, 1, 0, torch.device("cpu")))
+    mesh = build_mesh(Layout(recompute=recompute), RankInfo(0, 1, 0, torch.device("cpu")))
     found = []
     for moves in (False, True):
         model = build(spec, mesh, PRECISIONS[kind], weights=0)
-        flow = Flow(mesh.device)
+        stream = OffloadStream(mesh.device)
         if moves:
-            for layer, keeper in zip(model.model.layers.values(), keepers(flow, len(spec.layers)), strict=True):
-                layer.around.append(keeper)
+            for layer, keeper in zip(
+                model.model.layers.values(), offload_wrappers(stream, len(spec.layers)), strict=True
+            ):
+                layer.wrappers.append(keeper)
         part = {name: value.repeat(4, 1) for name, value in batch(0).items()}
         summed, _ = model(**part, token_weights=torch.ones(part["labels"].shape))
-        moved = flow.moved
+        moved = stream.bytes_moved
         summed.backward()
         found.append([parameter.grad for parameter in model.parameters()])
     return moved, part["labels"].numel(), found
@@ -186,10 +188,12 @@ def _host_bytes(layout, folder):
     mesh = mesh_of(layout)
     model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=3)
     optimizer = init_placed_adamw(
-        bare(model).named_parameters(), decayed_names(SPECS["llama"]), OPTIM, mesh, Path(folder)
+        unwrap(model).named_parameters(), decayed_names(SPECS["llama"]), OPTIM, mesh, Path(folder)
     )
     states = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     tensors = [
-        value for room in optimizer.rooms for value in (room.parameters, room.gradients, room.means, room.squares)
+        value
+        for room in optimizer.staging_buffers
+        for value in (room.parameters, room.gradients, room.means, room.squares)
     ]
-    return states, sum(value.nbytes for value in tensors), len(optimizer.rooms)
+    return states, sum(value.nbytes for value in tensors), len(optimizer.staging_buffers)

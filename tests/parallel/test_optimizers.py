@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from kumi.parallel import build_mesh
-from kumi.parallel.mesh import Place
+from kumi.parallel.mesh import RankInfo
 from kumi.parallel.optim import OPTIMIZERS
 from kumi.parallel.optim.newton_schulz import orthogonalise
-from kumi.parallel.optim.optimizer import Trained
-from kumi.parallel.optim.quantize_8bit import Blocks, dynamic_code
+from kumi.parallel.optim.optimizer import TrainedParams
+from kumi.parallel.optim.quantize_8bit import RowBlocks, dynamic_codebook
 from kumi.spec.layout import Layout
 from kumi.spec.op import Dim, Param
 from kumi.spec.optim import Optim
@@ -49,9 +49,9 @@ def gradients(step, dtype=torch.float32):
 
 def trained(kind, steps=3, dtype=torch.float32, **options):
     """The parameters after some steps of ours."""
-    mesh = build_mesh(Layout(), Place(0, 1, 0, CPU))
+    mesh = build_mesh(Layout(), RankInfo(0, 1, 0, CPU))
     parameters = start(dtype)
-    optimizer = OPTIMIZERS[kind](Trained(tuple(zip(PARAMS, parameters)), Optim(kind=kind, **options), mesh))
+    optimizer = OPTIMIZERS[kind](TrainedParams(tuple(zip(PARAMS, parameters)), Optim(kind=kind, **options), mesh))
     for step in range(steps):
         for parameter, gradient in zip(parameters, gradients(step, dtype)):
             parameter.grad = gradient
@@ -147,7 +147,7 @@ def test_adafactor_is_that_of_pytorch(dtype):
 
 def test_dynamic_maps_are_those_of_bitsandbytes():
     """Values that its documentation and its tests of `create_dynamic_map` are computed from."""
-    signed, unsigned = (dynamic_code(CPU, signed=signed).values for signed in (True, False))
+    signed, unsigned = (dynamic_codebook(CPU, signed=signed).values for signed in (True, False))
     for values in (signed, unsigned):
         assert values.shape == (256,)
         assert (values.diff() > 0).all()
@@ -168,28 +168,28 @@ def test_codes_are_of_the_nearest_value_and_blocks_of_the_whole_row(signed):
     torch.manual_seed(0)
     rows = torch.randn(3, 700) * torch.logspace(-4, 1, 700)
     rows = rows if signed else rows.abs()
-    whole = Blocks(0, 700, 3)
+    whole = RowBlocks(0, 700, 3)
     scales = whole.largest(rows)
     assert scales.tolist() == [[part.abs().max().item() for part in row.split(QUANTIZED_BLOCK)] for row in rows]
-    code = dynamic_code(CPU, signed=signed)
-    codes, values = whole.encoded(rows, scales, code), code.values
+    code = dynamic_codebook(CPU, signed=signed)
+    codes, values = whole.encode(rows, scales, code), code.values
     scaled = rows / scales.repeat_interleave(QUANTIZED_BLOCK, 1)[:, :700]
     nearest = (scaled[..., None] - values).abs().argmin(-1)
     nearest -= signed * ((scaled < 0) & (nearest == 127)).long()
     assert torch.equal(codes.long(), nearest)
-    decoded = whole.decoded(codes, scales, code, torch.float32)
+    decoded = whole.decode(codes, scales, code, torch.float32)
     assert torch.equal(decoded, values[nearest] * scales.repeat_interleave(QUANTIZED_BLOCK, 1)[:, :700])
     for first, last in ((0, 300), (300, 520), (520, 700)):
-        part = Blocks(first, last - first, 3)
-        assert torch.equal(part.encoded(rows[:, first:last], scales, code), codes[:, first:last])
-        assert torch.equal(part.decoded(codes[:, first:last], scales, code, torch.float32), decoded[:, first:last])
+        part = RowBlocks(first, last - first, 3)
+        assert torch.equal(part.encode(rows[:, first:last], scales, code), codes[:, first:last])
+        assert torch.equal(part.decode(codes[:, first:last], scales, code, torch.float32), decoded[:, first:last])
 
 
 def test_a_block_of_zeros_stays_zero():
-    blocks, zeros = Blocks(0, 300, 2), torch.zeros(2, 300)
-    code = dynamic_code(CPU, signed=True)
-    codes = blocks.encoded(zeros, blocks.largest(zeros), code)
-    assert not blocks.decoded(codes, blocks.largest(zeros), code, torch.float32).any()
+    blocks, zeros = RowBlocks(0, 300, 2), torch.zeros(2, 300)
+    code = dynamic_codebook(CPU, signed=True)
+    codes = blocks.encode(zeros, blocks.largest(zeros), code)
+    assert not blocks.decode(codes, blocks.largest(zeros), code, torch.float32).any()
 
 
 def test_eight_bit_adamw_is_adamw_but_for_the_rounding_of_moments():

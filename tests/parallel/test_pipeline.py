@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from grids import sampled
-from kumi.parallel import build, model_pieces, owned, pipeline
-from kumi.parallel.pipeline_trace import gather, spans, start
+from kumi.parallel import build, model_pieces, owned_pieces, pipeline
+from kumi.parallel.pipeline_trace import gather_timeline, start_trace, trace_spans
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import params
 from kumi.spec.precision import PRECISIONS
@@ -104,11 +104,11 @@ def recorded(layout, microbatches):
     """What this rank did, and the whole pipeline's on the first rank."""
     mesh = mesh_of(layout)
     model = build(SPECS["deep"], mesh, PRECISIONS["fp32"], weights=7)
-    record = start(mesh)
+    record = start_trace(mesh)
     ids = torch.ones(microbatches, 1, 7, dtype=torch.int64)
     inputs = {"labels": ids[0], "token_weights": torch.ones(1, 7)}
-    loss = pipeline.train(model, mesh, [{"input_ids": one, **inputs} for one in ids], record)
-    return spans(record), gather(record, mesh), loss.item()
+    loss = pipeline.train_microbatches(model, mesh, [{"input_ids": one, **inputs} for one in ids], record)
+    return trace_spans(record), gather_timeline(record, mesh), loss.item()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -142,7 +142,7 @@ def evaluated(layout, microbatches):
     mesh = mesh_of(layout)
     model = build(SPECS["deep-tied"], mesh, PRECISIONS["fp64"], weights=7)
     parts = [{"input_ids": one, "labels": one.roll(-1, 1)} for one in batch(0)["input_ids"].split(2)[:microbatches]]
-    found = pipeline.forward(model, mesh, parts)
+    found = pipeline.forward_microbatches(model, mesh, parts)
     assert all(parameter.grad is None for parameter in model.parameters())
     return [one.numpy() for one in found]
 
@@ -169,7 +169,7 @@ def saved(layout):
     """The names and places of what this rank saves."""
     mesh = mesh_of(layout)
     model = build(SPECS["deep-tied"], mesh, PRECISIONS["fp32"], weights=7)
-    return [(piece.name, piece.start) for piece in owned(model_pieces(model, mesh), model, mesh)]
+    return [(piece.name, piece.start) for piece in owned_pieces(model_pieces(model, mesh), model, mesh)]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from grids import sampled
-from kumi.parallel import LossScale, bare, build, clip_gradients
-from kumi.parallel.grad_norm import local
+from kumi.parallel import LossScale, build, clip_gradients, unwrap
+from kumi.parallel.stage_modules import local_shard
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from ranks import run_ranks
@@ -49,9 +49,9 @@ def _scales(layout):
     scale = LossScale(1024.0, patience=1)
     for step in range(2):
         forward_backward(model, mesh, step, 2, scale=scale.scale)
-        matrices = [value for name, value in bare(model).named_parameters() if "down_proj" in name]
+        matrices = [value for name, value in unwrap(model).named_parameters() if "down_proj" in name]
         if step == 0 and mesh.rank == layout.world_size - 1:
-            local(matrices[-1].grad)[0, 0] = float("inf")
+            local_shard(matrices[-1].grad)[0, 0] = float("inf")
         scale = scale.after(clip_gradients(model, 1.0, mesh, loss_scale=scale.scale))
         found.append(scale.scale)
         for parameter in model.parameters():
@@ -68,7 +68,7 @@ def _master_dtypes(layout):
     mesh = mesh_of(layout)
     model = build(SPECS["llama"], mesh, PRECISIONS["fp16"], weights=0)
     forward_backward(model, mesh, 0, 2, scale=1024.0)
-    return {(local(one).dtype, local(one.grad).dtype) for one in model.parameters()}
+    return {(local_shard(one).dtype, local_shard(one.grad).dtype) for one in model.parameters()}
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp_shard=2, zero=1), Layout(dp_shard=2, zero=3)])

@@ -10,7 +10,7 @@ import torch
 from grids import sampled
 from held import held
 from kumi.parallel import build, build_mesh
-from kumi.parallel.mesh import Place
+from kumi.parallel.mesh import RankInfo
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import params
 from kumi.spec.precision import PRECISIONS
@@ -19,7 +19,7 @@ from steps import SPECS, batch
 
 def _forward_backward(how: str, family: str, kind: str = "fp32") -> tuple[int, dict[str, torch.Tensor]]:
     """Bytes held after the forward pass, and the gradients."""
-    mesh = build_mesh(Layout(recompute=how), Place(0, 1, 0, torch.device("cpu")))
+    mesh = build_mesh(Layout(recompute=how), RankInfo(0, 1, 0, torch.device("cpu")))
     model = build(SPECS[family], mesh, PRECISIONS[kind], weights=0)
     part = batch(0)
     with held() as found:
@@ -42,7 +42,7 @@ def test_gradients_and_names_stay_and_memory_falls(family, kind):
 
 
 def test_evaluation_does_not_recompute():
-    mesh = build_mesh(Layout(recompute="full"), Place(0, 1, 0, torch.device("cpu")))
+    mesh = build_mesh(Layout(recompute="full"), RankInfo(0, 1, 0, torch.device("cpu")))
     model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=0)
     with torch.no_grad():
         assert not model(batch(0)["input_ids"]).requires_grad
@@ -52,7 +52,7 @@ def test_only_the_first_layers_recompute():
     """Each further layer that does keeps less, and all of them as much as without a number."""
     counts = []
     for count in (0, 1, 2, None):
-        mesh = build_mesh(Layout(recompute="full", recompute_layers=count), Place(0, 1, 0, torch.device("cpu")))
+        mesh = build_mesh(Layout(recompute="full", recompute_layers=count), RankInfo(0, 1, 0, torch.device("cpu")))
         model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=0)
-        counts.append(sum(len(layer.around) for layer in model.model.layers.values()))
+        counts.append(sum(len(layer.wrappers) for layer in model.model.layers.values()))
     assert counts == [0, 1, 2, len(SPECS["llama"].layers)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from kumi.nn.attention import partial_attention
 from kumi.nn.attention.attention_context import Segments, segments
 from kumi.nn.attention.grouped_query import attend
-from kumi.parallel.ring_attention import _plan, positions_of, ring_over
+from kumi.parallel.ring_attention import _plan, positions_of_rank, ring_attention_fn
 from nn.test_flash_parts import ON_CPU
 
 ROWS = 2
@@ -34,7 +34,7 @@ def _inputs(length, heads, kv_heads, size, v_size, dtype=torch.float64):
 def _around(length, heads, sizes, lengths, window, strided):
     """On a rank: how far result and gradients of its positions are from those of whole rows."""
     _plan.cache_clear()
-    with patch.multiple(partial_attention, BLOCK={"cpu": 4}, UNIT=2, ROUND=2):
+    with patch.multiple(partial_attention, QUERY_BLOCKS={"cpu": 4}, KEY_ALIGNMENT=2, QUERY_ALIGNMENT=2):
         found = _differences(length, heads, sizes, lengths, window, strided)
     _plan.cache_clear()
     return found
@@ -48,13 +48,13 @@ def _differences(length, heads, sizes, lengths, window, strided):
         x.requires_grad_()
     whole = attend(Segments(ids, None), *qkv, window)
     wanted = [whole, *torch.autograd.grad(whole, qkv, grad)]
-    mine = positions_of(length, dist.get_world_size(), dist.get_rank())
+    mine = positions_of_rank(length, dist.get_world_size(), dist.get_rank())
     parts = [x.detach()[:, mine] for x in qkv]
     if strided:
         parts = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in parts]
     for x in parts:
         x.requires_grad_()
-    out = ring_over(where.bounds, dist.group.WORLD)(*parts, window)
+    out = ring_attention_fn(where.cu_seqlens, dist.group.WORLD)(*parts, window)
     own_grad = grad[:, mine].transpose(1, 2).contiguous().transpose(1, 2) if strided else grad[:, mine]
     found = [out, *torch.autograd.grad(out, parts, own_grad)]
     assert out.is_contiguous()
@@ -97,4 +97,4 @@ def test_fused_kernels_go_round(ranks, lengths):
 
 
 def test_positions():
-    assert [positions_of(8, 2, index).tolist() for index in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [positions_of_rank(8, 2, index).tolist() for index in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]

@@ -8,7 +8,7 @@ import torch
 
 from grids import sampled
 from kumi.nn.router import routers
-from kumi.parallel import bare, build, fill, init_adamw, model_pieces, optimizer_pieces, owned
+from kumi.parallel import build, fill_pieces, init_adamw, model_pieces, optimizer_pieces, owned_pieces, unwrap
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import buffers, decayed_names, params, tensors
 from kumi.spec.optim import Optim
@@ -41,11 +41,11 @@ def _saved(layout, family="qwen", steps=1):
     """What this rank would save after `steps` steps: (name, shape, start, values)."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=3)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(SPECS[family]), Optim())
+    optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(SPECS[family]), Optim())
     for step in range(steps):
         forward_backward(model, mesh, step, 1, dtype=torch.float64)
         optimizer.step()
-    pieces = owned([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh, Optim())
+    pieces = owned_pieces([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh, Optim())
     return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]
 
 
@@ -69,9 +69,9 @@ def _loaded(layout, family, whole):
         return torch.from_numpy(np.asarray(whole[name][where]))
 
     model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=read)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(SPECS[family]), Optim())
-    fill(optimizer_pieces(model, optimizer, mesh), read)
-    pieces = owned([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh, Optim())
+    optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(SPECS[family]), Optim())
+    fill_pieces(optimizer_pieces(model, optimizer, mesh), read)
+    pieces = owned_pieces([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh, Optim())
     return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]
 
 
@@ -109,7 +109,7 @@ def _saved_model(layout):
     model = build(SPECS["latent"], mesh, PRECISIONS["bf16"], weights=3)
     for _, router in routers(model):
         router.update_bias(torch.arange(8), 0.5)
-    pieces = owned(model_pieces(model, mesh), model, mesh)
+    pieces = owned_pieces(model_pieces(model, mesh), model, mesh)
     return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]
 
 

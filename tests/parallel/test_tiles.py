@@ -12,7 +12,7 @@ from torch import nn
 
 from grids import sampled
 from kumi.nn.mlp import MLP
-from kumi.parallel import bare, build, clip_gradients, init_adamw, model_pieces
+from kumi.parallel import build, clip_gradients, init_adamw, model_pieces, unwrap
 from kumi.parallel.mlp_tiling import Tiling, _forward
 from kumi.spec import model
 from kumi.spec.job import Job
@@ -42,7 +42,7 @@ def _trained(layout, microbatches):
     """Losses, norms, and this rank's parts of the parameters after two steps."""
     mesh = mesh_of(layout)
     made = build(SPECS["llama"], mesh, PRECISIONS["fp64"], weights=3)
-    optimizer = init_adamw(bare(made).named_parameters(), decayed_names(SPECS["llama"]), Optim(lr=1e-2))
+    optimizer = init_adamw(unwrap(made).named_parameters(), decayed_names(SPECS["llama"]), Optim(lr=1e-2))
     found = []
     for step in range(2):
         found.append(forward_backward(made, mesh, step, microbatches, dtype=torch.float64))
@@ -75,13 +75,13 @@ def _largest(layout):
     mesh = mesh_of(layout)
     made = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=3)
     seen = []
-    gathered = mlp_tiling.gathered
-    mlp_tiling.gathered = lambda part, group: seen.append(gathered(part, group)) or seen[-1]
+    gathered = mlp_tiling.all_gather_no_grad
+    mlp_tiling.all_gather_no_grad = lambda part, group: seen.append(gathered(part, group)) or seen[-1]
     try:
         forward_backward(made, mesh, 0, 1)
     finally:
-        mlp_tiling.gathered = gathered
-    mlp = bare(made).model.layers["0"].mlp
+        mlp_tiling.all_gather_no_grad = gathered
+    mlp = unwrap(made).model.layers["0"].mlp
     held = sum(weight.numel() for weight in mlp.parameters())
     return max(one.numel() for one in seen), len(seen), held
 

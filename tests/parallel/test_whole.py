@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kumi.parallel.optim.whole_matrices import bring, buckets_of, send_back
+from kumi.parallel.optim.whole_matrices import gather_to_owners, matrix_buckets, scatter_from_owners
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import params
 from kumi.spec.optim_states import is_muon_matrix
@@ -38,15 +38,15 @@ def _exchanged(layout, family, owned):
     found = [(param, nn.Parameter(_part(param, layout, mesh.rank))) for param in params(SPECS[family])]
     matrices = {parameter: param for param, parameter in found if is_muon_matrix(param)}
     counts = []
-    for bucket in buckets_of([(param, one) for one, param in matrices.items()], mesh, owned):
+    for bucket in matrix_buckets([(param, one) for one, param in matrices.items()], mesh, owned):
         parts = [entry.parameter.detach() for entry in bucket.entries]
-        wholes = bring(bucket, parts, mesh)
+        wholes = gather_to_owners(bucket, parts, mesh)
         for place, whole in wholes.items():
             param = matrices[bucket.entries[place].parameter]
             experts = shard_shape(param, 1, layout.ep, 1)[0]
             first = axis(layout, "ep").index(mesh.rank) * experts if is_routed(param) else 0
             assert torch.equal(whole, _numbered(param)[first : first + experts])
-        back = send_back(bucket, {place: -whole for place, whole in wholes.items()}, parts[0], mesh)
+        back = scatter_from_owners(bucket, {place: -whole for place, whole in wholes.items()}, parts[0], mesh)
         assert all(torch.equal(part, -one) for part, one in zip(parts, back, strict=True))
         counts.append((len(wholes), len(parts), prod(axis(layout, name).degree for name in bucket.axes)))
     return counts

@@ -131,7 +131,7 @@ class _InBlocks(TorchDispatchMode):
     statistics = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator is cpu_attention.OPERATOR:
+        if operator is cpu_attention.PACKED_ATTENTION:
             batch, length, heads, _ = args[0].shape
             self.statistics += 4 * batch * length * heads
         return operator(*args, **(kwargs or {}))

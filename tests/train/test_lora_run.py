@@ -131,7 +131,7 @@ def test_another_base_is_refused(run, tmp_path, capsys):
         (["lora.target_modules=['q_prj']"], "did you mean 'q_proj'?"),
         (["lora.r=0"], "lora.r"),
         (["lora.rank=4"], "lora.rank"),
-        (["model.init=random"], "model.init='random' has none"),
+        (["model.init=random"], "but model.init='random'"),
         (["layout.tiles=2"], "which needs undivided matrices"),
         (["lora.source=nowhere"], "has no adapter_config.json"),
         (["train.compile=true"], "compiled layers have neither dropout nor dequantisation"),

@@ -10,7 +10,7 @@ import torch
 from tests.train.conftest import metrics, run_file
 
 from kumi.cli import main
-from kumi.parallel.grad_norm import HOPELESS, LossScale
+from kumi.parallel.grad_norm import HOPELESS_SKIPS, LossScale
 from kumi.storage import checkpoint
 from kumi.train import step as train_step
 
@@ -25,11 +25,11 @@ def norms(values, scale=None):
 def test_the_scale_stays_at_one_and_counts_what_is_skipped():
     scale = norms(["inf"] * 16)
     assert (scale.scale, scale.skipped, scale.in_a_row, scale.hopeless) == (1.0, 16, 16, False)
-    assert norms(["inf"] * (HOPELESS - 16), scale).hopeless
-    assert not norms(["inf"] * (HOPELESS - 1), norms(["inf"] * 3 + [1.0])).hopeless
+    assert norms(["inf"] * (HOPELESS_SKIPS - 16), scale).hopeless
+    assert not norms(["inf"] * (HOPELESS_SKIPS - 1), norms(["inf"] * 3 + [1.0])).hopeless
     after_one = norms([1.0], scale)
     assert (after_one.scale, after_one.skipped, after_one.in_a_row) == (1.0, 16, 0)
-    assert not norms(["inf"] * HOPELESS, LossScale(2.0**30)).hopeless  # a smaller scale is left to try
+    assert not norms(["inf"] * HOPELESS_SKIPS, LossScale(2.0**30)).hopeless  # a smaller scale is left to try
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_run_that_learns_nothing_is_diverged_and_a_resume_keeps_the_count(over
     # With more steps it goes on from the checkpoint after step 4, four updates skipped already, to the end of hope.
     assert train(40, "--allow-change", "train.steps") == 6
     printed = capfd.readouterr()
-    assert f"step {HOPELESS}: the float16 gradients overflowed in the last {HOPELESS} steps" in printed.err
+    assert f"step {HOPELESS_SKIPS}: the float16 gradients overflowed in the last {HOPELESS_SKIPS} steps" in printed.err
     assert "down to a loss scale of 1, " in printed.err
     assert "  skipped 5  " in printed.out
     counts = [(entry["train/skipped_updates"], entry["train/loss_scale"]) for entry in metrics(run)]

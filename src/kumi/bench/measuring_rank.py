@@ -14,8 +14,8 @@ from kumi.bench.time_collectives import CollectiveCase, cases, groups, seconds_o
 from kumi.bench.time_kernels import kernels
 from kumi.errors import OK
 from kumi.launch.signals import StopFlag, exit_code, install
-from kumi.nn.numerics import use
-from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, greatest, init_distributed, total
+from kumi.nn.numerics import use_numerics
+from kumi.parallel.mesh import Mesh, all_reduce_max, all_reduce_sum, build_mesh, close_distributed, init_distributed
 from kumi.progress import show_progress
 from kumi.spec.layout import Layout
 from kumi.spec.numerics import Numerics
@@ -70,10 +70,10 @@ def _measure(request: BenchRequest, mesh: Mesh, flag: StopFlag) -> Measurements:
     torch.manual_seed(mesh.rank)
     interpreter = baseline_memory(mesh.device)
     if request.device_type == "cpu":
-        use(request.numerics)
+        use_numerics(request.numerics)
     compute = list(kernels(mesh.device, request.dtypes, request.main, quick=request.quick))
-    collectives = list(cases(mesh.place.world_size, request.device_type, quick=request.quick))
-    budget, own_groups = QUICK_BUDGET if request.quick else BUDGET, groups(mesh.place.world_size, mesh.rank)
+    collectives = list(cases(mesh.rank_info.world_size, request.device_type, quick=request.quick))
+    budget, own_groups = QUICK_BUDGET if request.quick else BUDGET, groups(mesh.rank_info.world_size, mesh.rank)
     timings, transfers = [], []
     with show_progress("measuring", len(compute) + len(collectives), str, enabled=mesh.rank == 0) as update:
         for number, kernel in enumerate(compute, 1):
@@ -81,7 +81,7 @@ def _measure(request: BenchRequest, mesh: Mesh, flag: StopFlag) -> Measurements:
             work = kernel.prepare()
             _synchronize(mesh, flag)
             seconds = seconds_of(work, mesh.device, budget)
-            mean = total(torch.tensor(seconds / mesh.place.world_size, dtype=torch.float64), mesh)
+            mean = all_reduce_sum(torch.tensor(seconds / mesh.rank_info.world_size, dtype=torch.float64), mesh)
             timings.append(Timing(kernel.kind, kernel.dtype, kernel.what, kernel.amount, float(mean)))
         for number, case in enumerate(collectives, len(compute) + 1):
             update(number, f"{case.kind} {case.size} bytes over {case.degree}")
@@ -105,7 +105,7 @@ def _transfer(case: CollectiveCase, group: torch.distributed.ProcessGroup, mesh:
 
 def _synchronize(mesh: Mesh, flag: StopFlag) -> None:
     """Synchronize the ranks; raise Stopped on all of them if one received a signal."""
-    signum = int(greatest(torch.tensor(flag.requested or 0), mesh))
+    signum = int(all_reduce_max(torch.tensor(flag.requested or 0), mesh))
     if signum:
         raise Stopped(signum)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kumi.bench.clock import Work, elapsed_seconds
 from kumi.compat import single_tensor_collectives
-from kumi.parallel.mesh import Mesh, barrier, greatest
+from kumi.parallel.mesh import Mesh, all_reduce_max, barrier
 from kumi.spec.divisibility import divisors
 
 # Bytes of the full tensor. The smallest is dominated by latency, the largest by bandwidth.
@@ -65,7 +65,7 @@ def seconds_of_case(case: CollectiveCase, group: dist.ProcessGroup, mesh: Mesh, 
     for _ in range(_SAMPLES):
         barrier(mesh)
         elapsed = torch.tensor(elapsed_seconds(work, calls, mesh.device), dtype=torch.float64)
-        seconds.append(float(greatest(elapsed, mesh)) / calls)
+        seconds.append(float(all_reduce_max(elapsed, mesh)) / calls)
         calls = max(_LEAST_CALLS, min(_MOST_CALLS, int(budget / (_SAMPLES * seconds[-1]))))
     return median(seconds)
 

@@ -18,7 +18,7 @@ from kumi.nn.attention.attention_context import Segments, segments
 from kumi.nn.attention.grouped_query import attend
 from kumi.nn.linear import Linear
 from kumi.nn.logprob import weighted_sum
-from kumi.nn.mlp import gated
+from kumi.nn.mlp import swiglu
 from kumi.nn.norm import RMSNorm
 from kumi.parallel.optim.adamw import init_adamw
 from kumi.plan.time.op_costs import MEMORY_PASSES
@@ -257,7 +257,7 @@ def _add(x: Tensor) -> Forward:
 
 def _gate(x: Tensor) -> Forward:
     up = torch.ones_like(x, requires_grad=True)
-    return lambda: gated(x, up)
+    return lambda: swiglu(x, up)
 
 
 def _norm(x: Tensor) -> Forward:

@@ -66,7 +66,7 @@ def _dry_run(arguments: Namespace) -> int:
     if arguments.json:
         arguments.write_json(result)
     else:
-        from kumi.dryrun.dryrun_tables import render
+        from kumi.dryrun.dryrun_tables import dry_run_tables
 
-        print_content(render(result))
+        print_content(dry_run_tables(result))
     return OK if all(rank["memory"]["fits"] for rank in result["ranks"]) else FitError.exit_code

@@ -39,10 +39,10 @@ def dry_run(job: Job, layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:
                 f"dry run: rank {rank} is not in the layout; give a rank from 0 to {layout.world_size - 1}"
             )
     # These modules import torch.
-    from kumi.dryrun.compare import compared
+    from kumi.dryrun.compare import compare_rank
     from kumi.dryrun.program import dry_step
 
-    results = [compared(job, layout, rank, dry_step(job, layout, rank)) for rank in ranks]
+    results = [compare_rank(job, layout, rank, dry_step(job, layout, rank)) for rank in ranks]
     return {
         "ranks_in_all": layout.world_size,
         "ranks": results,

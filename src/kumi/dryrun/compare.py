@@ -18,10 +18,10 @@ from kumi.spec.schedule import stage_assignment
 from kumi.spec.sharding import stage_bounds
 
 # Kind, axis and bytes of a message.
-Key = tuple[str, str, int]
+_Key = tuple[str, str, int]
 
 
-def compared(job: Job, layout: Layout, rank: int, measured: Measured) -> dict[str, Any]:
+def compare_rank(job: Job, layout: Layout, rank: int, measured: Measured) -> dict[str, Any]:
     """Return the measurements of `rank` beside the planner's memory and messages and the ledger's FLOPs."""
     pp_rank = layout.coords(rank)["pp"]
     planned = rank_memory(job, layout, pp_rank)
@@ -46,7 +46,7 @@ def compared(job: Job, layout: Layout, rank: int, measured: Measured) -> dict[st
             "fits": measured.peak + planned.reserved <= usable_memory(job.cluster.device),
         },
         "flops": {"measured": measured.flops, "model": ledger},
-        "collectives": messages(measured, job, layout, pp_rank),
+        "collectives": compare_messages(measured, job, layout, pp_rank),
     }
 
 
@@ -66,19 +66,19 @@ def model_flops(job: Job, layout: Layout, pp_rank: int) -> float:
     return sum(op.train_flops(tokens, job.batch.seq_len) for op in ops) / (layout.dp * layout.cp * layout.tp)
 
 
-def messages(measured: Measured, job: Job, layout: Layout, pp_rank: int) -> list[dict[str, Any]]:
+def compare_messages(measured: Measured, job: Job, layout: Layout, pp_rank: int) -> list[dict[str, Any]]:
     """Return the messages of a step by kind, axis and bytes: how many were sent, and how many the planner lists.
 
     Messages sent in other sizes than listed, such as bucketed gradients, form one row per kind and axis with their
     total bytes.
     """
-    listed: dict[Key, list[Any]] = {}
+    listed: dict[_Key, list[Any]] = {}
     for item in collectives(job, layout, pp_rank):
         row = listed.setdefault((item.kind, item.axis, round(item.bytes)), [0, item.degree, []])
         row[0] += item.count
         row[2] += [item.what] if item.what not in row[2] else []
     sent = _sent(measured.messages, measured.groups, set(listed))
-    rows, unmatched = [], dict[tuple[str, str], list[Key]]()
+    rows, unmatched = [], dict[tuple[str, str], list[_Key]]()
     for key in dict.fromkeys([*listed, *sent]):
         count, _, what = listed.get(key, (0, 0, []))
         if count and sent.get(key):
@@ -100,15 +100,15 @@ def messages(measured: Measured, job: Job, layout: Layout, pp_rank: int) -> list
     return rows
 
 
-def _counts(listed: Mapping[Key, Sequence[Any]]) -> dict[Key, int]:
+def _counts(listed: Mapping[_Key, Sequence[Any]]) -> dict[_Key, int]:
     return {key: row[0] for key, row in listed.items()}
 
 
-def _bytes(counts: Mapping[Key, int]) -> int:
+def _bytes(counts: Mapping[_Key, int]) -> int:
     return sum(count * key[2] for key, count in counts.items())
 
 
-def _row(key: Key, sent: int, sent_bytes: int, listed: int, listed_bytes: int, what: str) -> dict[str, Any]:
+def _row(key: _Key, sent: int, sent_bytes: int, listed: int, listed_bytes: int, what: str) -> dict[str, Any]:
     """Return a row of `messages`.
 
     `agrees` is True if counts and bytes are equal, or for a row of various sizes if the bytes differ by less than 1 %.
@@ -128,12 +128,12 @@ def _row(key: Key, sent: int, sent_bytes: int, listed: int, listed_bytes: int, w
     }
 
 
-def _sent(counts: Mapping[Message, int], groups: Mapping[str, tuple[str, ...]], listed: set[Key]) -> dict[Key, int]:
+def _sent(counts: Mapping[Message, int], groups: Mapping[str, tuple[str, ...]], listed: set[_Key]) -> dict[_Key, int]:
     """Return how often each message was sent.
 
     Several axes may share a group; a message is then attributed to the axis for which the planner lists it.
     """
-    sent: dict[Key, int] = defaultdict(int)
+    sent: dict[_Key, int] = defaultdict(int)
     for message, count in counts.items():
         axes = [LISTED_AXES.get(name, name) for name in groups.get(message.group, ())] or ["world"]
         keys = [(message.kind, axis, message.bytes) for axis in axes]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def render(result: dict[str, Any]) -> RenderableType:
+def dry_run_tables(result: dict[str, Any]) -> RenderableType:
     """Return the tables of a result of `kumi.dryrun.dry_run`."""
     from rich.console import Group
     from rich.text import Text

@@ -17,27 +17,27 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kumi.nn.attention.chunked_attention import blockwise
+from kumi.nn.attention.chunked_attention import chunked_attention
 from kumi.nn.attention.partial_attention import Block
-from kumi.nn.attention.scores import PLAIN, Scores
+from kumi.nn.attention.scores import PLAIN_SCORES, Scores
 from kumi.nn.decoder import Decoder
 from kumi.nn.dtypes import wide
 from kumi.nn.moe import MoE
 from kumi.nn.norm import RMSNorm, rms_norm
 from kumi.nn.router import Routing
-from kumi.parallel.expert_parallel import Exchange
+from kumi.parallel.expert_parallel import ExpertExchange
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.ring_attention import OPERATOR as RING
-from kumi.parallel.token_collectives import INSIDE
-from kumi.parallel.ulysses import ulysses_over
+from kumi.parallel.ring_attention import RING_ATTENTION as RING
+from kumi.parallel.token_collectives import IMPLEMENTATIONS
+from kumi.parallel.ulysses import ulysses_attention_fn
 
 
 def use_fake_kernels(decoder: nn.Module, mesh: Mesh, kind: str) -> None:
     """Replace kernels of `decoder` so that it saves for the backward what it saves on a device of `kind`."""
     assert isinstance(decoder, Decoder)
     for module in decoder.modules():
-        if isinstance(module, MoE) and isinstance(module.exchange, Exchange):
-            module.exchange = Balanced(module.exchange.ep, module.exchange.expert_tp)
+        if isinstance(module, MoE) and isinstance(module.exchange, ExpertExchange):
+            module.exchange = BalancedExchange(module.exchange.ep, module.exchange.expert_tp)
         if kind == "cuda" and isinstance(module, RMSNorm) and module.function is rms_norm:
             module.function = _norm
     decoder.weighted_sum = partial(decoder.weighted_sum, device_kind=kind)
@@ -48,19 +48,19 @@ def use_fake_kernels(decoder: nn.Module, mesh: Mesh, kind: str) -> None:
 def _attention(decoder: Decoder, mesh: Mesh) -> None:
     group = mesh.group("cp")
     if group is None:
-        decoder.attention_over = lambda tokens, document_ids: _flash
+        decoder.make_attention = lambda tokens, document_ids: _flash
     elif mesh.layout.context == "ulysses":
-        ulysses = ulysses_over(_flash, group)
-        decoder.attention_over = lambda tokens, document_ids: ulysses
+        ulysses = ulysses_attention_fn(_flash, group)
+        decoder.make_attention = lambda tokens, document_ids: ulysses
 
 
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None, scores: Scores = PLAIN
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None, scores: Scores = PLAIN_SCORES
 ) -> Tensor:
     """Flash attention, (B, S, H, E) -> (B, S, H, E'). It needs one head size: shorter values are padded."""
     if sinks is not None or not scores.fused:
         # Blockwise attention saves the same tensors as flash attention.
-        return blockwise(q, k, v, list(range(0, q[..., 0, 0].numel() + 1, q.shape[1])), window, sinks, scores)
+        return chunked_attention(q, k, v, list(range(0, q[..., 0, 0].numel() + 1, q.shape[1])), window, sinks, scores)
     missing = q.shape[3] - v.shape[3]
     q, k, padded = (x.transpose(1, 2) for x in (q, k, F.pad(v, (0, missing)) if missing else v))
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, padded, 0.0, True)[0]
@@ -87,7 +87,7 @@ class _Norm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-class Balanced(Exchange):
+class BalancedExchange(ExpertExchange):
     """An expert exchange in which every rank sends equally many rows to every other."""
 
     rows = 0
@@ -113,15 +113,24 @@ def ring_without_attention(flops: Counter[str]) -> dict[Any, Callable[..., Any]]
     """
     backward_operator = torch.ops.kumi.ring_attention_backward.default
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], *how: Any) -> Any:
-        flops["ring_attention"] += 2 * bounds[-1] * q[0, ..., 0].numel() * (q.shape[3] + v.shape[3])
-        return INSIDE[RING](q, k, v, bounds, *how, plan=_no_blocks)
+    def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], *score_options: Any) -> Any:
+        flops["ring_attention"] += 2 * cu_seqlens[-1] * q[0, ..., 0].numel() * (q.shape[3] + v.shape[3])
+        return IMPLEMENTATIONS[RING](q, k, v, cu_seqlens, *score_options, plan=_no_blocks)
 
     def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], *how: Any
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens: list[int],
+        *score_options: Any,
     ) -> Any:
-        flops["ring_attention_backward"] += 2 * bounds[-1] * q[0, ..., 0].numel() * (3 * q.shape[3] + 2 * v.shape[3])
-        return INSIDE[backward_operator](grad, q, k, v, out, lse, bounds, *how, plan=_no_blocks)
+        flops["ring_attention_backward"] += (
+            2 * cu_seqlens[-1] * q[0, ..., 0].numel() * (3 * q.shape[3] + 2 * v.shape[3])
+        )
+        return IMPLEMENTATIONS[backward_operator](grad, q, k, v, out, lse, cu_seqlens, *score_options, plan=_no_blocks)
 
     return {RING: forward, backward_operator: backward}
 

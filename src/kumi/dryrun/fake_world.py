@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from kumi.compat import join_fake_world
 from kumi.errors import RefusedError
-from kumi.parallel.mesh import Mesh, Place, build_mesh, close_distributed
+from kumi.parallel.mesh import Mesh, RankInfo, build_mesh, close_distributed
 from kumi.spec.layout import Layout
 
 
@@ -25,6 +25,6 @@ def fake_rank(layout: Layout, rank: int) -> Iterator[Mesh]:
     if layout.world_size > 1:
         join_fake_world(rank, layout.world_size)
     try:
-        yield build_mesh(layout, Place(rank, layout.world_size, 0, torch.device("cpu")))
+        yield build_mesh(layout, RankInfo(rank, layout.world_size, 0, torch.device("cpu")))
     finally:
         close_distributed()

@@ -19,7 +19,7 @@ class Message(NamedTuple):
 
 
 # Operator of torch.distributed -> kind; the bytes are those of the full tensor on one rank.
-KINDS = {
+_KINDS = {
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",
@@ -34,7 +34,7 @@ KINDS = {
 
 def message_of(func: Any, args: tuple[Any, ...]) -> Message | None:
     """Return the message that the operator `func` of torch.distributed sends for `args`; None if it sends nothing."""
-    kind = KINDS.get(func._opname)
+    kind = _KINDS.get(func._opname)
     if kind is None:
         return None
     sizes = [sum(tensor.nbytes for tensor in _tensors(argument)) for argument in args[:2]]

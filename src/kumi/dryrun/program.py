@@ -20,8 +20,8 @@ from kumi.dryrun.fake_world import fake_rank
 from kumi.dryrun.observed_messages import Message
 from kumi.dryrun.track import Tracker
 from kumi.objectives import OBJECTIVES
-from kumi.parallel import bare, build_optimizer, clip_gradients, tensor_parallel
-from kumi.parallel.build import assemble, replicated
+from kumi.parallel import build_optimizer, clip_gradients, tensor_parallel, unwrap
+from kumi.parallel.build import assemble, with_ddp
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optim.optimizer import Optimizer
 from kumi.parallel.run_microbatches import forward_backward
@@ -67,10 +67,10 @@ def dry_step(job: Job, layout: Layout, rank: int) -> Measured:
             # to_empty turns the tensors on the meta device, and only those, into fake tensors.
             model.to_empty(device=mesh.device)
             mode.allow_non_fake_inputs = False
-            tensor_parallel.clear_padding(model, mesh)
+            tensor_parallel.zero_vocab_padding(model, mesh)
             with tracker:  # DDP allocates its buckets here
-                wrapped = replicated(model, mesh, job.precision)
-            for stage in stages_of(bare(wrapped)).values():
+                wrapped = with_ddp(model, mesh, job.precision)
+            for stage in stages_of(unwrap(wrapped)).values():
                 use_fake_kernels(stage, mesh, job.cluster.device.kind)
             track_head(wrapped, tracker)
             optimizer = build_optimizer(wrapped, mesh, job.optim)
@@ -85,7 +85,7 @@ def _measured(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, trac
     runs: list[tuple[Counter[Message], float]] = []
     for count in (first, first + more) if more else (first,):
         tracker.begin()
-        step(model, mesh, job, optimizer, tracker, count)
+        run_step(model, mesh, job, optimizer, tracker, count)
         runs.append((Counter(tracker.messages), float(tracker.flops.total())))
     (messages, flops), (messages_before, flops_before) = runs[-1], runs[0]
     repeats = (total - first - more) // more if more else 0
@@ -112,19 +112,19 @@ def microbatches_to_run(layout: Layout, microbatches: int) -> tuple[int, int]:
 
 def track_head(model: nn.Module, tracker: Tracker) -> None:
     """Make `tracker` count the tensors of the loss as kind "head"."""
-    for decoder in stages_of(bare(model)).values():
+    for decoder in stages_of(unwrap(model)).values():
         decoder.weighted_sum = tracker.within("head", decoder.weighted_sum)  # type: ignore[assignment, arg-type]
 
 
 def track_states(model: nn.Module, optimizer: Optimizer, tracker: Tracker) -> None:
     """Make `tracker` count parameters, buffers, optimizer states and gradients."""
-    tracker.track("params", bare(model).parameters())
-    tracker.track("params", bare(model).buffers())
+    tracker.track("params", unwrap(model).parameters())
+    tracker.track("params", unwrap(model).buffers())
     tracker.track("optimizer", (tensor for state in optimizer.state.values() for tensor in state.values()))
-    tracker.track("grads", (param.grad for param in bare(model).parameters() if param.grad is not None))
+    tracker.track("grads", (param.grad for param in unwrap(model).parameters() if param.grad is not None))
 
 
-def step(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, tracker: Tracker, microbatches: int) -> None:
+def run_step(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, tracker: Tracker, microbatches: int) -> None:
     """Run a step as `kumi.train.step` does, of `microbatches` microbatches with one document per sequence."""
     shape = (mesh.layout.microbatch, job.batch.seq_len)
     with tracker:

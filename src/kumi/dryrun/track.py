@@ -26,17 +26,17 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from kumi.dryrun.observed_messages import Message, message_of
-from kumi.parallel.grad_norm import local
-from kumi.parallel.token_collectives import INSIDE
+from kumi.parallel.stage_modules import local_shard
+from kumi.parallel.token_collectives import IMPLEMENTATIONS
 
 # Final kinds: a storage of one of these never changes its kind.
 STATES = ("params", "grads", "optimizer")
 # Composite operators that reach the dispatcher undecomposed without autograd; they are decomposed here.
-COMPOSITE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
+_COMPOSITE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 # In-place matmuls, which PyTorch's FLOP formulas lack -> the operator with the same formula.
-IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
+_IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
 # Value that `.item()` of a fake tensor returns, by dtype; other floats give 0.5, other integers 1.
-NUMBERS: dict[torch.dtype, float | bool] = {torch.bool: True}
+_NUMBERS: dict[torch.dtype, float | bool] = {torch.bool: True}
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fake = fake
         self.messages: Counter[Message] = Counter()
         self.flops: Counter[str] = Counter()
-        self.inside: dict[Any, Callable[..., Any]] = dict(INSIDE)  # composite operator -> its implementation
+        self.inside: dict[Any, Callable[..., Any]] = dict(IMPLEMENTATIONS)  # composite operator -> its implementation
         self.current = 0
         self.kind = "activations"
         self._sizes: dict[int, tuple[int, int]] = {}  # storage -> (number, bytes)
@@ -59,7 +59,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def track(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Count `tensors` that exist already as `kind`; change the kind of those already tracked."""
         for tensor in tensors:
-            shard = local(tensor.detach())
+            shard = local_shard(tensor.detach())
             self._add(shard, kind)
             self._mark(shard, kind)
             if kind == "params":
@@ -123,11 +123,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(hasattr(cls, "_local_tensor") or cls.__name__ == "DTensor" for cls in types):
             return NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default and self.fake:
-            return NUMBERS.get(args[0].dtype, 0.5 if args[0].is_floating_point() else 1)
+            return _NUMBERS.get(args[0].dtype, 0.5 if args[0].is_floating_point() else 1)
         if func in self.inside:
             with self:
                 return self.inside[func](*args, **kwargs)
-        if func in COMPOSITE:
+        if func in _COMPOSITE:
             with self:
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
@@ -139,7 +139,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 self._add(tensor, kind)
-        formula = flop_registry.get(IN_PLACE.get(func._overloadpacket, func._overloadpacket))
+        formula = flop_registry.get(_IN_PLACE.get(func._overloadpacket, func._overloadpacket))
         if formula is not None:
             self.flops[func._opname] += formula(*args, **kwargs, out_val=out)
         if func.namespace == "c10d":

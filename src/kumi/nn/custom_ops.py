@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define_op(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Register `function` as the operator kumi::`name` on every device, and return the operator.
 
     `fake` returns tensors of the shapes, dtypes and devices of the results.

@@ -12,14 +12,21 @@ from torch import Tensor, nn
 
 from kumi.errors import ModelError
 from kumi.nn import logprob
-from kumi.nn.attention.attention_context import Attend, Where, cos_sin_tables, document_lengths, positions, segments
+from kumi.nn.attention.attention_context import (
+    AttentionContext,
+    AttentionFn,
+    cos_sin_tables,
+    document_lengths,
+    positions,
+    segments,
+)
 from kumi.nn.attention.grouped_query import attend
 from kumi.nn.linear import Linear
 from kumi.nn.mixers import MIXERS
 from kumi.nn.mlp import MLP
 from kumi.nn.moe import MoE
-from kumi.nn.norm import LayerNorm, RMSNorm, norm_of
-from kumi.nn.wrappers import Around, inside
+from kumi.nn.norm import LayerNorm, RMSNorm, build_norm
+from kumi.nn.wrappers import Wrapper, wrap
 from kumi.spec import families, model
 from kumi.spec.model import LayerSpec, ModelSpec
 
@@ -32,10 +39,10 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.residual_scale = spec, model_spec.residual_scale
-        self.around: list[Around] = []
+        self.wrappers: list[Wrapper] = []
 
         def norm(exists: bool) -> RMSNorm | LayerNorm | None:
-            return norm_of(model_spec, device=device, dtype=dtype) if exists else None
+            return build_norm(model_spec, device=device, dtype=dtype) if exists else None
 
         has_mixer, has_mlp = spec.attention is not None, spec.mlp is not None
         self.input_layernorm = norm(spec.pre_norms and has_mixer)
@@ -44,24 +51,24 @@ class DecoderLayer(nn.Module):
             self.add_module(spec.attention.module_name, mixer)
         self.self_attn_post_norm = norm(spec.post_norms and has_mixer)
         self.post_attention_layernorm = norm(spec.pre_norms and has_mlp and not spec.shared_norm)
-        self.mlp = feed_forward(model_spec.hidden_size, spec.mlp, device=device, dtype=dtype)
+        self.mlp = build_mlp(model_spec.hidden_size, spec.mlp, device=device, dtype=dtype)
         self.mlp_post_norm = norm(spec.post_norms and has_mlp)
 
-    def forward(self, x: Tensor, where: Where) -> Tensor:
-        """Return the result of `compute`, called inside the wrappers in `around`."""
-        out: Tensor = inside(self.around, self.compute)(x, where)
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """Return the result of `compute`, called inside the wrappers in `wrappers`."""
+        out: Tensor = wrap(self.wrappers, self.compute)(x, context)
         return out
 
-    def compute(self, x: Tensor, where: Where) -> Tensor:
+    def compute(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Return hidden states in the shape of `x`, (B, S, D) or (T, D)."""
         if self.spec.parallel:
             normed = _apply_norm(self.input_layernorm, x)
             mlp_input = normed if self.spec.shared_norm else _apply_norm(self.post_attention_layernorm, x)
-            return self.add(x, self.attend(normed, where) + self.feed(mlp_input, where))
+            return self.add(x, self.attend(normed, context) + self.feed(mlp_input, context))
         if self.spec.attention is not None:
-            x = self.add(x, self.attend(_apply_norm(self.input_layernorm, x), where))
+            x = self.add(x, self.attend(_apply_norm(self.input_layernorm, x), context))
         if self.mlp is not None:
-            x = self.add(x, self.feed(_apply_norm(self.post_attention_layernorm, x), where))
+            x = self.add(x, self.feed(_apply_norm(self.post_attention_layernorm, x), context))
         return x
 
     @property
@@ -71,14 +78,14 @@ class DecoderLayer(nn.Module):
         mixer: nn.Module = getattr(self, self.spec.attention.module_name)
         return mixer
 
-    def attend(self, normed: Tensor, where: Where) -> Tensor:
+    def attend(self, normed: Tensor, context: AttentionContext) -> Tensor:
         """Return the residual update of the mixer."""
-        return _apply_norm(self.self_attn_post_norm, self.mixer(normed, where))
+        return _apply_norm(self.self_attn_post_norm, self.mixer(normed, context))
 
-    def feed(self, normed: Tensor, where: Where) -> Tensor:
+    def feed(self, normed: Tensor, context: AttentionContext) -> Tensor:
         """Return the residual update of the MLP or the experts."""
         assert self.mlp is not None
-        out = self.mlp(normed, where.shape) if isinstance(self.mlp, MoE) else self.mlp(normed)
+        out = self.mlp(normed, context.shape) if isinstance(self.mlp, MoE) else self.mlp(normed)
         return _apply_norm(self.mlp_post_norm, out)
 
     def add(self, x: Tensor, added: Tensor) -> Tensor:
@@ -91,7 +98,7 @@ def _apply_norm(norm: nn.Module | None, x: Tensor) -> Tensor:
     return out
 
 
-def feed_forward(
+def build_mlp(
     hidden_size: int, spec: model.MLP | model.MoE | None, *, device: torch.device | None, dtype: torch.dtype
 ) -> MLP | MoE | None:
     """Return the module of `spec`, or None for a layer without one.
@@ -140,12 +147,12 @@ class Model(nn.Module):
             self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **options)
         has_positions = first and spec.learned_positions > 0
         self.embed_positions = Embedding(spec.learned_positions, spec.hidden_size, **options) if has_positions else None
-        self.embed_norm = norm_of(spec, **options) if first and spec.embedding_norm else None
+        self.embed_norm = build_norm(spec, **options) if first and spec.embedding_norm else None
         modules = (DecoderLayer(spec, spec.layers[index], **options) for index in layers)
         # Keyed by the index in the full model, so that a stage's parameters have the same names as in the full model.
         self.layers = nn.ModuleDict({str(index): layer for index, layer in zip(layers, modules, strict=True)})
         if norm:
-            self.norm = norm_of(spec, **options)
+            self.norm = build_norm(spec, **options)
 
 
 class Decoder(nn.Module):
@@ -161,8 +168,8 @@ class Decoder(nn.Module):
 
     Parallelism replaces these attributes:
 
-    `attention_over(tokens, document_ids)`: returns the attention function of a batch.
-    `lengths_over(tokens, document_ids)`: returns the document length of each token.
+    `make_attention(tokens, document_ids)`: returns the attention function of a batch.
+    `make_lengths(tokens, document_ids)`: returns the document length of each token.
     `logits`, `log_probs`, `weighted_sum`: functions of the final hidden states (T, D) and the head's weight; `logits`
     returns them before `shaping`.
     """
@@ -188,8 +195,8 @@ class Decoder(nn.Module):
         self.model = Model(spec, numbers, table=table, first=embedding, norm=head, device=device, dtype=dtype)
         if head and not tied:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, device=device, dtype=dtype)
-        self.attention_over: Callable[[Tensor, Tensor | None], Attend] = whole_rows
-        self.lengths_over: Callable[[Tensor, Tensor | None], int | Tensor] = document_lengths
+        self.make_attention: Callable[[Tensor, Tensor | None], AttentionFn] = unsharded_attention
+        self.make_lengths: Callable[[Tensor, Tensor | None], int | Tensor] = document_lengths
         self.shaping = logprob.Shaping(spec.logit_scale, spec.logit_softcap)
         self.logits = logits
         self.log_probs = partial(logprob.log_probs, shaping=self.shaping)
@@ -266,12 +273,12 @@ class Decoder(nn.Module):
         mixers = [self.spec.layers[int(index)].attends for index in self.model.layers]
         specs = [spec for spec in mixers if spec is not None]
         rows, length = position_ids.shape
-        attention = self.attention_over(position_ids, document_ids)
-        tables = cos_sin_tables(specs, position_ids, partial(self.lengths_over, position_ids, document_ids))
-        where = Where((rows, length), tables, attention, document_ids)
+        attention = self.make_attention(position_ids, document_ids)
+        tables = cos_sin_tables(specs, position_ids, partial(self.make_lengths, position_ids, document_ids))
+        context = AttentionContext((rows, length), tables, attention, document_ids)
         x = self.embedded(input_ids, position_ids) if self.has_embedding else input_ids
         for layer in self.model.layers.values():
-            x = layer(x, where)
+            x = layer(x, context)
         return self.model.norm(x) if self.has_head else x
 
     def check_length(self, input_ids: Tensor, document_ids: Tensor | None) -> None:
@@ -299,7 +306,7 @@ class Decoder(nn.Module):
         return self.model.embed_tokens.weight if self.spec.tie_word_embeddings else self.lm_head.weight
 
 
-def whole_rows(tokens: Tensor, document_ids: Tensor | None) -> Attend:
+def unsharded_attention(tokens: Tensor, document_ids: Tensor | None) -> AttentionFn:
     """Return the attention function of a batch (B, S) whose rows are not divided among ranks."""
     return partial(attend, segments(tokens, document_ids))
 

@@ -22,7 +22,7 @@ from kumi.nn import Decoder
 from kumi.nn.attention.cpu_attention import packed_attention
 from kumi.nn.attention.cpu_flash import flash_attention
 from kumi.nn.cpu_matmul import enable_fast_float32
-from kumi.nn.numerics import use
+from kumi.nn.numerics import use_numerics
 from kumi.spec import families
 from kumi.spec.numerics import AUTO_KINDS, FLASH_CASES, LONG_TOKENS, Numerics
 
@@ -51,7 +51,7 @@ def measure(kind: str) -> tuple[Numerics, dict[str, Seconds]]:
     torch.manual_seed(0)
     clock = _Clock()
     products = _library(clock.timed("products", _products()))
-    use(Numerics(products=products))  # for the following measurements
+    use_numerics(Numerics(products=products))  # for the following measurements
     formats = clock.timed("formats", _formats())
     bf16_is_near = bool(formats) and median(formats["bf16"]) < 2 * median(formats["fp32"])
     # Without bfloat16 instructions, a bfloat16 product takes ten times as long, and in blocks it runs in one thread.
@@ -61,7 +61,7 @@ def measure(kind: str) -> tuple[Numerics, dict[str, Seconds]]:
         flash += [case] if _ahead(times, "blocks", ("flash",)) == "flash" else []
     numerics = Numerics(kind, products, tuple(case for case in FLASH_CASES if case in flash))
     if bf16_is_near:
-        use(numerics)
+        use_numerics(numerics)
         numerics = replace(numerics, kind=_ahead(clock.timed("layer", _steps()), kind, AUTO_KINDS))
     elif formats:
         numerics = replace(numerics, kind="fp32")
@@ -146,12 +146,12 @@ def _attention(case: str) -> dict[str, Callable[[], object]]:
     )
     sizes = [(1, sum(documents), count, HEAD) for count in (heads, kv_heads, kv_heads)]
     inputs = [torch.randn(size).to(_DTYPES[kind]).requires_grad_() for size in sizes]
-    bounds = torch.tensor((0, *documents)).cumsum(0).tolist()
+    cu_seqlens = torch.tensor((0, *documents)).cumsum(0).tolist()
 
     def attend(function: Callable[..., Tensor]) -> None:
         # Differentiate a scalar: with a given gradient, PyTorch would import its compiler's symbols, which takes half a
         # second.
-        torch.autograd.grad(function(*inputs, bounds=bounds).square().sum(), inputs)
+        torch.autograd.grad(function(*inputs, cu_seqlens=cu_seqlens).square().sum(), inputs)
 
     return {
         "blocks": partial(attend, partial(packed_attention, window=None)),

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kumi.nn.custom_ops import define
-from kumi.nn.numerics import products_of_experts
+from kumi.nn.custom_ops import define_op
+from kumi.nn.numerics import expert_matmul_precision
 
 # Columns of ones: the fewest that the kernels take.
 _ONES = 8
@@ -56,7 +56,7 @@ class _AddExpertBias(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (counts,) = ctx.saved_tensors
         # Sum the groups by a product with ones: kernels accumulate in float32, in a fixed order, without a copy.
-        sums = OUTER(grad.contiguous(), grad.new_ones(len(grad), _ONES), counts)[..., 0]
+        sums = GROUPED_OUTER(grad.contiguous(), grad.new_ones(len(grad), _ONES), counts)[..., 0]
         return grad, sums.to(ctx.dtype), None, None
 
 
@@ -64,19 +64,19 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(rows if weight.requires_grad else None, weight, counts)
-        out: Tensor = TIMES(rows, weight.transpose(1, 2), counts)
+        out: Tensor = GROUPED_MATMUL(rows, weight.transpose(1, 2), counts)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, weight, counts = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_rows = TIMES(grad, weight, counts) if ctx.needs_input_grad[0] else None
-        grad_weight = OUTER(grad, rows, counts) if ctx.needs_input_grad[1] else None
+        grad_rows = GROUPED_MATMUL(grad, weight, counts) if ctx.needs_input_grad[0] else None
+        grad_weight = GROUPED_OUTER(grad, rows, counts) if ctx.needs_input_grad[1] else None
         return grad_rows, grad_weight, None
 
 
-@products_of_experts()
+@expert_matmul_precision()
 def _times(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """Return (N, b): each group of `rows` (N, a) times its matrix of `matrices` (X, a, b)."""
     if _has_kernel(rows, matrices.shape[2]):
@@ -88,7 +88,7 @@ def _times(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
-@products_of_experts()
+@expert_matmul_precision()
 def _outer(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     """Return (X, b, a): grad^T rows of each group of `grad` (N, b) and `rows` (N, a); 0 for an empty group."""
     if _has_kernel(rows, grad.shape[1]):
@@ -139,13 +139,13 @@ def padded_size(count: int) -> int:
     return -(-count // unit) * unit
 
 
-TIMES = define(
+GROUPED_MATMUL = define_op(
     "grouped_times",
     "(Tensor rows, Tensor matrices, Tensor counts) -> Tensor",
     _times,
     lambda rows, matrices, counts: rows.new_empty(rows.shape[0], matrices.shape[2]),
 )
-OUTER = define(
+GROUPED_OUTER = define_op(
     "grouped_outer",
     "(Tensor grad, Tensor rows, Tensor counts) -> Tensor",
     _outer,

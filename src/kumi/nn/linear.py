@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Deferred weight gradients: each call adds to the gradient of one layer's weights.
-Later = list[Callable[[], None]]
+DeferredWgrads = list[Callable[[], None]]
 
 
 class PackedMatrix(Protocol):
@@ -33,8 +33,8 @@ class Linear(nn.Module):
 
     `adds_bias`: adds the bias in this layer. Tensor parallelism unsets it and adds the bias after the sum over ranks.
     `multiply`: computes the product; can be replaced by one in fewer bits.
-    `splits`: allow the backward pass to defer the gradient of a trained weight.
-    `later`: the list of deferred gradients; None to compute them at once.
+    `defers_wgrad`: allow the backward pass to defer the gradient of a trained weight.
+    `deferred_wgrads`: the list of deferred gradients; None to compute them at once.
     `packed`: the matrix if it is quantised; it is not a parameter then.
     """
 
@@ -48,8 +48,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.adds_bias = bias  # tensor parallelism adds it once, after the sum over ranks
         self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
-        self.splits = False
-        self.later: Later | None = None
+        self.defers_wgrad = False
+        self.deferred_wgrads: DeferredWgrads | None = None
         self.packed: PackedMatrix | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Linear(nn.Module):
         if self.packed is not None:
             return self.packed.product(x, bias)
         weight = self.weight.to(x.dtype)
-        if not (self.splits and self.weight.requires_grad and torch.is_grad_enabled()):
+        if not (self.defers_wgrad and self.weight.requires_grad and torch.is_grad_enabled()):
             return self.multiply(x, weight, bias)
         out: Tensor = _Split.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return out
@@ -74,7 +74,7 @@ class Linear(nn.Module):
 
 
 class _Split(torch.autograd.Function):
-    """F.linear with a backward pass that can defer the weight's gradient to `layer.later`."""
+    """F.linear with a backward pass that can defer the weight's gradient to `layer.deferred_wgrads`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear) -> Tensor:
@@ -87,10 +87,10 @@ class _Split(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         layer, x, grad = ctx.layer, x.flatten(0, -2), grad.flatten(0, -2)
-        if layer.later is not None:
+        if layer.deferred_wgrads is not None:
             # Use the parameters as they are now: under FSDP2, the gathered ones.
             bias = layer.bias if layer.adds_bias else None
-            layer.later.append(partial(add_gradients, layer.weight, bias, x, grad))
+            layer.deferred_wgrads.append(partial(add_gradients, layer.weight, bias, x, grad))
             return grad_x, None, None, None
         return grad_x, grad.T @ x, grad.sum(0) if ctx.needs_input_grad[2] else None, None
 

@@ -28,7 +28,7 @@ from kumi.spec.model import ModelSpec
 _ROWS = 1024
 
 
-class Matrix(nn.Module):
+class AdapterMatrix(nn.Module):
     """A trained matrix of an adapter."""
 
     def __init__(self, rows: int, columns: int, *, device: torch.device | None, dtype: torch.dtype) -> None:
@@ -37,23 +37,23 @@ class Matrix(nn.Module):
 
 
 @dataclass
-class Moment:
+class DropoutPass:
     """The current forward pass of training, from which dropout masks are derived.
 
     A recomputed layer gets the same mask again, and every pass gets another one.
-    `number`: of the update.
+    `step`: number of the update.
     `microbatch`: index of the pass within the update.
-    `data`: differs between ranks with different tokens.
+    `data_rank`: differs between ranks with different tokens.
     """
 
     seed: int = 0
-    number: int = 0
+    step: int = 0
     microbatch: int = 0
-    data: int = 0
+    data_rank: int = 0
 
     def key(self, name: str, part: int) -> int:
         """Return the dropout seed of the layer `name` on a rank with the given `part` of its input."""
-        text = f"{self.seed}/{name}/{self.number}/{self.microbatch}/{self.data}/{part}"
+        text = f"{self.seed}/{name}/{self.step}/{self.microbatch}/{self.data_rank}/{part}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -68,12 +68,17 @@ class LoraLinear(Linear):
     def __init__(self, old: Linear, lora: Lora, name: str, *, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
         self.weight, self.bias, self.adds_bias = old.weight, old.bias, old.adds_bias
-        self.multiply, self.splits, self.later, self.packed = old.multiply, old.splits, old.later, old.packed
-        self.lora, self.name, self.part, self.moment = lora, name, 0, Moment()
+        self.multiply, self.defers_wgrad, self.deferred_wgrads, self.packed = (
+            old.multiply,
+            old.defers_wgrad,
+            old.deferred_wgrads,
+            old.packed,
+        )
+        self.lora, self.name, self.part, self.dropout_pass = lora, name, 0, DropoutPass()
         rows, columns = old.weight.shape
         device = old.weight.device
-        self.lora_A = Matrix(lora.r, columns, device=device, dtype=dtype)
-        self.lora_B = Matrix(rows, lora.r, device=device, dtype=dtype)
+        self.lora_A = AdapterMatrix(lora.r, columns, device=device, dtype=dtype)
+        self.lora_B = AdapterMatrix(rows, lora.r, device=device, dtype=dtype)
         self.lora_magnitude_vector = (
             nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if lora.use_dora else None
         )
@@ -85,7 +90,7 @@ class LoraLinear(Linear):
     def reduced(self, x: Tensor) -> Tensor:
         """Return A drop(x), (.., r)."""
         if self.training and self.lora.dropout:
-            key = self.moment.key(self.name, self.part)
+            key = self.dropout_pass.key(self.name, self.part)
             x = _Drop.apply(x, self.lora.dropout, key)  # type: ignore[no-untyped-call]
         return F.linear(x, self.lora_A.weight.to(x.dtype))
 
@@ -133,7 +138,7 @@ def _mask(like: Tensor, rate: float, key: int) -> Tensor:
     return torch.empty_like(like).bernoulli_(1 - rate, generator=generator).mul_(1 / (1 - rate))
 
 
-def adapt(decoder: nn.Module, spec: ModelSpec, lora: Lora, *, dtype: torch.dtype) -> None:
+def insert_adapters(decoder: nn.Module, spec: ModelSpec, lora: Lora, *, dtype: torch.dtype) -> None:
     """Freeze `decoder`, a decoder of `spec` or a stage of one, and add uninitialised adapters in `dtype`."""
     for parameter in decoder.parameters():
         parameter.requires_grad_(False)
@@ -152,7 +157,9 @@ def lora_linears(module: nn.Module) -> list[LoraLinear]:
     return [part for part in module.modules() if isinstance(part, LoraLinear)]
 
 
-def complete_all(products: Sequence[Tensor], layers: Sequence[Linear], reduced: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def add_adapter_outputs(
+    products: Sequence[Tensor], layers: Sequence[Linear], reduced: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
     """Return the outputs of `layers`, given all their products and, in order, A x of those with adapters."""
     reduced_iterator = iter(reduced)
     return tuple(

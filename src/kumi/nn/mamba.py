@@ -15,26 +15,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from kumi.nn.attention.attention_context import Where, document_starts
-from kumi.nn.custom_ops import define
+from kumi.nn.attention.attention_context import AttentionContext, document_starts
+from kumi.nn.custom_ops import define_op
 from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
-from kumi.nn.mamba_scan import Inputs, scan
+from kumi.nn.mamba_scan import ScanInputs, scan
 from kumi.nn.tp_block import UNSHARDED
 from kumi.spec import model
 
 # Elements per block of channels of a convolution: on other devices, on a CPU.
-ELEMENTS = (2**26, 2**20)
+ELEMENTS_AT_ONCE = (2**26, 2**20)
 
 
 class Mamba(nn.Module):
-    """A function of hidden states and `Where`. Every document starts with an empty state and convolution."""
+    """A function of hidden states and `AttentionContext`. Every document starts with an empty state and convolution."""
 
     def __init__(
         self, hidden_size: int, spec: model.Mamba, eps: float, *, device: torch.device | None, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.spec, self.region = spec, UNSHARDED
+        self.spec, self.projections = spec, UNSHARDED
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         shared = spec.n_groups * spec.state_size
         self.z_proj = Linear(hidden_size, spec.width, bias=spec.bias, **options)
@@ -49,22 +49,22 @@ class Mamba(nn.Module):
         self.norm = GatedNorm(spec.width, spec.width // spec.n_groups, eps, **options)
         self.out_proj = Linear(spec.width, hidden_size, bias=spec.bias, **options)
 
-    def forward(self, x: Tensor, where: Where) -> Tensor:
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Return the mixer's output for hidden states `x` (B, S, D) or (B * S, D), in the same shape."""
-        spec, numbers = self.spec, document_numbers(where)
+        spec, numbers = self.spec, document_numbers(context)
         projections = (self.z_proj, self.x_proj, self.b_proj, self.c_proj, self.dt_proj)
-        z, value, b, c, dt = (part.view(*where.shape, -1) for part in self.region.enter(x, projections))
+        z, value, b, c, dt = (part.view(*context.shape, -1) for part in self.projections.column_linear(x, projections))
         value = self.x_conv1d(value, numbers).unflatten(-1, (-1, spec.head_dim))
         b = self.b_conv1d(b, numbers).unflatten(-1, (-1, spec.state_size))
         c = self.c_conv1d(c, numbers).unflatten(-1, (-1, spec.state_size))
         low, high = spec.time_step_limit
-        out = scan(Inputs(value, b, c, dt, self.dt_bias, self.A_log, self.D, numbers, spec.chunk_size, low, high))
-        return self.region.leave(self.norm(out.flatten(2), z), self.out_proj).view(x.shape)
+        out = scan(ScanInputs(value, b, c, dt, self.dt_bias, self.A_log, self.D, numbers, spec.chunk_size, low, high))
+        return self.projections.row_linear(self.norm(out.flatten(2), z), self.out_proj).view(x.shape)
 
 
-def document_numbers(where: Where) -> Tensor | None:
+def document_numbers(context: AttentionContext) -> Tensor | None:
     """Return the number (B, S) of each token's document in its row; None if every row is one document."""
-    return None if where.document_ids is None else document_starts(where.document_ids).cumsum(1)
+    return None if context.document_ids is None else document_starts(context.document_ids).cumsum(1)
 
 
 class Convolution(nn.Module):
@@ -118,9 +118,10 @@ def _weighted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tenso
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
-    """Return slices of the channels of `x` (B, S, C), of at most `ELEMENTS` elements, to bound the float32 buffers."""
+    """Return slices of the channels of `x` (B, S, C) with at most `ELEMENTS_AT_ONCE` elements: they bound the float32
+    buffers."""
     rows, length, channels = x.shape
-    size = max(1, ELEMENTS[x.device.type == "cpu"] // (rows * length))
+    size = max(1, ELEMENTS_AT_ONCE[x.device.type == "cpu"] // (rows * length))
     return (slice(first, first + size) for first in range(0, channels, size))
 
 
@@ -164,13 +165,13 @@ def _block_backward(
     return grad_x, grad_taps.T.unsqueeze(1), grad.sum((0, 1))
 
 
-CONVOLUTION = define(
+CONVOLUTION = define_op(
     "mamba_convolution",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? numbers) -> Tensor",
     _convolution,
     lambda x, *_: torch.empty_like(x),
 )
-CONVOLUTION_BACKWARD = define(
+CONVOLUTION_BACKWARD = define_op(
     "mamba_convolution_backward",
     "(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor? numbers) -> Tensor[]",
     _convolution_backward,

@@ -25,14 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kumi.nn.custom_ops import define
+from kumi.nn.custom_ops import define_op
 from kumi.nn.dtypes import wide
 
 # Scores in memory at a time, over all heads: on other devices, and on a CPU, where they should fit in the caches.
-SCORES = (2**27, 2**19)
+SCORES_AT_ONCE = (2**27, 2**19)
 
 
-class Inputs(NamedTuple):
+class ScanInputs(NamedTuple):
     """The inputs of a scan.
 
     `x` (B, S, H, P), `b` and `c` (B, S, G, N), `dt` (B, S, H): the projections.
@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
     high: float
 
 
-def scan(inputs: Inputs) -> Tensor:
+def scan(inputs: ScanInputs) -> Tensor:
     """Return y (B, S, H, P), in the dtype of x."""
     out: Tensor = _Scan.apply(*inputs)  # type: ignore[no-untyped-call]
     return out
@@ -65,7 +65,7 @@ def scan(inputs: Inputs) -> Tensor:
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *values: Any) -> Tensor:
-        inputs = Inputs(*values)
+        inputs = ScanInputs(*values)
         ctx.save_for_backward(*values[:8])
         ctx.options = values[8:]
         out: Tensor = SCAN(*inputs)
@@ -125,7 +125,7 @@ class _Chunks:
 
 
 def _scan(*values: Any) -> Tensor:
-    inputs = Inputs(*values)
+    inputs = ScanInputs(*values)
     _, steps, rate = _steps(inputs)
     out, state = torch.empty_like(inputs.x, memory_format=torch.contiguous_format), _zero_state(inputs)
     for chunk_range in _chunk_ranges(inputs):
@@ -142,7 +142,7 @@ def _scan(*values: Any) -> Tensor:
 
 def _scan_backward(grad: Tensor, *values: Any) -> list[Tensor]:
     """Return the gradients of the first seven inputs, given that of the result."""
-    inputs = Inputs(*values)
+    inputs = ScanInputs(*values)
     raw, steps, rate = _steps(inputs)
     chunk_ranges = list(_chunk_ranges(inputs))
     states = _entering_states(inputs, steps, rate, chunk_ranges)
@@ -220,10 +220,10 @@ class _ChunkRange(NamedTuple):
     size: int
 
 
-def _chunk_ranges(inputs: Inputs) -> Iterator[_ChunkRange]:
-    """Yield the chunks of a scan, as many at a time as `SCORES` allows. The last chunk may be shorter."""
+def _chunk_ranges(inputs: ScanInputs) -> Iterator[_ChunkRange]:
+    """Yield the chunks of a scan, as many at a time as `SCORES_AT_ONCE` allows. The last chunk may be shorter."""
     rows, length, heads, _ = inputs.x.shape
-    limit = SCORES[inputs.x.device.type == "cpu"]
+    limit = SCORES_AT_ONCE[inputs.x.device.type == "cpu"]
     limit_chunks = max(1, limit // (rows * heads * inputs.chunk**2))
     full_chunks, remainder = divmod(length, inputs.chunk)
     for first in range(0, full_chunks, limit_chunks):
@@ -232,21 +232,21 @@ def _chunk_ranges(inputs: Inputs) -> Iterator[_ChunkRange]:
         yield _ChunkRange(full_chunks * inputs.chunk, 1, remainder)
 
 
-def _steps(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+def _steps(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return dt + dt_bias and the steps (B, S, H), and the rates (H,)."""
     dtype = wide(inputs.x.dtype)
     raw = inputs.dt.to(dtype) + inputs.dt_bias.to(dtype)
     return raw, F.softplus(raw).clamp(inputs.low, inputs.high), -inputs.a_log.to(dtype).exp()
 
 
-def _zero_state(inputs: Inputs) -> Tensor:
+def _zero_state(inputs: ScanInputs) -> Tensor:
     """Return the state (b, g, r, p, n) at the start of a row: zeros."""
     rows, _, heads, channels = inputs.x.shape
     groups, size = inputs.b.shape[2:]
     return inputs.x.new_zeros(rows, groups, heads // groups, channels, size, dtype=wide(inputs.x.dtype))
 
 
-def _in_chunks(value: Tensor, chunk_range: _ChunkRange, inputs: Inputs) -> Tensor:
+def _in_chunks(value: Tensor, chunk_range: _ChunkRange, inputs: ScanInputs) -> Tensor:
     """Return the part of `value` (B, S, H, ...) in `chunk_range`, as (b, m, g, q, r, ...)."""
     part = value[:, chunk_range.start : chunk_range.start + chunk_range.chunks * chunk_range.size]
     groups = inputs.b.shape[2]
@@ -264,7 +264,7 @@ def _by_position(value: Tensor, like: Tensor) -> Tensor:
     return value.transpose(2, 3).reshape(like.shape)
 
 
-def _load_chunks(inputs: Inputs, steps: Tensor, rate: Tensor, chunk_range: _ChunkRange) -> _Chunks:
+def _load_chunks(inputs: ScanInputs, steps: Tensor, rate: Tensor, chunk_range: _ChunkRange) -> _Chunks:
     positions = slice(chunk_range.start, chunk_range.start + chunk_range.chunks * chunk_range.size)
     b, c = (_by_group(value[:, positions].to(steps.dtype), chunk_range) for value in inputs[1:3])
     step = _in_chunks(steps, chunk_range, inputs)
@@ -285,7 +285,9 @@ def _load_chunks(inputs: Inputs, steps: Tensor, rate: Tensor, chunk_range: _Chun
     )
 
 
-def _same_document(inputs: Inputs, chunk_range: _ChunkRange) -> tuple[Tensor, Tensor | int, Tensor | int, Tensor | int]:
+def _same_document(
+    inputs: ScanInputs, chunk_range: _ChunkRange
+) -> tuple[Tensor, Tensor | int, Tensor | int, Tensor | int]:
     """Return masks of positions in the same document; the last three are 1 if every row is one document.
 
     - k and q, with k not after q: (b, m, 1, 1, q, k), or (q, k) if every row is one document;
@@ -332,7 +334,7 @@ def _scan_state_grads(added_grads: Tensor, through: Tensor, grad_state: Tensor) 
     return torch.stack(leaving[::-1], dim=1), grad_state
 
 
-def _entering_states(inputs: Inputs, steps: Tensor, rate: Tensor, chunk_ranges: list[_ChunkRange]) -> list[Tensor]:
+def _entering_states(inputs: ScanInputs, steps: Tensor, rate: Tensor, chunk_ranges: list[_ChunkRange]) -> list[Tensor]:
     """Return the states at the starts of the chunks, for each of `chunk_ranges`."""
     result, state = [], _zero_state(inputs)
     for chunk_range in chunk_ranges:
@@ -346,13 +348,13 @@ _INPUTS = (
     "Tensor x, Tensor b, Tensor c, Tensor dt, Tensor dt_bias, Tensor a_log, Tensor d, Tensor? numbers, "
     "int chunk, float low, float high"
 )
-SCAN = define(
+SCAN = define_op(
     "mamba_scan",
     f"({_INPUTS}) -> Tensor",
     _scan,
     lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
-SCAN_BACKWARD = define(
+SCAN_BACKWARD = define_op(
     "mamba_scan_backward",
     f"(Tensor grad, {_INPUTS}) -> Tensor[]",
     _scan_backward,

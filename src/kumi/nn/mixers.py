@@ -1,7 +1,7 @@
 """The token mixers, by the class of their spec.
 
 To add one: give its spec a `module_name`, its operations a line in `kumi.spec.attention_ops.MIXER_OPS`, and its module,
-a function of (hidden states, `Where`), a line in `MIXERS`.
+a function of (hidden states, `AttentionContext`), a line in `MIXERS`.
 """
 
 from __future__ import annotations

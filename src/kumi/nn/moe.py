@@ -20,7 +20,7 @@ from kumi.nn.grouped_gemm import add_expert_bias, grouped_linear
 from kumi.nn.linear import Linear
 from kumi.nn.mlp import MLP
 from kumi.nn.router import Router, Routing
-from kumi.nn.wrappers import Around, inside
+from kumi.nn.wrappers import Wrapper, wrap
 from kumi.spec import model
 
 
@@ -106,11 +106,11 @@ class MoE(nn.Module):
         gated = shared.intermediate_size and spec.shared_gate
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False, **options) if gated else None
         self.exchange: Exchange = LOCAL
-        self.around: list[Around] = []
+        self.wrappers: list[Wrapper] = []
 
     def forward(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Return the result of `compute`, called inside the wrappers in `around`."""
-        out: Tensor = inside(self.around, self.compute)(x, shape)
+        """Return the result of `compute`, called inside the wrappers in `wrappers`."""
+        out: Tensor = wrap(self.wrappers, self.compute)(x, shape)
         return out
 
     def compute(self, x: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -57,7 +57,7 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.packed.matrix().to(grad.dtype), None, None
 
 
-def pack(layer: Linear, matrix: Tensor) -> None:
+def pack_nf4(layer: Linear, matrix: Tensor) -> None:
     """Replace the weight of `layer` by the frozen `matrix` in NF4."""
     layer._parameters.pop("weight", None)
     layer.packed = NF4Matrix(matrix)
@@ -71,10 +71,10 @@ def layer_linears(decoder: Decoder) -> list[Linear]:
 def quantize_linears(decoder: Decoder) -> None:
     """Pack the loaded matrices of the layers of `decoder`."""
     for layer in layer_linears(decoder):
-        pack(layer, layer.weight)
+        pack_nf4(layer, layer.weight)
 
 
-def take_out(decoder: nn.Module) -> dict[str, Linear]:
+def take_out_weights(decoder: nn.Module) -> dict[str, Linear]:
     """Remove the weights that will be packed from `decoder`, and return their layers by name.
 
     `pack` gives each layer its matrix.

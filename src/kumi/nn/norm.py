@@ -82,7 +82,7 @@ class LayerNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}, bias={self.bias is not None}"
 
 
-def norm_of(spec: ModelSpec, *, device: torch.device | None, dtype: torch.dtype) -> RMSNorm | LayerNorm:
+def build_norm(spec: ModelSpec, *, device: torch.device | None, dtype: torch.dtype) -> RMSNorm | LayerNorm:
     """Return a norm of hidden states, of the model's kind."""
     options: dict[str, Any] = {"device": device, "dtype": dtype, "zero_centered": spec.zero_centered_norm}
     if spec.norm == "layernorm":

@@ -18,7 +18,7 @@ _flash: frozenset[str] = frozenset()
 _mixed = False
 
 
-def use(numerics: Numerics) -> None:
+def use_numerics(numerics: Numerics) -> None:
     """Set the CPU numerics of this process.
 
     oneDNN is used for float32 products only if it passes the accuracy check of `enable_fast_float32`.
@@ -32,7 +32,7 @@ def use(numerics: Numerics) -> None:
 
 
 @contextmanager
-def products_of_experts() -> Iterator[None]:
+def expert_matmul_precision() -> Iterator[None]:
     """Multiply float32 matrices inside this context in the precision that is chosen for experts."""
     before = torch.get_float32_matmul_precision()
     if not _mixed or before == "highest":

@@ -42,7 +42,7 @@ class Balance:
     `weight`: factor of a token's auxiliary loss: coefficient / (MoE layers * tokens of the step) * loss scale, or 0.
     `per_sequence`: count the load over each sequence instead of over the microbatch.
     `sum_counts(counts)`: sum counts over the ranks that hold parts of the same sequences.
-    `part`: index of this rank's part of the tokens of `Where.shape`, in equal consecutive parts.
+    `part`: index of this rank's part of the tokens of `AttentionContext.shape`, in equal consecutive parts.
     `counts` (X,) int64: choices since the last reset.
     `loss`: weighted auxiliary loss since the last reset.
 
@@ -120,7 +120,7 @@ def choose_experts(scores: Tensor, bias: Tensor | None, spec: model.MoE) -> Tens
     return scores.topk(spec.num_experts_per_tok, dim=-1).indices
 
 
-def count(ids: Tensor, num_experts: int) -> Tensor:
+def rows_per_expert(ids: Tensor, num_experts: int) -> Tensor:
     """Return how often each expert (X,) occurs in `ids`, without waiting for the device."""
     flat = ids.flatten()
     return flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
@@ -144,7 +144,7 @@ class _Route(torch.autograd.Function):
         weights = scores.gather(1, ids)
         if spec.norm_topk_prob:
             weights /= _weight_sum(weights, spec)
-        counts = count(ids, spec.num_experts)
+        counts = rows_per_expert(ids, spec.num_experts)
         ctx.save_for_backward(x, weight, scores, ids)
         ctx.router, ctx.shape = router, shape
         ctx.mark_non_differentiable(ids, counts)
@@ -182,14 +182,14 @@ def _grad_chosen(grad: Tensor, chosen: Tensor, spec: model.MoE) -> Tensor:
 def _add_auxiliary_loss(router: Router, scores: Tensor, ids: Tensor, shape: tuple[int, int], grad: Tensor) -> None:
     """Count the choices, and add the gradient of the auxiliary loss with respect to `scores` (T, X) to `grad`."""
     balance, experts = router.balance, router.spec.num_experts
-    counts = count(ids, experts)
+    counts = rows_per_expert(ids, experts)
     balance.counts = counts if balance.counts is None else balance.counts + counts
     if not balance.weight:
         return
     if balance.per_sequence:
         first = 0 if len(ids) == shape[0] * shape[1] else balance.part * len(ids)
         sequence = torch.arange(first, first + len(ids), device=ids.device) // shape[1]
-        counts = balance.sum_counts(count(ids + sequence[:, None] * experts, shape[0] * experts))
+        counts = balance.sum_counts(rows_per_expert(ids + sequence[:, None] * experts, shape[0] * experts))
         counts = counts.view(shape[0], experts).to(scores.dtype)
         shares = (counts / counts.sum(dim=-1, keepdim=True)).index_select(0, sequence)
     else:

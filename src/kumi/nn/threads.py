@@ -15,10 +15,10 @@ from typing import TypeVar
 
 import torch
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-def side_by_side(parts: Sequence[Callable[[], T]]) -> list[T]:
+def run_in_threads(parts: Sequence[Callable[[], _T]]) -> list[_T]:
     """Return the results of `parts`, in order. Record no gradients. Raise the first exception of a part."""
     if len(parts) == 1 or torch.get_num_threads() == 1:
         return [part() for part in parts]
@@ -26,7 +26,7 @@ def side_by_side(parts: Sequence[Callable[[], T]]) -> list[T]:
     return list(_pool(torch.get_num_threads(), os.getpid()).map(_without_gradients, parts))
 
 
-def _without_gradients(part: Callable[[], T]) -> T:
+def _without_gradients(part: Callable[[], _T]) -> _T:
     with torch.no_grad():  # whether gradients are recorded is a setting of each thread
         return part()
 

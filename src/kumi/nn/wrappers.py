@@ -8,11 +8,11 @@ from typing import Any
 
 # A wrapper is called with the function that it wraps and the module's arguments, and returns the module's result.
 # `lambda inner, *args: inner(*args)` changes nothing.
-Around = Callable[..., Any]
+Wrapper = Callable[..., Any]
 
 
-def inside(around: list[Around], compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `compute` wrapped in each of `around`, the first one innermost."""
-    for wrapper in around:
+def wrap(wrappers: list[Wrapper], compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `compute` wrapped in each of `wrappers`, the first one innermost."""
+    for wrapper in wrappers:
         compute = partial(wrapper, compute)
     return compute

@@ -1,50 +1,59 @@
-"""Modules onto a mesh.
+"""Build a model on a mesh of ranks, and train it.
 
-    place = init_distributed("cpu")
-    mesh = build_mesh(layout, place)
+    mesh = build_mesh(layout, init_distributed("cpu"))
     model = build(spec, mesh, precision, weights=seed)
     optimizer = build_optimizer(model, mesh, optim)
 
-    loss = forward_backward(model, mesh, batches, tokens)     # a step: this rank's sum over tokens / tokens of the step
+    loss = forward_backward(model, mesh, objective, batches, units)     # this rank's part of the loss of a step
     norm = clip_gradients(model, optim.grad_clip, mesh)
     optimizer.step()
-    forget_gradients(model, optimizer)
+    clear_grads(model, optimizer)
 
-    owned([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh, optim)  # what it saves
+    pieces = [*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)]
+    owned_pieces(pieces, model, mesh, optim)                            # the pieces that this rank saves
 
-mesh: ranks, axes, groups. build: the order of assembly. data: DDP and FSDP2. recompute: activation checkpointing.
-forward_backward: the gradients of a step. pipeline: microbatches through stages. stages: those of this rank.
-record: what it did when.
-grads: global norm, clipping, loss scale. optim: optimizers. state: tensors as pieces of global ones.
+`mesh`: ranks, axes, process groups. `build`: the order of assembly. `data_parallel`: DDP and FSDP2.
+`run_microbatches`: the gradients of a step. `pipeline`: the microbatches through the stages. `pipeline_trace`: times of
+its actions. `stage_modules`: the stages of this rank. `grad_norm`: global norm, clipping, loss scale. `optim`:
+optimizers. `state_tensors`: tensors as pieces of global tensors.
 """
 
 from kumi.parallel import pipeline
 from kumi.parallel.build import build
-from kumi.parallel.data_parallel import bare
 from kumi.parallel.grad_norm import LossScale, clip_gradients
-from kumi.parallel.mesh import Mesh, Place, barrier, build_mesh, close_distributed, greatest, init_distributed, total
+from kumi.parallel.mesh import (
+    Mesh,
+    RankInfo,
+    all_reduce_max,
+    all_reduce_sum,
+    barrier,
+    build_mesh,
+    close_distributed,
+    init_distributed,
+)
 from kumi.parallel.optim import build_optimizer
 from kumi.parallel.optim.adamw import init_adamw
-from kumi.parallel.state_tensors import fill, model_pieces, optimizer_pieces, owned
+from kumi.parallel.stage_modules import unwrap
+from kumi.parallel.state_tensors import fill_pieces, model_pieces, optimizer_pieces, owned_pieces
 
 __all__ = [
     "LossScale",
     "Mesh",
-    "Place",
-    "bare",
+    "RankInfo",
+    "all_reduce_max",
+    "all_reduce_sum",
     "barrier",
     "build",
     "build_mesh",
     "build_optimizer",
     "clip_gradients",
     "close_distributed",
-    "fill",
-    "greatest",
+    "fill_pieces",
     "init_adamw",
     "init_distributed",
     "model_pieces",
     "optimizer_pieces",
-    "owned",
+    "owned_pieces",
     "pipeline",
-    "total",
+    "unwrap",
 ]

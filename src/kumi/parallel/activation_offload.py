@@ -1,8 +1,9 @@
-"""What layers keep for the backward pass, on the host in between.
+"""Offloading of activations: tensors that layers save for the backward pass are on the host in between.
 
-A layer's tensors leave the device as the layer saves them, beside its computation, and come back when the backward pass
-has reached the layer after it. On the device are then those of two layers: the one at work, and one on its way.
-What is a parameter, or one cast, stays where it is, as do the rotary tables, which all layers share.
+A layer's tensors are copied to the host when the layer saves them, while it computes. They are copied back when the
+backward pass reaches the following layer. The device then has the tensors of two layers: the current one and the next
+one of the backward pass. Parameters, casts of parameters and the rotary tables, which all layers share, stay on the
+device.
 """
 
 from __future__ import annotations
@@ -16,158 +17,172 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from kumi.nn.attention.attention_context import Where
-from kumi.nn.wrappers import Around
+from kumi.nn.attention.attention_context import AttentionContext
+from kumi.nn.wrappers import Wrapper
 
-# Tensors of fewer bytes are not worth a message.
-SMALL = 4096
+# Smaller tensors stay on the device: a copy would cost more than the memory is worth.
+_MIN_BYTES = 4096
 
 
-class Flow:
-    """The way of a device's tensors to the host and back: streams on CUDA, none on a CPU, where both are one memory.
-    `moved` counts the bytes that have left."""
+class OffloadStream:
+    """Copies between a device and the host, on streams of their own. On a CPU nothing is copied.
+
+    `bytes_moved`: bytes copied to the host so far.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.moved = device, 0
+        self.device, self.bytes_moved = device, 0
         cuda = device.type == "cuda"
-        self.down = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
-        self.up = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
-        self.marks: list[Any] = []
+        self.d2h_stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self.h2d_stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self.layer_events: list[Any] = []
 
-    def pace(self, gone: Any) -> None:
-        """Waits until the device has begun the last layer but one and, if `gone` is an event, for that: a host that ran
-        ahead would give out memory that is not free yet."""
-        if self.up is None:
+    def throttle(self, d2h_event: Any) -> None:
+        """Wait until the device has begun the second to last layer, and for `d2h_event` unless it is None.
+
+        A host that runs ahead would allocate memory that is not free yet.
+        """
+        if self.h2d_stream is None:
             return
-        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        mark.record(torch.cuda.current_stream(self.device))
-        self.marks.append(mark)
-        if len(self.marks) > 2:
-            self.marks.pop(0).synchronize()
-        if gone is not None:
-            gone.synchronize()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        self.layer_events.append(event)
+        if len(self.layer_events) > 2:
+            self.layer_events.pop(0).synchronize()
+        if d2h_event is not None:
+            d2h_event.synchronize()
 
-    def leave(self, flat: Tensor) -> tuple[Tensor, Any]:
-        """`flat` on the host, and the event after which it is there."""
-        self.moved += flat.nbytes
-        if self.down is None:
+    def d2h(self, flat: Tensor) -> tuple[Tensor, Any]:
+        """Begin to copy `flat` to the host; return the copy and the event of its completion."""
+        self.bytes_moved += flat.nbytes
+        if self.d2h_stream is None:
             return flat, None
-        self.down.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.down):
+        self.d2h_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.d2h_stream):
             host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
             host.copy_(flat, non_blocking=True)
-            flat.record_stream(self.down)  # its memory is not given away before it has been read
-            there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            there.record(self.down)
-        return host, there
+            flat.record_stream(self.d2h_stream)  # its memory is not reused before the copy has read it
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self.d2h_stream)
+        return host, event
 
-    def come(self, host: Tensor, there: Any) -> tuple[Tensor, Any]:
-        """`host` on the device, and the event after which it is there."""
-        if self.up is None:
+    def h2d(self, host: Tensor, d2h_event: Any) -> tuple[Tensor, Any]:
+        """Begin to copy `host` to the device after `d2h_event`; return the copy and the event of its completion."""
+        if self.h2d_stream is None:
             return host, None
-        with torch.cuda.stream(self.up):
-            self.up.wait_event(there)
+        with torch.cuda.stream(self.h2d_stream):
+            self.h2d_stream.wait_event(d2h_event)
             flat = torch.empty(host.shape, dtype=host.dtype, device=self.device)
             flat.copy_(host, non_blocking=True)
-            here = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            here.record(self.up)
-        return flat, here
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self.h2d_stream)
+        return flat, event
 
 
-class Away:
-    """All elements of a tensor's memory that is on the host; graphs hold it as long as they need it."""
+class OffloadedTensor:
+    """A storage of a saved tensor, on the host. Autograd graphs keep it alive as long as they need it."""
 
-    def __init__(self, flat: Tensor, visit: Visit) -> None:
-        self.visit = visit
-        self.host, self.there = visit.flow.leave(flat)
-        self.back: tuple[Tensor, Any] | None = None
+    def __init__(self, flat: Tensor, scope: LayerScope) -> None:
+        self.scope = scope
+        self.host, self.d2h_event = scope.stream.d2h(flat)
+        self.on_device: tuple[Tensor, Any] | None = None
 
     def fetch(self) -> tuple[Tensor, Any]:
-        """The elements on the device again, and the event after which they are; the first call sends them."""
-        if self.back is None:
-            self.back = self.visit.flow.come(self.host, self.there)
-        return self.back
+        """Return the storage on the device and the event of its arrival; the first call begins the copy."""
+        if self.on_device is None:
+            self.on_device = self.scope.stream.h2d(self.host, self.d2h_event)
+        return self.on_device
 
 
-class Visit:
-    """One forward pass of a layer: what has left during it, and the visit of the layer before."""
+class LayerScope:
+    """One forward pass of a layer, with the tensors that it saves.
 
-    def __init__(self, flow: Flow, before: Visit | None, stay: set[int]) -> None:
-        self.flow, self.before, self.stay = flow, before, stay
-        self.gone: Any = None  # the event after which all that left is on the host
-        self.reached = False
-        # With what was moved, so that no other tensor gets its memory, and is taken for it, while the layer runs.
-        self.seen: dict[tuple[int, int], tuple[Tensor, Away]] = {}
-        self.away: weakref.WeakSet[Away] = weakref.WeakSet()
+    `previous`: the scope of the previous layer; None for the first layer.
+    `on_device`: data pointers of storages that stay on the device.
+    `d2h_event`: the completion of the last copy to the host.
+    """
+
+    def __init__(self, stream: OffloadStream, previous: LayerScope | None, on_device: set[int]) -> None:
+        self.stream, self.previous, self.on_device = stream, previous, on_device
+        self.d2h_event: Any = None
+        self.in_backward = False
+        # The offloaded storages by (data pointer, version). Holding them while the layer runs keeps other tensors from
+        # getting the same memory and being mistaken for them.
+        self.saved: dict[tuple[int, int], tuple[Tensor, OffloadedTensor]] = {}
+        self.offloaded: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
 
     def pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
-        known = storage.data_ptr() in self.stay or _is_weight(tensor)
-        if known or storage.nbytes() < SMALL or tensor.device.type != self.flow.device.type:
-            return tensor.detach() if tensor.grad_fn is not None and not known else tensor
+        stays = storage.data_ptr() in self.on_device or _is_weight(tensor)
+        if stays or storage.nbytes() < _MIN_BYTES or tensor.device.type != self.stream.device.type:
+            return tensor.detach() if tensor.grad_fn is not None and not stays else tensor
         key = storage.data_ptr(), tensor._version
-        if key not in self.seen:
+        if key not in self.saved:
             elements = storage.nbytes() // tensor.itemsize
             flat = tensor.detach().as_strided((elements,), (1,), 0)
-            away = Away(flat, self)
-            self.seen[key] = flat, away
-            self.away.add(away)
-            self.gone = away.there
-        return self.seen[key][1], tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+            offloaded = OffloadedTensor(flat, self)
+            self.saved[key] = flat, offloaded
+            self.offloaded.add(offloaded)
+            self.d2h_event = offloaded.d2h_event
+        return self.saved[key][1], tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        away, dtype, shape, stride, offset = packed
-        if not self.reached:
-            self.reached = True
-            self.flow.pace(None)
-        flat, here = away.fetch()
-        if self.before is not None:
-            for other in list(self.before.away):
+        offloaded, dtype, shape, stride, offset = packed
+        if not self.in_backward:
+            self.in_backward = True
+            self.stream.throttle(None)
+        flat, event = offloaded.fetch()
+        if self.previous is not None:
+            for other in list(self.previous.offloaded):
                 other.fetch()
-            self.before = None
-        if here is not None:
-            stream = torch.cuda.current_stream(self.flow.device)
-            stream.wait_event(here)
-            flat.record_stream(stream)
-        found: Tensor = flat.view(dtype).as_strided(shape, stride, offset)
-        return found
+            self.previous = None
+        if event is not None:
+            current = torch.cuda.current_stream(self.stream.device)
+            current.wait_event(event)
+            flat.record_stream(current)
+        tensor: Tensor = flat.view(dtype).as_strided(shape, stride, offset)
+        return tensor
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether `tensor` is a parameter, a view of one, or either in another dtype."""
-    whole = tensor if tensor._base is None else tensor._base
-    if isinstance(whole, nn.Parameter):
+    """Return True for a parameter, a view of one, and either of these cast to another dtype."""
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, nn.Parameter):
         return True
-    node = whole.grad_fn
+    node = base.grad_fn
     if node is None or not node.name().startswith("ToCopyBackward"):
         return False
     source = node.next_functions[0][0]
     return source is not None and isinstance(getattr(source, "variable", None), nn.Parameter)
 
 
-def keepers(flow: Flow, layers: int) -> list[Around]:
-    """Return one wrapper for each of `layers` layers that run one after the other, in their order.
+def offload_wrappers(stream: OffloadStream, layers: int) -> list[Wrapper]:
+    """Return a wrapper for each of `layers` consecutive layers that keeps its saved tensors on the host.
 
-    A wrapped layer keeps on the host what its backward pass needs. Where layers recompute, the wrapper belongs around
-    `Recompute`: it then moves the layer's input.
+    With recomputation, the wrapper belongs around `Recompute`: it then offloads the layer's input.
     """
-    last: list[Visit | None] = [None]
-    return [partial(_moving, flow, last, number == 0) for number in range(layers)]
+    last: list[LayerScope | None] = [None]
+    return [partial(_offload_saved_tensors, stream, last, number == 0) for number in range(layers)]
 
 
-def _moving(
-    flow: Flow, last: list[Visit | None], first: bool, inner: Callable[..., Any], x: Tensor, where: Where
+def _offload_saved_tensors(
+    stream: OffloadStream,
+    last: list[LayerScope | None],
+    first: bool,
+    inner: Callable[..., Any],
+    x: Tensor,
+    context: AttentionContext,
 ) -> Any:
     if not torch.is_grad_enabled():
-        return inner(x, where)
-    tables = [table.untyped_storage().data_ptr() for pair in where.tables.values() for table in pair]
-    visit = Visit(flow, None if first else last[0], set(tables))
-    last[0] = visit
-    earlier = visit.before.before if visit.before else None
-    flow.pace(earlier.gone if earlier else None)
-    with saved_tensors_hooks(visit.pack, visit.unpack):
-        out = inner(x, where)
-    visit.seen.clear()
+        return inner(x, context)
+    tables = [table.untyped_storage().data_ptr() for pair in context.cos_sin.values() for table in pair]
+    scope = LayerScope(stream, None if first else last[0], set(tables))
+    last[0] = scope
+    second_to_last = scope.previous.previous if scope.previous else None
+    stream.throttle(second_to_last.d2h_event if second_to_last else None)
+    with saved_tensors_hooks(scope.pack, scope.unpack):
+        out = inner(x, context)
+    scope.saved.clear()
     return out

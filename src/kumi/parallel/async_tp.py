@@ -1,10 +1,9 @@
-"""Tensor parallelism whose matrix products and messages go on at the same time, piece by piece, on GPUs that read each
-other's memory.
+"""Asynchronous tensor parallelism: matmuls overlap with their collectives, on GPUs that read each other's memory.
 
-Where a region begins, a rank multiplies what it has of the tokens while it fetches the others'; where one ends, it
-multiplies the tokens of one rank after the other, and each takes its own while the next are multiplied (Wang et al.,
-2022, doi:10.1145/3567955.3567959; PyTorch's symmetric memory). The backward pass does the same with the roles changed.
-The sums are those of `kumi.parallel.tensor_parallel`, in another order.
+A column-parallel matmul is split by the tokens' ranks: a rank multiplies its own tokens while it fetches those of the
+other ranks. A row-parallel matmul computes the tokens of one rank after the other, and each rank reads its tokens while
+the next are multiplied (Wang et al., 2022, doi:10.1145/3567955.3567959; PyTorch's symmetric memory). The backward pass
+swaps the two. The sums equal those of `kumi.parallel.tensor_parallel`, in another order.
 """
 
 from __future__ import annotations
@@ -24,51 +23,51 @@ from kumi.errors import LayoutError
 from kumi.nn.decoder import Decoder
 from kumi.nn.linear import Linear, add_gradients
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.tensor_parallel import SharedRegion
-from kumi.parallel.token_collectives import define
+from kumi.parallel.tensor_parallel import ShardedProjections
+from kumi.parallel.token_collectives import define_collective
 
 
-def overlap(decoder: Decoder, mesh: Mesh) -> None:
-    """Makes the regions of `decoder`, which `tensor.cut` has cut, multiply and send at the same time.
+def use_async_tp(decoder: Decoder, mesh: Mesh) -> None:
+    """Make the sharded projections of `decoder` overlap matmuls with collectives.
 
-    Raises LayoutError where the ranks have no memory to share or nothing to gather.
+    Raise LayoutError unless the ranks are CUDA devices with sequence parallelism over tp > 1.
     """
     group = mesh.group("tp")
     if mesh.device.type != "cuda" or group is None or not mesh.layout.sequence_parallel:
         raise LayoutError(
             f"comm.async_tp=true on {mesh.device} with tp={mesh.layout.tp} and "
-            f"sequence_parallel={str(mesh.layout.sequence_parallel).lower()}: products overlap with the gathering of "
-            f"tokens between CUDA devices only; set comm.async_tp = false, or layout.tp > 1 and "
+            f"sequence_parallel={str(mesh.layout.sequence_parallel).lower()}: matmuls overlap only with the all-gather "
+            f"of tokens between CUDA devices; set comm.async_tp = false, or layout.tp > 1 and "
             f"layout.sequence_parallel = true on GPUs"
         )
     enable_symmetric_memory(group)
-    use(decoder, group)
+    overlap_projections(decoder, group)
 
 
-def use(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gives the shared regions of `model` their overlapped kind."""
+def overlap_projections(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Replace the sharded projections in `model` by overlapped ones."""
     for module in model.modules():
-        if isinstance(getattr(module, "region", None), SharedRegion):
-            module.region = OverlappedRegion(group, True, bool(module.region.selective))  # type: ignore[assignment,union-attr]
+        if isinstance(getattr(module, "projections", None), ShardedProjections):
+            module.projections = OverlappedProjections(group, True, bool(module.projections.selective))  # type: ignore[assignment,union-attr]
 
 
-class OverlappedRegion(SharedRegion):
-    """A region with sequence parallelism whose messages hide behind its products."""
+class OverlappedProjections(ShardedProjections):
+    """Sharded projections with sequence parallelism whose collectives hide behind their matmuls."""
 
-    def enter(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+    def column_linear(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
         weights = [layer.weight.to(x.dtype) for layer in layers]
-        made: tuple[Tensor, ...] = _Enter.apply(x, self.group, layers, *weights)  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, ...] = _ColumnLinear.apply(x, self.group, layers, *weights)  # type: ignore[no-untyped-call]
         biases = [layer.bias for layer in layers]
-        return tuple(out if bias is None else out + bias.to(x.dtype) for out, bias in zip(made, biases, strict=True))
+        return tuple(out if bias is None else out + bias.to(x.dtype) for out, bias in zip(outputs, biases, strict=True))
 
-    def leave(self, x: Tensor, layer: Linear) -> Tensor:
+    def row_linear(self, x: Tensor, layer: Linear) -> Tensor:
         weight = layer.weight.to(x.dtype)
-        out: Tensor = _Leave.apply(x.flatten(0, -2), self.group, layer, weight)  # type: ignore[no-untyped-call]
+        out: Tensor = _RowLinear.apply(x.flatten(0, -2), self.group, layer, weight)  # type: ignore[no-untyped-call]
         return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
 
-class _Enter(torch.autograd.Function):
-    """Products of an input that is gathered piece by piece, and gathered again for the weights' gradients."""
+class _ColumnLinear(torch.autograd.Function):
+    """Matmuls of an input that is all-gathered piece by piece, and once more for the weights' gradients."""
 
     @staticmethod
     def forward(
@@ -76,90 +75,101 @@ class _Enter(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.layers = group, layers
-        return tuple(PRODUCTS(x, list(weights), group.size(), group.group_name))
+        return tuple(ALL_GATHER_MATMULS(x, list(weights), group.size(), group.group_name))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         group: dist.ProcessGroup = ctx.group
-        later = ctx.layers[0].later
-        # On its way while the gradient of the input is computed.
-        whole = x.new_empty(x.shape[0] * group.size(), x.shape[1])
-        coming = None if later is not None else _begin(whole, x, group)
+        deferred = ctx.layers[0].deferred_wgrads
+        # The all-gather runs while the gradient of the input is computed.
+        full_x = x.new_empty(x.shape[0] * group.size(), x.shape[1])
+        gathering = None if deferred is not None else _begin_all_gather(full_x, x, group)
         joined = grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
-        of_x = SCATTERED(
+        grad_x = MATMUL_REDUCE_SCATTER(
             joined, weights[0].T if len(weights) == 1 else torch.cat(weights).T, group.size(), group.group_name
         )
-        if later is not None:
-            later.append(partial(_finish, ctx.layers, x, grads, group))
-            return (of_x, *[None] * (2 + len(weights)))
-        assert coming is not None
-        coming.wait()
-        return (of_x, None, None, *[grad.T @ whole for grad in grads])
+        if deferred is not None:
+            deferred.append(partial(_add_weight_grads, ctx.layers, x, grads, group))
+            return (grad_x, *[None] * (2 + len(weights)))
+        assert gathering is not None
+        gathering.wait()
+        return (grad_x, None, None, *[grad.T @ full_x for grad in grads])
 
 
-class _Leave(torch.autograd.Function):
-    """A product whose sum over ranks each takes its part of, piece by piece."""
+class _RowLinear(torch.autograd.Function):
+    """A matmul whose sum over ranks is reduce-scattered piece by piece."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, layer: Linear, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.layer = group, layer
-        out: Tensor = SCATTERED(x, weight, group.size(), group.group_name)
+        out: Tensor = MATMUL_REDUCE_SCATTER(x, weight, group.size(), group.group_name)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        whole, (of_x,) = all_gather_matmul(grad.contiguous(), [weight], ctx.group.group_name, keep=True)
-        assert whole is not None
-        if ctx.layer.later is not None:
-            ctx.layer.later.append(partial(add_gradients, ctx.layer.weight, None, x, whole))
-            return of_x, None, None, None
-        return of_x, None, None, whole.T @ x
+        full_grad, (grad_x,) = all_gather_matmul(grad.contiguous(), [weight], ctx.group.group_name, keep=True)
+        assert full_grad is not None
+        if ctx.layer.deferred_wgrads is not None:
+            ctx.layer.deferred_wgrads.append(partial(add_gradients, ctx.layer.weight, None, x, full_grad))
+            return grad_x, None, None, None
+        return grad_x, None, None, full_grad.T @ x
 
 
-def _begin(whole: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work: dist.Work = single_tensor_collectives()[0](whole, x.contiguous(), group=group, async_op=True)
+def _begin_all_gather(full_x: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    work: dist.Work = single_tensor_collectives()[0](full_x, x.contiguous(), group=group, async_op=True)
     return work
 
 
 @torch.no_grad()
-def _finish(layers: Sequence[Linear], x: Tensor, grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """The weights' gradients of layers that begin a region; biases have been added outside, and have theirs."""
-    whole = x.new_empty(x.shape[0] * group.size(), x.shape[1])
-    _begin(whole, x, group).wait()
+def _add_weight_grads(layers: Sequence[Linear], x: Tensor, grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Add the weight gradients of column-parallel `layers`. Their biases are added elsewhere, and so are the biases'
+    gradients."""
+    full_x = x.new_empty(x.shape[0] * group.size(), x.shape[1])
+    _begin_all_gather(full_x, x, group).wait()
     for layer, grad in zip(layers, grads, strict=True):
-        add_gradients(layer.weight, None, whole, grad)
+        add_gradients(layer.weight, None, full_x, grad)
 
 
-def _products(x: Tensor, weights: list[Tensor], size: int, group: str) -> list[Tensor]:
+def _all_gather_matmuls(x: Tensor, weights: list[Tensor], size: int, group: str) -> list[Tensor]:
     return all_gather_matmul(x.contiguous(), [weight.T for weight in weights], group, keep=False)[1]
 
 
-def _scattered(x: Tensor, weight: Tensor, size: int, group: str) -> Tensor:
+def _matmul_reduce_scatter(x: Tensor, weight: Tensor, size: int, group: str) -> Tensor:
     return matmul_reduce_scatter(x.contiguous(), weight.T, group)
 
 
-def _fake_products(x: Tensor, weights: list[Tensor], size: int, group: str) -> list[Tensor]:
+def _fake_matmuls(x: Tensor, weights: list[Tensor], size: int, group: str) -> list[Tensor]:
     return [x.new_empty(len(x) * size, len(weight)) for weight in weights]
 
 
-def _fake_scattered(x: Tensor, weight: Tensor, size: int, group: str) -> Tensor:
+def _fake_reduce_scatter(x: Tensor, weight: Tensor, size: int, group: str) -> Tensor:
     return x.new_empty(len(x) // size, len(weight))
 
 
-# Operators whose results selective recomputation keeps, so that nothing is sent again.
-_HOW = "int size, str group"
-PRODUCTS = define("overlapped_products", f"(Tensor x, Tensor[] weights, {_HOW}) -> Tensor[]", _products, _fake_products)
-SCATTERED = define("overlapped_sum", f"(Tensor x, Tensor weight, {_HOW}) -> Tensor", _scattered, _fake_scattered)
+# Selective recomputation saves the results of these operators, so that nothing is sent twice.
+_GROUP_ARGS = "int size, str group"
+ALL_GATHER_MATMULS = define_collective(
+    "overlapped_products",
+    f"(Tensor x, Tensor[] weights, {_GROUP_ARGS}) -> Tensor[]",
+    _all_gather_matmuls,
+    _fake_matmuls,
+)
+MATMUL_REDUCE_SCATTER = define_collective(
+    "overlapped_sum",
+    f"(Tensor x, Tensor weight, {_GROUP_ARGS}) -> Tensor",
+    _matmul_reduce_scatter,
+    _fake_reduce_scatter,
+)
 
 
 @register_flop_formula(torch.ops.kumi.overlapped_products)
-def _flops(x: tuple[int, ...], weights: list[tuple[int, ...]], size: int, *_: Any, **__: Any) -> int:
+def _matmul_flops(x: tuple[int, ...], weights: list[tuple[int, ...]], size: int, *_: Any, **__: Any) -> int:
     return sum(2 * prod(x) * size * weight[0] for weight in weights)
 
 
 @register_flop_formula(torch.ops.kumi.overlapped_sum)
-def _flops_of_sum(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
+def _reduce_scatter_flops(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
     return 2 * prod(x) * weight[0]

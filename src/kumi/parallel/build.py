@@ -1,7 +1,7 @@
-"""A decoder laid onto the mesh, weights in place, ready to train.
+"""Build the model of one rank: sharded, with its weights, ready to train.
 
-meta device -> recompute -> compile -> divide (FSDP2) -> memory -> weights -> replicate (DDP). What is cut along further
-axes (tensor, expert, context, pipeline) comes before recompute.
+The order is: decoder on the meta device -> adapters -> tensor, expert and context parallelism -> recomputation and
+offloading -> compilation -> FSDP2 -> memory -> weights -> DDP.
 """
 
 from __future__ import annotations
@@ -14,25 +14,32 @@ from torch import nn
 
 from kumi.nn.decoder import Decoder, DecoderLayer
 from kumi.nn.linear import linears
-from kumi.nn.wrappers import Around
+from kumi.nn.wrappers import Wrapper
 from kumi.parallel import context_parallel, data_parallel, expert_parallel, mlp_tiling, tensor_parallel
-from kumi.parallel.activation_offload import Flow, keepers
-from kumi.parallel.async_tp import overlap
-from kumi.parallel.compiled import leave_uncompiled
-from kumi.parallel.float8 import multiply_in_float8
-from kumi.parallel.lora import add_adapters, connect, drop_alike, fill_adapted, fill_packed, to_pack
+from kumi.parallel.activation_offload import OffloadStream, offload_wrappers
+from kumi.parallel.async_tp import use_async_tp
+from kumi.parallel.compiled import exclude_from_compile
+from kumi.parallel.float8 import use_float8
+from kumi.parallel.lora import (
+    add_adapters,
+    connect_adapters,
+    fill_frozen_and_adapters,
+    fill_packed_layers,
+    replay_dropout,
+    take_packed_layers,
+)
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.recompute import Recompute
 from kumi.parallel.stage_modules import (
     Stages,
-    held_stages,
-    in_stages,
-    share_table,
+    local_stages,
+    share_tied_table,
     splits_backward,
     stages_of,
     tie_group,
+    uses_stages,
 )
-from kumi.parallel.state_tensors import Reader, draw, fill, model_pieces
+from kumi.parallel.state_tensors import PieceReader, draw_pieces, fill_pieces, model_pieces
 from kumi.spec.comm import DEFAULT_COMM, Comm
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
@@ -43,37 +50,37 @@ def build(
     mesh: Mesh,
     precision: Precision,
     *,
-    weights: int | Reader,
+    weights: int | PieceReader,
     compile: bool = False,
     comm: Comm = DEFAULT_COMM,
-    adapters: int | Reader = 0,
+    adapters: int | PieceReader = 0,
 ) -> nn.Module:
-    """The decoder of `spec` on `mesh`, called like `kumi.nn.Decoder`; a rank holds its own part of it only.
+    """Return this rank's part of the decoder of `spec`, called like `kumi.nn.Decoder`. Nothing is communicated.
 
-    `weights` is a seed, from which every layout draws the same values, or a function that reads one part of a tensor,
-    `weights("model/<parameter>", start, shape)`. Nothing is communicated, so ranks need not keep step here.
-    `compile` compiles each layer by itself: equal layers share what was compiled.
-    `comm` says how gradients and parameters travel. Where `spec` has adapters, `weights` are those of the frozen model,
-    and `adapters` is the like for them.
+    `weights`: a seed, from which every layout draws the same values, or a function that reads a slice of a tensor,
+    `weights("model/<parameter>", start, shape)`. If `spec` has adapters, these are the weights of the frozen model.
+    `compile`: compile each layer separately; equal layers share the compiled code.
+    `comm`: how gradients and parameters are communicated.
+    `adapters`: a seed or a reader for the adapters.
     """
     model = assemble(spec, mesh, precision, compile=compile, comm=comm)
-    packed = to_pack(model)
-    _give_memory(model, mesh)
-    tensor_parallel.clear_padding(model, mesh)
+    packed = take_packed_layers(model)
+    _allocate(model, mesh)
+    tensor_parallel.zero_vocab_padding(model, mesh)
     pieces = model_pieces(model, mesh)
     if spec.lora is not None:
-        fill_adapted(pieces, spec, weights, adapters)
-        fill_packed(packed, spec, mesh, precision, weights, adapters)
+        fill_frozen_and_adapters(pieces, spec, weights, adapters)
+        fill_packed_layers(packed, spec, mesh, precision, weights, adapters)
     elif isinstance(weights, int):
-        draw(pieces, spec, weights)
+        draw_pieces(pieces, spec, weights)
     else:
-        fill(pieces, weights)
-    return replicated(model, mesh, precision, comm)
+        fill_pieces(pieces, weights)
+    return with_ddp(model, mesh, precision, comm)
 
 
-def _give_memory(model: nn.Module, mesh: Mesh) -> None:
-    """Parameters get memory where the layout keeps them, and buffers, which are small, on the device."""
-    model.to_empty(device="cpu" if data_parallel.on_host(mesh.layout) else mesh.device)
+def _allocate(model: nn.Module, mesh: Mesh) -> None:
+    """Allocate the parameters on the device or, if the layout offloads states, on the host; buffers on the device."""
+    model.to_empty(device="cpu" if data_parallel.offloads_states(mesh.layout) else mesh.device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(mesh.device))
@@ -82,82 +89,82 @@ def _give_memory(model: nn.Module, mesh: Mesh) -> None:
 def assemble(
     spec: ModelSpec, mesh: Mesh, precision: Precision, *, compile: bool = False, comm: Comm = DEFAULT_COMM
 ) -> Decoder | Stages:
-    """What `build` builds, still on the meta device: cut, divided, and without memory."""
-    if in_stages(mesh.layout):
+    """Return the model that `build` returns, sharded, on the meta device: without memory and without DDP."""
+    if uses_stages(mesh.layout):
         model: Decoder | Stages = _stages(spec, mesh, precision)
     else:
         model = Decoder(spec, device="meta", dtype=getattr(torch, precision.param))
     decoders = [decoder for decoder in stages_of(model).values() if isinstance(decoder, Decoder)]
-    # The first that the rank holds, whatever stage they belong to.
-    recomputed = [layer for one in decoders for layer in one.model.layers.values()][: mesh.layout.recompute_layers]
+    # `recompute_layers` counts the layers of the rank, over all of its stages.
+    layers = [layer for decoder in decoders for layer in decoder.model.layers.values()]
+    recomputed = layers[: mesh.layout.recompute_layers]
     for decoder in decoders:
         _prepare(decoder, mesh, precision, recomputed, compile=compile, comm=comm)
     return model
 
 
-def replicated(model: Decoder | Stages, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> nn.Module:
-    """`model`, which has its weights; where the data ranks hold whole replicas, as one that sums its gradients."""
-    whole = isinstance(model, Stages) or data_parallel.is_divided(mesh) or "data" not in mesh.groups
-    return model if whole else data_parallel.replicate(model, mesh, precision, comm)
+def with_ddp(model: Decoder | Stages, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> nn.Module:
+    """Return `model` inside DDP if its data-parallel ranks are replicas, else `model` itself. It has its weights."""
+    without_ddp = isinstance(model, Stages) or data_parallel.uses_fsdp(mesh) or "data" not in mesh.groups
+    return model if without_ddp else data_parallel.apply_ddp(model, mesh, precision, comm)
 
 
 def _stages(spec: ModelSpec, mesh: Mesh, precision: Precision) -> Stages:
-    """The stages of this rank, without memory yet."""
+    """Return the stages of this rank, on the meta device."""
     last = mesh.layout.pp * mesh.layout.stages - 1
     dtype = getattr(torch, precision.param)
-    held = {
+    stages = {
         stage: Decoder(
             spec, device="meta", dtype=dtype, layers=range(*bounds), embedding=stage == 0, head=stage == last
         )
-        for stage, bounds in held_stages(spec, mesh).items()
+        for stage, bounds in local_stages(spec, mesh).items()
     }
-    share_table(held)
-    return Stages(spec, held, precision, tie_group(spec, mesh))
+    share_tied_table(stages)
+    return Stages(spec, stages, precision, tie_group(spec, mesh))
 
 
 def _prepare(
     decoder: Decoder, mesh: Mesh, precision: Precision, recomputed: Sequence[nn.Module], *, compile: bool, comm: Comm
 ) -> None:
-    """Makes a decoder, or a stage of one, compute as the layout says; its memory comes after. Of its layers those in
-    `recomputed` are."""
+    """Shard a decoder or a stage as the layout says, on the meta device. Layers in `recomputed` recompute."""
     decoder.compute_dtype = getattr(torch, precision.compute)
     decoder.reduce_dtype = getattr(torch, precision.reduce)
     add_adapters(decoder, mesh, precision)
-    tensor_parallel.cut(decoder, mesh)
-    connect(decoder, mesh)
+    tensor_parallel.apply_tensor_parallel(decoder, mesh)
+    connect_adapters(decoder, mesh)
     if comm.async_tp:
-        overlap(decoder, mesh)
-    expert_parallel.deal(decoder, mesh)
-    mlp_tiling.tile(decoder, mesh, precision)
+        use_async_tp(decoder, mesh)
+    expert_parallel.apply_expert_parallel(decoder, mesh)
+    mlp_tiling.tile_mlps(decoder, mesh, precision)
     if precision.products == "float8":
-        multiply_in_float8(decoder, mesh.device)
+        use_float8(decoder, mesh.device)
     if "cp" in mesh.groups:
-        decoder.attention_over = context_parallel.attention_over(mesh)
-        decoder.lengths_over = context_parallel.lengths_over(mesh)
+        decoder.make_attention = context_parallel.context_parallel_attention(mesh)
+        decoder.make_lengths = context_parallel.context_parallel_lengths(mesh)
     if splits_backward(mesh.layout):
-        for layer in linears(decoder):
-            layer.splits = True
+        for linear in linears(decoder):
+            linear.defers_wgrad = True
     layers = cast(list[DecoderLayer], list(decoder.model.layers.values()))
-    for block, wrappers in zip(layers, _wrappers(decoder, layers, mesh, recomputed), strict=True):
-        block.around.extend(wrappers)
+    for layer, wrappers in zip(layers, _wrappers(decoder, layers, mesh, recomputed), strict=True):
+        layer.wrappers.extend(wrappers)
     if compile:
-        leave_uncompiled(decoder)
-        for block in layers:
-            block.compile()
-    if data_parallel.is_divided(mesh):
-        data_parallel.shard(decoder, mesh, precision, comm)
+        exclude_from_compile(decoder)
+        for layer in layers:
+            layer.compile()
+    if data_parallel.uses_fsdp(mesh):
+        data_parallel.apply_fsdp(decoder, mesh, precision, comm)
 
 
 def _wrappers(
     decoder: Decoder, layers: Sequence[DecoderLayer], mesh: Mesh, recomputed: Sequence[nn.Module]
-) -> list[list[Around]]:
-    """Return what surrounds each of `layers`, the innermost first: recomputation, then activations kept on the host."""
-    how = mesh.layout.recompute
-    wrappers: list[list[Around]] = [[] for _ in layers]
-    for layer, around in zip(layers, wrappers, strict=True):
-        if how != "none" and layer in recomputed:
-            around.extend(drop_alike(decoder, Recompute(how)))
+) -> list[list[Wrapper]]:
+    """Return the wrappers of each of `layers`, the innermost first: recomputation, then offloading of activations."""
+    mode = mesh.layout.recompute
+    wrappers: list[list[Wrapper]] = [[] for _ in layers]
+    for layer, of_layer in zip(layers, wrappers, strict=True):
+        if mode != "none" and layer in recomputed:
+            of_layer.extend(replay_dropout(decoder, Recompute(mode)))
     if mesh.layout.offload == "activations":
-        for around, keeper in zip(wrappers, keepers(Flow(mesh.device), len(layers)), strict=True):
-            around.append(keeper)
+        for of_layer, offload in zip(wrappers, offload_wrappers(OffloadStream(mesh.device), len(layers)), strict=True):
+            of_layer.append(offload)
     return wrappers

@@ -1,4 +1,4 @@
-"""What torch.compile leaves as it is."""
+"""The modules that torch.compile leaves uncompiled."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from kumi.nn.attention.grouped_query import Attention
 from kumi.nn.moe import MoE
 
 
-def leave_uncompiled(decoder: nn.Module) -> None:
-    """Keep out of what torch.compile makes of `decoder` what would be compiled anew with every batch.
+def exclude_from_compile(decoder: nn.Module) -> None:
+    """Exclude the modules of `decoder` that would be recompiled for every batch.
 
-    How many rows an expert gets depends on the data, and routers count in the backward pass. Which blocks there are in
-    attention that is computed block by block depends on the data, too.
+    Routed experts: their numbers of rows depend on the data, and routers count in the backward pass. Attention in
+    blocks: the blocks depend on the documents.
     """
     compiler: Any = torch.compiler
-    as_it_is = compiler.disable(_as_it_is)
+    uncompiled = compiler.disable(_call)
     for part in decoder.modules():
-        if isinstance(part, MoE) or (isinstance(part, Attention) and _in_blocks(part)):
-            part.around.append(as_it_is)
+        if isinstance(part, MoE) or (isinstance(part, Attention) and _is_chunked(part)):
+            part.wrappers.append(uncompiled)
 
 
-def _in_blocks(part: Attention) -> bool:
-    return part.sinks is not None or not part.scores.fused
+def _is_chunked(attention: Attention) -> bool:
+    return attention.sinks is not None or not attention.scores.fused
 
 
-def _as_it_is(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return inner(*args, **kwargs)

@@ -1,9 +1,8 @@
 """Context parallelism: every rank of a cp group has a part of each sequence.
 
-A sequence is cut into 2 * cp pieces, of which rank i has pieces i and 2 * cp - 1 - i, so that causal attention has as
-much to compute on all (see `kumi.parallel.ring_attention`). Only attention looks beyond a rank's own tokens:
-`layout.context` says how, "ring" or "ulysses". Weights are whole on all of them, and their gradients summed like those
-of data ranks.
+A sequence is split into 2 * cp pieces. Rank i has pieces i and 2 * cp - 1 - i, which gives all ranks equal work in
+causal attention (see `kumi.parallel.ring_attention`). Only attention needs the tokens of other ranks: `layout.context`
+selects "ring" or "ulysses". Weights are replicated over cp, and their gradients are summed as over data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -15,80 +14,81 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kumi.nn.attention.attention_context import Attend, document_lengths, positions, segments
+from kumi.nn.attention.attention_context import AttentionFn, document_lengths, positions, segments
 from kumi.nn.attention.grouped_query import attend
-from kumi.nn.decoder import Decoder, whole_rows
-from kumi.parallel.data_parallel import bare
+from kumi.nn.decoder import Decoder, unsharded_attention
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.ring_attention import positions_of, ring_over
-from kumi.parallel.stage_modules import stages_of
-from kumi.parallel.ulysses import ulysses_over
+from kumi.parallel.ring_attention import positions_of_rank, ring_attention_fn
+from kumi.parallel.stage_modules import stages_of, unwrap
+from kumi.parallel.ulysses import ulysses_attention_fn
 
-# What goes to a rank by position; document_ids stay whole, for attention to know where documents begin.
-CUT = ("input_ids", "labels", "position_ids", "token_weights")
+# Columns that are sharded by position. document_ids are not: attention needs the boundaries of all documents.
+SHARDED_COLUMNS = ("input_ids", "labels", "position_ids", "token_weights")
 
 
-def cut(inputs: dict[str, Tensor], mesh: Mesh, also: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Return the part of `inputs` that this rank has: all of them for cp = 1, else its positions of those that the
-    decoder reads by position and of `also`, each (B, S).
+def shard_sequence(inputs: dict[str, Tensor], mesh: Mesh, also: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Return this rank's positions of `inputs` (B, S); `inputs` itself for cp = 1.
 
-    Labels must be shifted already. Position ids are made where there are none.
+    Sharded are `SHARDED_COLUMNS` and the columns named in `also`. Labels must be shifted already. Missing position ids
+    are added.
     """
     if mesh.layout.cp == 1:
         return inputs
     ids = inputs["input_ids"]
     if "position_ids" not in inputs:
         inputs = {**inputs, "position_ids": positions(ids, inputs.get("document_ids"))}
-    mine = positions_of(ids.shape[1], mesh.layout.cp, mesh.index("cp")).to(ids.device)
-    return {name: x.index_select(1, mine) if name in CUT or name in also else x for name, x in inputs.items()}
+    mine = positions_of_rank(ids.shape[1], mesh.layout.cp, mesh.index("cp")).to(ids.device)
+    return {
+        name: x.index_select(1, mine) if name in SHARDED_COLUMNS or name in also else x for name, x in inputs.items()
+    }
 
 
-def attention_over(mesh: Mesh) -> Callable[[Tensor, Tensor | None], Attend]:
-    """What `Decoder.attention_over` is for a rank of a cp group: it takes the rank's positions and all document ids."""
+def context_parallel_attention(mesh: Mesh) -> Callable[[Tensor, Tensor | None], AttentionFn]:
+    """Return the `Decoder.make_attention` of a cp group: a function of the rank's tokens and all document ids."""
     group = mesh.groups["cp"]
     return partial(_ulysses if mesh.layout.context == "ulysses" else _ring, group)
 
 
-def lengths_over(mesh: Mesh) -> Callable[[Tensor, Tensor | None], int | Tensor]:
-    """What `Decoder.lengths_over` is for a rank of a cp group: the lengths of whole documents that it has parts of."""
+def context_parallel_lengths(mesh: Mesh) -> Callable[[Tensor, Tensor | None], int | Tensor]:
+    """Return the `Decoder.make_lengths` of a cp group: the lengths of the complete documents of the rank's tokens."""
     return partial(_lengths, mesh.layout.cp, mesh.index("cp"))
 
 
 def _lengths(cp: int, index: int, tokens: Tensor, document_ids: Tensor | None) -> int | Tensor:
-    whole = tokens if document_ids is None else document_ids
-    found = document_lengths(whole, document_ids)
-    if isinstance(found, int):
-        return found * cp
-    return found.index_select(1, positions_of(whole.shape[1], cp, index).to(whole.device))
+    ids = tokens if document_ids is None else document_ids
+    lengths = document_lengths(ids, document_ids)
+    if isinstance(lengths, int):
+        return lengths * cp
+    return lengths.index_select(1, positions_of_rank(ids.shape[1], cp, index).to(ids.device))
 
 
-def _ring(group: dist.ProcessGroup, tokens: Tensor, document_ids: Tensor | None) -> Attend:
+def _ring(group: dist.ProcessGroup, tokens: Tensor, document_ids: Tensor | None) -> AttentionFn:
     rows, length = tokens.shape[0], tokens.shape[1] * group.size()
-    if document_ids is None:  # no device need be asked
-        return ring_over(list(range(0, rows * length + 1, length)), group)
-    found = segments(document_ids, document_ids).bounds
-    assert found is not None, f"there are no bounds on {tokens.device}"
-    return ring_over(found.tolist() if isinstance(found, Tensor) else found, group)
+    if document_ids is None:  # no synchronisation with the device
+        return ring_attention_fn(list(range(0, rows * length + 1, length)), group)
+    cu_seqlens = segments(document_ids, document_ids).cu_seqlens
+    assert cu_seqlens is not None, f"no document boundaries on {tokens.device}"
+    return ring_attention_fn(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens, group)
 
 
-def _ulysses(group: dist.ProcessGroup, tokens: Tensor, document_ids: Tensor | None) -> Attend:
-    return ulysses_over(partial(attend, segments(_whole(tokens, group), document_ids)), group)
+def _ulysses(group: dist.ProcessGroup, tokens: Tensor, document_ids: Tensor | None) -> AttentionFn:
+    return ulysses_attention_fn(partial(attend, segments(_full_rows(tokens, group), document_ids)), group)
 
 
-def _whole(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Something of the shape and on the device of the rows of which `tokens` are a part."""
+def _full_rows(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return an uninitialised tensor of the shape of the unsharded rows, on the device of `tokens`."""
     return tokens.new_empty(tokens.shape[0], tokens.shape[1] * group.size())
 
 
 @contextmanager
-def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Where `model` takes whole sequences, which every rank of a cp group computes for itself."""
-    held = [part for part in map(bare, stages_of(model).values()) if isinstance(part, Decoder)]
-    kept = [(part.attention_over, part.lengths_over) for part in held]
-    for part in held:
-        part.attention_over, part.lengths_over = whole_rows, document_lengths
+def unsharded_sequences(model: nn.Module) -> Iterator[None]:
+    """A context in which `model` takes unsharded sequences: every rank of a cp group computes them redundantly."""
+    decoders = [stage for stage in map(unwrap, stages_of(model).values()) if isinstance(stage, Decoder)]
+    slots = [(decoder.make_attention, decoder.make_lengths) for decoder in decoders]
+    for decoder in decoders:
+        decoder.make_attention, decoder.make_lengths = unsharded_attention, document_lengths
     try:
         yield
     finally:
-        for part, before in zip(held, kept, strict=True):
-            part.attention_over, part.lengths_over = before
+        for decoder, before in zip(decoders, slots, strict=True):
+            decoder.make_attention, decoder.make_lengths = before

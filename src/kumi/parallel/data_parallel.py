@@ -1,16 +1,16 @@
-"""Data parallelism: whole replicas (DDP), or states divided over the dp_shard ranks (FSDP2; ZeRO 1, 2, 3 and hybrid).
+"""Data parallelism: replicas (DDP), or states sharded over the dp_shard ranks (FSDP2; ZeRO 1, 2, 3 and hybrid).
 
-A rank's loss is its part of the step's mean, so gradients are added up over ranks, never averaged.
+A rank's loss is its part of the step's mean, so gradients are summed over ranks, not averaged.
 
-    zero  parameters at rest  gathered                              gradients are summed
-    0     whole               -                                     all-reduce in the last microbatch
-    1     divided             once a step                           reduce-scatter in the last microbatch
-    2     divided             once a step                           reduce-scatter in every microbatch
-    3     divided             every forward, again every backward   reduce-scatter in every microbatch
+    zero  resident parameters  all-gather                         gradient reduction
+    0     unsharded            -                                  all-reduce in the last microbatch
+    1     sharded              once per step                      reduce-scatter in the last microbatch
+    2     sharded              once per step                      reduce-scatter in every microbatch
+    3     sharded              every forward and every backward   reduce-scatter in every microbatch
 
-With dp_replicate > 1 beside dp_shard, the reduce-scattered parts are summed over dp_replicate in the last microbatch.
-In a pipeline of stages, ZeRO-0 sums after the last backward what DDP would sum during it, and gradients of weights that
-the schedule puts off are summed once they are there.
+With dp_replicate > 1, the reduce-scattered shards are all-reduced over dp_replicate in the last microbatch. Pipeline
+stages under ZeRO-0 are reduced after the last backward instead of by DDP. Weight gradients that the schedule defers are
+reduced when they are complete.
 """
 
 from collections.abc import Iterator
@@ -26,31 +26,26 @@ from torch.nn.parallel import DistributedDataParallel
 from kumi.compat import ddp_without_buffer_sync, rerun_fsdp_post_backward
 from kumi.nn.decoder import Decoder, DecoderLayer, Embedding
 from kumi.nn.moe import MoE
-from kumi.parallel.grad_norm import by_name
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.mlp_tiling import divided_by_tiles
-from kumi.parallel.powersgd import low_rank, sum_low_rank
+from kumi.parallel.mlp_tiling import tile_sharded_weights
+from kumi.parallel.powersgd import powersgd_hook, powersgd_state
 from kumi.parallel.recompute import Recompute
+from kumi.parallel.stage_modules import params_by_name
 from kumi.spec.comm import DEFAULT_COMM, Comm
 from kumi.spec.layout import Layout
 from kumi.spec.precision import Precision
 from kumi.spec.sharding import fsdp_units, is_routed, stage_ops
 
 
-def is_divided(mesh: Mesh) -> bool:
-    """Whether FSDP2 holds the parameters: ZeRO 1 to 3 over more than one rank."""
-    return mesh.layout.zero > 0 and not mesh.alone and ("zero" in mesh.groups or "dp_replicate" in mesh.groups)
+def uses_fsdp(mesh: Mesh) -> bool:
+    """Return True if FSDP2 shards the parameters: ZeRO 1 to 3 over more than one rank."""
+    return mesh.layout.zero > 0 and not mesh.is_single and ("zero" in mesh.groups or "dp_replicate" in mesh.groups)
 
 
-def bare(model: nn.Module) -> nn.Module:
-    """The decoder itself: its parameters have the ledger's names, whatever data parallelism wraps it in."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def replicate(decoder: nn.Module, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> nn.Module:
-    """`decoder` with whole replicas on all data ranks, which must hold equal weights already."""
-    # Copies of experts are on other ranks than those of the rest: `kumi.parallel.grad_sync` sums them.
-    experts = [name for name, _ in decoder.named_parameters() if is_routed(by_name(decoder.spec)[name])]
+def apply_ddp(decoder: nn.Module, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> nn.Module:
+    """Return `decoder` inside DDP over all data-parallel ranks. They must have equal weights already."""
+    # Routed experts are replicated on other ranks than the rest: `kumi.parallel.grad_sync` reduces them.
+    experts = [name for name, _ in decoder.named_parameters() if is_routed(params_by_name(decoder.spec)[name])]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(decoder, experts)  # type: ignore[no-untyped-call]
     model = DistributedDataParallel(
         decoder,
@@ -62,14 +57,14 @@ def replicate(decoder: nn.Module, mesh: Mesh, precision: Precision, comm: Comm =
         **ddp_without_buffer_sync(),
     )
     if comm.compress == "powersgd":
-        model.register_comm_hook(low_rank(mesh.groups["data"], comm), sum_low_rank)
+        model.register_comm_hook(powersgd_state(mesh.groups["data"], comm), powersgd_hook)
     else:
         model.register_comm_hook((mesh.groups["data"], getattr(torch, precision.reduce)), _sum_bucket)
     return model
 
 
 def _sum_bucket(state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Adds a bucket of gradients up over the group; DDP's own hook would average. DDP inspects this signature."""
+    """Sum a bucket of gradients over the group, in `dtype`; DDP's own hook averages. DDP inspects this signature."""
     group, dtype = state
     buffer = bucket.buffer()
     sent = buffer.to(dtype)
@@ -78,44 +73,45 @@ def _sum_bucket(state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket
     return summed
 
 
-def shard(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> None:
-    """Divides the parameters of `decoder` over dp_shard, in place, in the units of `kumi.spec.sharding.fsdp_units`.
+def apply_fsdp(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> None:
+    """Shard the parameters of `decoder` over dp_shard, in place, in the units of `kumi.spec.sharding.fsdp_units`.
 
-    The root unit, gathered first and kept until the backward ends, is the decoder itself. Master weights stay in
-    `precision.param`; what is gathered has `precision.compute`.
+    The root unit is the decoder itself: it is all-gathered first and stays unsharded until the backward ends. Shards
+    are in `precision.param`, all-gathered parameters in `precision.compute`.
     """
-    # Here, for it brings symbolic algebra along: half a second of CPU time that a rank alone need not spend.
+    # Imported here: it imports sympy, half a second of CPU time that a single process does not need.
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.compute),
         reduce_dtype=getattr(torch, precision.reduce),
-        cast_forward_inputs=False,  # rope tables stay in float32, as without sharding
+        cast_forward_inputs=False,  # keep the rotary tables in float32, as without sharding
     )
     options = {"mp_policy": policy, **_offload_policy(mesh)}
     axes = mesh.device_mesh("dp_replicate", "zero")
-    layers, of_unit = list(decoder.model.layers.values()), _modules(decoder)
-    apart = _shard_experts(decoder, of_unit["experts"], mesh, options) | set(divided_by_tiles(decoder, mesh))
-    outer = [*of_unit["embedding"], *of_unit["layer"]]
+    layers, units_by_name = list(decoder.model.layers.values()), _unit_modules(decoder)
+    ignored = _shard_experts(decoder, units_by_name["experts"], mesh, options)
+    ignored |= set(tile_sharded_weights(decoder, mesh))
+    outer = [*units_by_name["embedding"], *units_by_name["layer"]]
     for unit in outer:
-        # The backward begins with the last layer: to free it in between would only cost another gathering.
+        # The backward begins with the last layer: resharding it after the forward would only cost another all-gather.
         free = mesh.layout.zero == 3 and unit[0] not in layers[-1:] and not getattr(unit[0], "shared", False)
-        parts: Any = unit if len(unit) > 1 else unit[0]
-        fully_shard(parts, mesh=axes, reshard_after_forward=free, ignored_params=apart, **options)
-    fully_shard(decoder, mesh=axes, reshard_after_forward=False, ignored_params=apart, **options)
+        modules: Any = unit if len(unit) > 1 else unit[0]
+        fully_shard(modules, mesh=axes, reshard_after_forward=free, ignored_params=ignored, **options)
+    fully_shard(decoder, mesh=axes, reshard_after_forward=False, ignored_params=ignored, **options)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             # The gradient of a lookup needs no weights.
             module.set_unshard_in_backward(not isinstance(module, Embedding))
-            # Gloo has no pre-multiplied sums; a plain sum divided by 1 is what is wanted anyway.
+            # Sum without averaging, by plain sums: gloo has no pre-multiplied ones.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     if comm.prefetch is not None:
-        _gather_ahead([unit[0] for unit in outer], comm.prefetch)
+        _set_prefetch([unit[0] for unit in outer], comm.prefetch)
 
 
-def _modules(decoder: Decoder) -> dict[str, list[list[nn.Module]]]:
-    """Return the modules of each unit of `decoder`, in the order of the forward pass, by the units' names."""
+def _unit_modules(decoder: Decoder) -> dict[str, list[list[nn.Module]]]:
+    """Return the modules of each FSDP unit of `decoder`, in forward order, by the unit's name."""
     modules: dict[str, list[list[nn.Module]]] = {"embedding": [], "layer": [], "experts": [], "root": []}
     ops = stage_ops(
         decoder.spec, map(int, decoder.model.layers), embedding=decoder.has_embedding, head=decoder.has_head
@@ -125,21 +121,21 @@ def _modules(decoder: Decoder) -> dict[str, list[list[nn.Module]]]:
     return modules
 
 
-def _gather_ahead(units: list[Any], count: int) -> None:
-    """Has each of `units`, in the order of the forward, gather the `count` after it, or in the backward before it."""
+def _set_prefetch(units: list[Any], count: int) -> None:
+    """Make each of `units`, which are in forward order, prefetch the next `count` units of the forward and backward."""
     for number, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + count])
-        before = units[max(0, number - count) : number][::-1]
-        unit.set_modules_to_backward_prefetch([one for one in before if not isinstance(one, Embedding)])
+        previous = units[max(0, number - count) : number][::-1]
+        unit.set_modules_to_backward_prefetch([other for other in previous if not isinstance(other, Embedding)])
 
 
-def on_host(layout: Layout) -> bool:
-    """Whether what a rank keeps of parameters and gradients between their uses lies in the host's memory."""
+def offloads_states(layout: Layout) -> bool:
+    """Return True if resident parameters and gradients are in the host's memory."""
     return layout.offload.startswith("states")
 
 
 def _offload_policy(mesh: Mesh) -> dict[str, Any]:
-    if not on_host(mesh.layout):
+    if not offloads_states(mesh.layout):
         return {}
     from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -149,80 +145,87 @@ def _offload_policy(mesh: Mesh) -> dict[str, Any]:
 def _shard_experts(
     decoder: Decoder, experts: list[list[nn.Module]], mesh: Mesh, options: dict[str, Any]
 ) -> set[nn.Parameter]:
-    """Divides the routed `experts` of each layer, a unit of their own, among the ranks that hold the same, by the dim
-    after theirs; returns those that no other rank holds, which stay as they are."""
+    """Shard the routed `experts` of each layer over the ranks with the same experts, as units of their own.
+
+    They are sharded along dim 1, the dim after the experts. Return the parameters that stay unsharded, because no other
+    rank has the same experts.
+    """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
     axes = mesh.device_mesh("dp_replicate", "expert_dp") if "expert_dp" in mesh.groups else None
-    whole: set[nn.Parameter] = set()
+    unsharded: set[nn.Parameter] = set()
     layers = cast(list[DecoderLayer], list(decoder.model.layers.values()))
     routed = [layer for layer in layers if isinstance(layer.mlp, MoE)]
     for layer, (unit,) in zip(routed, experts, strict=True):
         if axes is None:
-            whole |= set(unit.parameters())
+            unsharded |= set(unit.parameters())
         else:
             free = mesh.layout.zero == 3 and layer is not layers[-1]
             fully_shard(unit, mesh=axes, reshard_after_forward=free, shard_placement_fn=lambda _: Shard(1), **options)
-            for wrapper in layer.around:
+            for wrapper in layer.wrappers:
                 if isinstance(wrapper, Recompute):
                     wrapper.leave_out(unit)
-    return whole
+    return unsharded
 
 
 @contextmanager
 def sync_context(model: nn.Module, mesh: Mesh, *, last: bool) -> Iterator[None]:
-    """Where the forward and backward of one microbatch run; `last` says that it is the step's last.
+    """A context for the forward and backward of one microbatch; `last`: it is the last of the step.
 
-    Only what the layout's ZeRO stage asks for is communicated (see the table above). Between microbatches ZeRO-1 and 2
-    leave parameters whole, in the compute dtype: look at parameters and gradients after the last one only.
+    It communicates according to the ZeRO stage (see the table of this module). Between microbatches ZeRO-1 and 2 leave
+    parameters unsharded in the compute dtype: read parameters and gradients only after the last microbatch.
     """
     if isinstance(model, DistributedDataParallel) and not last:
         with model.no_sync():
             yield
         return
-    if is_divided(mesh):
+    if uses_fsdp(mesh):
         from torch.distributed.fsdp import FSDPModule
 
-        assert isinstance(model, FSDPModule), "build divides the decoder when zero > 0"
+        assert isinstance(model, FSDPModule), "build shards the decoder if zero > 0"
         zero = mesh.layout.zero
-        _reduce_when(model, last or zero > 1, last=last, free=last or zero == 3)
+        _set_after_backward(model, last or zero > 1, last=last, free=last or zero == 3)
     yield
 
 
-def _reduce_when(model: Any, reduce: bool, *, last: bool, free: bool) -> None:
-    """What FSDP2 does after the next backward: whether it sums gradients, and frees what it gathered; `last` says that
-    it is the step's last of this model."""
+def _set_after_backward(model: Any, reduce: bool, *, last: bool, free: bool) -> None:
+    """Set FSDP2's actions after the next backward of `model`.
+
+    `reduce`: reduce-scatter gradients. `last`: it is the last backward of the step. `free`: reshard parameters.
+    """
     model.set_is_last_backward(last)
     model.set_requires_gradient_sync(reduce)
     model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(free)
     if model.has_embedding and getattr(model.model.embed_tokens, "shared", False):
-        # Another stage reads it, too: it stays gathered, and its gradient unsummed, until the first stage is done.
+        # Another stage uses the table too: it stays unsharded, with an unreduced gradient, until the last backward.
         model.model.embed_tokens.set_requires_gradient_sync(last, recurse=False)
         model.model.embed_tokens.set_reshard_after_backward(last, recurse=False)
 
 
 @contextmanager
-def inputs_context(stage: nn.Module, mesh: Mesh) -> Iterator[None]:
-    """Where the backward pass of a stage runs that leaves weight gradients for later: nothing is summed."""
-    if is_divided(mesh):
-        _reduce_when(stage, False, last=False, free=mesh.layout.zero == 3)
+def input_grad_context(stage: nn.Module, mesh: Mesh) -> Iterator[None]:
+    """A context for a backward pass that defers the weight gradients: nothing is reduced."""
+    if uses_fsdp(mesh):
+        _set_after_backward(stage, False, last=False, free=mesh.layout.zero == 3)
     yield
 
 
-def reduce_left(stage: nn.Module, mesh: Mesh, *, last: bool) -> None:
-    """Does for weight gradients that were left for later what a backward pass does for all: with `last`, the step's
-    last of the stage, sums them over the ranks that divide states, under ZeRO-3 every time."""
-    if is_divided(mesh):
+def reduce_deferred_wgrads(stage: nn.Module, mesh: Mesh, *, last: bool) -> None:
+    """Reduce-scatter deferred weight gradients, as FSDP2 does after a backward pass.
+
+    ZeRO-3 reduces every time, ZeRO 1 and 2 only with `last`: the last weight gradients of the stage in this step.
+    """
+    if uses_fsdp(mesh):
         free = last or mesh.layout.zero == 3
-        _reduce_when(stage, free, last=last, free=free)
+        _set_after_backward(stage, free, last=last, free=free)
         rerun_fsdp_post_backward(stage)
 
 
-def release(model: nn.Module) -> None:
-    """Gives back parameters that a forward without a backward has left gathered: each rank holds its part again."""
+def reshard(model: nn.Module) -> None:
+    """Free the all-gathered parameters after a forward without a backward."""
     for module in model.modules():
-        reshard = getattr(module, "reshard", None)  # FSDP2 gives it to the modules that it divides
-        if callable(reshard):
-            reshard()
+        fsdp_reshard = getattr(module, "reshard", None)  # a method of FSDP2 modules
+        if callable(fsdp_reshard):
+            fsdp_reshard()

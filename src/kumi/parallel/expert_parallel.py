@@ -1,10 +1,10 @@
-"""Expert parallelism: each rank has some of the routed experts, and tokens go to theirs and come back.
+"""Expert parallelism: each rank has some of the routed experts; tokens are sent to their experts and back.
 
     rows sorted by expert  --all_to_all-->  rows of the rank's experts  --> experts -->  --all_to_all-->  rows as before
 
-Nothing is dropped and nothing padded: ranks tell each other how many rows each expert gets, then exchange exactly these
-(Lepikhin et al., 2020, arXiv:2006.16668, without its capacity). Ranks of expert_tp each have a part of the width of
-every expert: they gather each other's tokens first, and each gets its own tokens' part of the sum at the end.
+No token is dropped and no row padded: ranks first exchange the number of rows of each expert, then exactly these rows
+(Lepikhin et al., 2020, arXiv:2006.16668, without its capacity). The ranks of expert_tp each have a part of the width of
+every expert: they all-gather their tokens first and reduce-scatter the results.
 """
 
 from __future__ import annotations
@@ -20,20 +20,26 @@ from torch import Tensor
 from kumi.compat import group_by_name
 from kumi.nn.decoder import Decoder
 from kumi.nn.moe import MoE, gather_weighted, sorted_places, spread
-from kumi.nn.router import Routing, count
+from kumi.nn.router import Routing, rows_per_expert
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.token_collectives import define, gather, gathered, scatter, summed
+from kumi.parallel.token_collectives import (
+    all_gather,
+    all_gather_no_grad,
+    all_reduce_no_grad,
+    define_collective,
+    reduce_scatter,
+)
 
 
-def deal(decoder: Decoder, mesh: Mesh) -> None:
-    """Makes the experts of every layer, whose parameters are cut already, work with those of other ranks."""
-    exchange = Exchange(mesh.group("ep"), mesh.group("expert_tp"))
+def apply_expert_parallel(decoder: Decoder, mesh: Mesh) -> None:
+    """Connect the experts of every MoE layer, whose parameters are sharded already, with those of other ranks."""
+    exchange = ExpertExchange(mesh.group("ep"), mesh.group("expert_tp"))
     for module in decoder.modules():
         if isinstance(module, MoE):
-            balance, shared = module.gate.balance, mesh.group("sequence")
-            if shared is not None:
-                # Ranks that have other tokens of the same sequences count together.
-                balance.sum_counts = lambda counts, group=shared: summed(counts, group)  # type: ignore[misc]
+            balance, sequence_group = module.gate.balance, mesh.group("sequence")
+            if sequence_group is not None:
+                # Ranks with other tokens of the same sequences add up their counts.
+                balance.sum_counts = lambda counts, group=sequence_group: all_reduce_no_grad(counts, group)  # type: ignore[misc]
             balance.part = mesh.index("tp")
             if exchange.sends:
                 module.exchange = exchange
@@ -42,9 +48,14 @@ def deal(decoder: Decoder, mesh: Mesh) -> None:
 
 
 @dataclass(frozen=True)
-class _Back:
-    """How to undo a dispatch: where each choice's row lies, the order in which rows came, how many went and came from
-    each rank, and the weights of all rows."""
+class _Dispatched:
+    """The context of a dispatch, from which `combine` returns the rows.
+
+    `places` (T, k): the row of each choice before the exchange.
+    `order` (N,): sorts received rows by expert; None without an exchange.
+    `sent`, `received`: numbers of rows to and from each rank.
+    `weights` (T, k): of the choices.
+    """
 
     places: Tensor
     order: Tensor | None
@@ -53,56 +64,62 @@ class _Back:
     weights: Tensor
 
 
-class Exchange:
-    """Brings tokens to the ranks of their experts and back. `ep`: the ranks among which experts are dealt out, a run of
-    consecutive ones to each; `expert_tp`: those that have parts of the same experts; None: this one alone."""
+class ExpertExchange:
+    """Sends tokens to the ranks of their experts, and returns the results.
+
+    `ep`: the group over which experts are distributed, consecutive experts to each rank; None for a single rank.
+    `expert_tp`: the group that shards the width of the same experts; None for a single rank.
+    """
 
     def __init__(self, ep: dist.ProcessGroup | None, expert_tp: dist.ProcessGroup | None) -> None:
         self.ep, self.expert_tp = ep, expert_tp
 
     @property
     def sends(self) -> bool:
-        """Whether there is anybody else."""
+        """True if any rows are exchanged with other ranks."""
         return self.ep is not None or self.expert_tp is not None
 
-    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, _Back]:
-        """Rows (N, D) sorted by this rank's experts, how many each has (int64), and what `combine` needs."""
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, _Dispatched]:
+        """Return rows (N, D) sorted by local expert, each expert's number of rows (int64), and a `combine` context."""
         ids, weights, counts = routing.ids, routing.weights, routing.counts
         if self.expert_tp is not None:
-            x, weights = gather(x, self.expert_tp), gather(weights, self.expert_tp)
-            ids = gathered(ids, self.expert_tp)
-            counts = count(ids, len(counts))
+            x, weights = all_gather(x, self.expert_tp), all_gather(weights, self.expert_tp)
+            ids = all_gather_no_grad(ids, self.expert_tp)
+            counts = rows_per_expert(ids, len(counts))
         places = sorted_places(ids)
         rows = spread(x, places)
         if self.ep is None:
-            return rows, counts, _Back(places, None, [], [], weights)
-        sent, received, own = self._splits(counts)
+            return rows, counts, _Dispatched(places, None, [], [], weights)
+        sent, received, counts_by_rank = self._splits(counts)
         rows = exchange_rows(rows, sent, received, self.ep)
-        order = _by_expert(own, sum(received))
-        return reorder(rows, order), own.sum(0), _Back(places, order, sent, received, weights)
+        order = _order_by_expert(counts_by_rank, sum(received))
+        back = _Dispatched(places, order, sent, received, weights)
+        return permute_rows(rows, order), counts_by_rank.sum(0), back
 
-    def combine(self, rows: Tensor, routing: Routing, back: _Back) -> Tensor:
-        """For every token of this rank (T, D) the weighted sum of its experts' results."""
+    def combine(self, rows: Tensor, routing: Routing, back: _Dispatched) -> Tensor:
+        """Return for each local token (T, D) the weighted sum of its experts' results."""
         if self.ep is not None and back.order is not None:
-            rows = exchange_rows(reorder(rows, _inverse(back.order)), back.received, back.sent, self.ep)
+            rows = exchange_rows(permute_rows(rows, _inverse(back.order)), back.received, back.sent, self.ep)
         out = gather_weighted(rows, back.weights, back.places)
-        return out if self.expert_tp is None else scatter(out, self.expert_tp)
+        return out if self.expert_tp is None else reduce_scatter(out, self.expert_tp)
 
     def _splits(self, counts: Tensor) -> tuple[list[int], list[int], Tensor]:
-        """Rows that go to and come from each rank, and how many come from each rank for each expert here, (n, X/n)."""
+        """Return the numbers of rows sent to and received from each rank, and those of each local expert.
+
+        The last (n, X/n) counts the rows received from each rank for each local expert.
+        """
         assert self.ep is not None
-        mine = counts.view(self.ep.size(), -1)
-        own: Tensor = COUNTS(mine, self.ep.group_name)
-        both = torch.stack((mine.sum(1), own.sum(1))).tolist()  # sizes of messages: the host must know them
-        return both[0], both[1], own
+        sent = counts.view(self.ep.size(), -1)
+        received: Tensor = EXCHANGE_COUNTS(sent, self.ep.group_name)
+        sizes = torch.stack((sent.sum(1), received.sum(1))).tolist()  # the host needs the message sizes
+        return sizes[0], sizes[1], received
 
 
-def _by_expert(own: Tensor, rows: int) -> Tensor:
-    """The order that sorts by expert what came sorted by (rank, expert), given how many (n, X/n) of the `rows` there
-    are of each."""
-    experts = torch.arange(own.shape[1], device=own.device).repeat(own.shape[0])
-    # The host knows how many: the device need not tell.
-    return torch.repeat_interleave(experts, own.flatten(), output_size=rows).argsort(stable=True)
+def _order_by_expert(counts: Tensor, rows: int) -> Tensor:
+    """Return the order that sorts `rows` rows by expert; they come sorted by rank, then expert, `counts` (n, X/n)."""
+    experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
+    # `output_size` is known on the host, so the device is not waited for.
+    return torch.repeat_interleave(experts, counts.flatten(), output_size=rows).argsort(stable=True)
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -112,14 +129,16 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows that the ranks of `group` have for this one, `received` from each, given those for them, `sent` to each,
-    in the order of ranks; gradients go the way back."""
+    """Exchange rows by an all-to-all: send sent[i] of `rows` to rank i, and return received[i] rows from each rank i.
+
+    `rows` and the result are in the order of ranks.
+    """
     out: Tensor = _ExchangeRows.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return out
 
 
-def reorder(rows: Tensor, order: Tensor) -> Tensor:
-    """Rows (N, D) in another `order` (N,), a permutation."""
+def permute_rows(rows: Tensor, order: Tensor) -> Tensor:
+    """Return `rows` (N, D) permuted by `order` (N,)."""
     out: Tensor = _Reorder.apply(rows, order)  # type: ignore[no-untyped-call]
     return out
 
@@ -128,37 +147,37 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.options = received, sent, group.group_name
-        out: Tensor = ROWS(rows, sent, received, group.group_name)
+        out: Tensor = EXCHANGE_ROWS(rows, sent, received, group.group_name)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ROWS(grad, *ctx.options), None, None, None
+        return EXCHANGE_ROWS(grad, *ctx.options), None, None, None
 
 
-def _exchange(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+def _all_to_all_rows(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
     out = rows.new_empty(sum(received), rows.shape[1])
     dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group_by_name(group))
     return out
 
 
-def _tell(counts: Tensor, group: str) -> Tensor:
+def _all_to_all_counts(counts: Tensor, group: str) -> Tensor:
     out = torch.empty_like(counts, memory_format=torch.contiguous_format)
     dist.all_to_all_single(out, counts.contiguous(), group=group_by_name(group))
     return out
 
 
-# What selective recomputation keeps, so that nothing is sent again.
-ROWS = define(
+# Selective recomputation saves the results of these operators, so that nothing is sent twice.
+EXCHANGE_ROWS = define_collective(
     "exchange_rows",
     "(Tensor rows, int[] sent, int[] received, str group) -> Tensor",
-    _exchange,
+    _all_to_all_rows,
     lambda rows, sent, received, group: rows.new_empty(sum(received), rows.shape[1]),
 )
-COUNTS = define(
+EXCHANGE_COUNTS = define_collective(
     "exchange_counts",
     "(Tensor counts, str group) -> Tensor",
-    _tell,
+    _all_to_all_counts,
     lambda counts, group: torch.empty_like(counts, memory_format=torch.contiguous_format),
 )
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kumi.convert.files.slices import overlap
 from kumi.errors import ModelError
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.state_tensors import model_pieces, owned, spec_of
+from kumi.parallel.state_tensors import model_pieces, owned_pieces, spec_of
 from kumi.spec.ledger import buffers
 from kumi.spec.weights import Part, stored_tensors
 from kumi.storage.write import Piece
@@ -47,7 +47,7 @@ def export_tensors(
         raise ModelError(
             "the model has adapters, and Hugging Face files have no tensors for these; merge them before exporting"
         )
-    own_pieces = owned(model_pieces(model, mesh), model, mesh)
+    own_pieces = owned_pieces(model_pieces(model, mesh), model, mesh)
     by_name: dict[str, list[Piece]] = {}
     for piece in own_pieces:
         by_name.setdefault(piece.name.removeprefix(_PREFIX), []).append(piece)
@@ -62,7 +62,7 @@ def export_tensors(
                 result = data.view(part.shape)
             else:
                 result = torch.empty(part.shape, dtype=tensor_dtype, device=mesh.device) if result is None else result
-                _place(result, part, data)
+                _write_part(result, part, data)
         assert result is not None, f"{name} has no native tensors"
         yield name, result if to == "all" or mesh.rank == 0 else torch.empty(0, dtype=tensor_dtype, device=mesh.device)
 
@@ -91,7 +91,7 @@ def _gather(pieces: list[Piece], part: Part, dtype: torch.dtype, mesh: Mesh, to:
     return out
 
 
-def _place(file_tensor: Tensor, part: Part, data: Tensor) -> None:
+def _write_part(file_tensor: Tensor, part: Part, data: Tensor) -> None:
     """Write a native slice to its place in the file tensor."""
     region = file_tensor.view(part.view)[tuple(slice(low, low + count) for low, count in zip(part.at, part.size))]
     ordered = region.permute(part.order)

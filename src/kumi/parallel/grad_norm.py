@@ -1,16 +1,15 @@
-"""One gradient norm over all ranks, and clipping by it.
+"""The gradient norm over all ranks, gradient clipping, and the loss scale of float16.
 
-A rank's loss is the sum over its tokens divided by the token count of the whole step, so gradients are sums over the
-data ranks (`kumi.parallel.data_parallel` sees to that) and the norm is that of the whole step's gradient.
+A rank's loss is the sum over its tokens, divided by the token count of the step. `kumi.parallel.data_parallel` sums the
+gradients over the data-parallel ranks, so the norm is that of the step's gradient.
 
-What ranks hold several times is counted once: the square of each part is divided by the number of its copies among the
-ranks that the sum goes over, whichever axes cut it or do not.
+Replicated shards are counted once: the squares of a shard are divided by the number of its replicas among the ranks of
+the sum.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -21,38 +20,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kumi.parallel.mesh import Mesh
+from kumi.parallel.stage_modules import local_shard, params_by_name, unwrap
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
 from kumi.spec.process_groups import has_sharded_grads
 from kumi.spec.shard_slices import replica_axes, tied_axes
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that this rank holds, sharing its memory.
-
-    A DTensor is known by its methods: to import the class costs one rank alone half a second of CPU time.
-    """
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
-
-
-@lru_cache(maxsize=8)
-def by_name(spec: ModelSpec) -> Mapping[str, Param]:
-    """The parameters and buffers of the whole model by their names."""
-    return {tensor.name: tensor for tensor in tensors(spec)}
-
-
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float | None, mesh: Mesh, *, loss_scale: float = 1.0) -> Tensor:
-    """Scales the gradients of `model`, this rank's part of one, to a global norm of at most `max_norm` and returns the
-    norm before clipping.
+    """Clip the gradients of `model` to a global norm of at most `max_norm`, and return the norm before clipping.
 
-    Gradients are divided by `loss_scale` first. The norm is a scalar on the gradients' device, float32 (float64 for
-    float64 gradients), equal on all ranks; it is not finite when a gradient on any rank is not, and the gradients are
-    then of no use. `max_norm` None or 0 clips nothing. One all-reduce where ranks hold different parts, none otherwise,
-    and on CUDA the host does not wait.
+    Gradients are divided by `loss_scale` first. `max_norm` None or 0 does not clip. The norm is a scalar on the mesh's
+    device, float32 (float64 for float64 gradients), and equal on all ranks. If a gradient on any rank is not finite,
+    neither is the norm, and the gradients must not be used. Ranks with different shards communicate by one all-reduce.
+    On CUDA the host does not wait for the device.
     """
     named = [(name, value.grad) for name, value in model.named_parameters() if value.grad is not None]
     norm = _norm([(name.removeprefix("module."), grad) for name, grad in named], model, mesh) / loss_scale
@@ -60,59 +43,61 @@ def clip_gradients(model: nn.Module, max_norm: float | None, mesh: Mesh, *, loss
     if max_norm:
         factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if named and (factor.device.type != "cpu" or factor.item() != 1.0):
-        grads = [local(grad) for _, grad in named]
-        torch._foreach_mul_(grads, factor.to(grads[0].device))  # which may have been offloaded
+        grads = [local_shard(grad) for _, grad in named]
+        torch._foreach_mul_(grads, factor.to(grads[0].device))  # gradients may be offloaded to the host
     return norm
 
 
 def _norm(grads: list[tuple[str, Tensor]], model: nn.Module, mesh: Mesh) -> Tensor:
-    """The global 2-norm."""
-    group = norm_group(mesh)
-    spec: Any = None if group is None else getattr(model, "module", model).spec
-    shared = {} if spec is None else by_name(spec)
-    alike: dict[int, list[Tensor]] = defaultdict(list)
+    """Return the global 2-norm."""
+    group = _norm_group(mesh)
+    spec: Any = None if group is None else unwrap(model).spec
+    params = {} if spec is None else params_by_name(spec)
+    by_replicas: dict[int, list[Tensor]] = defaultdict(list)
     for name, grad in grads:
-        alike[_copies(spec, shared[name], mesh.layout) if spec else 1].append(local(grad))
+        by_replicas[_replicas(spec, params[name], mesh.layout) if spec else 1].append(local_shard(grad))
     dtype = torch.promote_types(grads[0][1].dtype, torch.float32) if grads else torch.float32
     square = torch.zeros((), dtype=dtype, device=mesh.device)
-    for count, same in sorted(alike.items()):
-        square += _square(same, dtype, mesh.device) / count
+    for count, shards in sorted(by_replicas.items()):
+        square += _sum_of_squares(shards, dtype, mesh.device) / count
     if group is not None:
         dist.all_reduce(square, group=group)
     return square.sqrt()
 
 
-def norm_group(mesh: Mesh) -> dist.ProcessGroup | None:
-    """The ranks over which the squares are summed; None where every rank holds all gradients."""
+def _norm_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """Return the group that sums the squares; None if every rank has all gradients."""
     return mesh.group("norm") if has_sharded_grads(mesh.layout) else None
 
 
 @lru_cache(maxsize=4096)
-def _copies(spec: ModelSpec, param: Param, layout: Layout) -> int:
-    """How many of the ranks that the sum goes over hold the same part of `param`."""
-    found = (*replica_axes(param, layout), *tied_axes(spec, param, layout))
-    return prod(one.degree for one in found if one.name != "dp_replicate")
+def _replicas(spec: ModelSpec, param: Param, layout: Layout) -> int:
+    """Return the number of ranks in the norm's group that have the same shard of `param`."""
+    axes = (*replica_axes(param, layout), *tied_axes(spec, param, layout))
+    return prod(axis.degree for axis in axes if axis.name != "dp_replicate")
 
 
-def _square(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The sum of squares over all of `tensors`."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if not filled:
+def _sum_of_squares(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
+    if not nonempty:
         return torch.zeros((), dtype=dtype, device=device)
-    return torch.stack(torch._foreach_norm(filled, 2, dtype=dtype)).square().sum()
+    return torch.stack(torch._foreach_norm(nonempty, 2, dtype=dtype)).square().sum()
 
 
-# Updates left out in a row, at the smallest scale, after which a run is not going to learn.
-HOPELESS = 20
+# A run is hopeless after this many consecutive skipped updates at the smallest scale.
+HOPELESS_SKIPS = 20
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """The factor on a float16 loss that keeps small gradients from vanishing.
+    """The factor of a float16 loss that keeps small gradients from underflowing.
 
-    It halves when a gradient overflowed, whose update must be skipped, and doubles after `patience` good steps
-    (Micikevicius et al., 2018, arXiv:1710.03740). It does not fall below 1: a gradient that overflows there does so
-    without any scaling. `skipped` counts the updates left out so far, `in_a_row` those since the last good step.
+    It halves after a gradient overflow, for which the update must be skipped, and doubles after `patience` good steps
+    (Micikevicius et al., 2018, arXiv:1710.03740). It does not fall below 1, which is no scaling.
+
+    `good_steps`: since the scale last changed.
+    `skipped`: updates skipped so far.
+    `in_a_row`: updates skipped since the last good step.
     """
 
     scale: float = 2.0**16
@@ -122,7 +107,7 @@ class LossScale:
     in_a_row: int = 0
 
     def after(self, norm: Tensor) -> LossScale:
-        """The scale for the step after one whose global gradient norm was `norm`, which all ranks agree on."""
+        """Return the scale of the next step, after a step with the global gradient norm `norm`, equal on all ranks."""
         if not bool(torch.isfinite(norm)):
             lower = max(self.scale / 2, 1.0)
             return replace(self, scale=lower, good_steps=0, skipped=self.skipped + 1, in_a_row=self.in_a_row + 1)
@@ -132,5 +117,5 @@ class LossScale:
 
     @property
     def hopeless(self) -> bool:
-        """Whether no smaller scale is left to try and updates keep being skipped."""
-        return self.scale == 1.0 and self.in_a_row >= HOPELESS
+        """True if the scale is the smallest and updates are still skipped."""
+        return self.scale == 1.0 and self.in_a_row >= HOPELESS_SKIPS

@@ -1,12 +1,12 @@
-"""What is summed over ranks after the last backward of a step, many gradients in one message.
+"""The gradient reductions after the last backward of a step, in large buckets.
 
-ZeRO 1 to 3 (FSDP2) and plain copies (DDP) sum during the backward. What is left:
+ZeRO 1 to 3 (FSDP2) and replicas (DDP) reduce during the backward. This module reduces the rest:
 
-    routed experts that nobody divides         over the ranks that hold the same experts
-    everything under ZeRO-0 in a pipeline      over the ranks that hold the same stages
-    a tied table in a pipeline                 over the ranks of the first and the last stage
-    what tp ranks hold alike                   over tp
-    ZeRO-3's tiles                             over dp_replicate
+    routed experts that no rank shards                over the ranks with the same experts
+    all parameters under ZeRO-0 in a pipeline         over the ranks with the same stages
+    a tied token table in a pipeline                  over the ranks of the first and the last stage
+    partial gradients of parameters replicated on tp  over tp
+    weights that ZeRO-3 gathers tile by tile          over dp_replicate
 """
 
 from __future__ import annotations
@@ -17,102 +17,106 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kumi.parallel.grad_norm import by_name, local
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.mlp_tiling import divided_by_tiles
-from kumi.parallel.stage_modules import Stages, stages_of
+from kumi.parallel.mlp_tiling import tile_sharded_weights
+from kumi.parallel.stage_modules import Stages, local_shard, params_by_name, stages_of, unwrap
 from kumi.spec.ledger import EMBEDDING
 from kumi.spec.model import ModelSpec
 from kumi.spec.shard_slices import partial_grad_params, tp_replicas
 from kumi.spec.sharding import is_routed
 
-# Bytes of a message: large enough for full bandwidth, small beside the gradients.
-BUCKET = 64 * 2**20
+# Large enough for full bandwidth, small compared to the gradients.
+_BUCKET_BYTES = 64 * 2**20
 
 
 @torch.no_grad()
-def complete(model: nn.Module, mesh: Mesh) -> None:
-    """Makes the gradients of `model` those of the whole step, once every microbatch's are there."""
-    bare = getattr(model, "module", model)
+def finish_grad_sync(model: nn.Module, mesh: Mesh) -> None:
+    """Complete the gradients of `model` after the backward of all microbatches of a step."""
+    inner = unwrap(model)
     if mesh.layout.zero == 0 or "expert_dp" not in mesh.groups:
-        _sum_copies(bare, mesh)
-    if isinstance(bare, Stages) and bare.ties is not None and bare.spec.lora is None:
-        table = dict(bare.named_parameters())[EMBEDDING]
+        _reduce_replicas(inner, mesh)
+    if isinstance(inner, Stages) and inner.ties is not None and inner.spec.lora is None:
+        table = dict(inner.named_parameters())[EMBEDDING]
         assert table.grad is not None
-        sum_over([local(table.grad)], bare.ties)
+        all_reduce_grads([local_shard(table.grad)], inner.ties)
     if mesh.layout.zero == 3:
-        tiled = [one.grad for stage in stages_of(bare).values() for one in divided_by_tiles(stage, mesh)]
-        sum_over([grad for grad in tiled if grad is not None], mesh.group("dp_replicate"), bare.reduce_dtype)  # type: ignore[arg-type]
-    _sum_parts(bare, mesh)
+        grads = [weight.grad for stage in stages_of(inner).values() for weight in tile_sharded_weights(stage, mesh)]
+        tiled = [grad for grad in grads if grad is not None]
+        all_reduce_grads(tiled, mesh.group("dp_replicate"), inner.reduce_dtype)  # type: ignore[arg-type]
+    _reduce_partial(inner, mesh)
 
 
-def _sum_copies(model: nn.Module, mesh: Mesh) -> None:
-    """Sums what DDP does not: experts, whose copies are on other ranks than those of the rest, and stages."""
-    known, dtype = by_name(model.spec), model.reduce_dtype
-    named = [(known[name], value.grad) for name, value in model.named_parameters() if value.grad is not None]
-    sum_over([grad for param, grad in named if is_routed(param)], mesh.group("expert_data"), dtype)  # type: ignore[arg-type]
+def _reduce_replicas(model: nn.Module, mesh: Mesh) -> None:
+    """Reduce the gradients that DDP does not: of routed experts, whose replicas are on other ranks, and of stages."""
+    params = params_by_name(model.spec)
+    dtype: torch.dtype | None = model.reduce_dtype  # type: ignore[assignment]
+    named = [(params[name], value.grad) for name, value in model.named_parameters() if value.grad is not None]
+    routed = [grad for param, grad in named if is_routed(param)]
+    all_reduce_grads(routed, mesh.group("expert_data"), dtype)
     if isinstance(model, Stages) and mesh.layout.zero == 0:
-        sum_over([grad for param, grad in named if not is_routed(param)], mesh.group("data"), dtype)  # type: ignore[arg-type]
+        others = [grad for param, grad in named if not is_routed(param)]
+        all_reduce_grads(others, mesh.group("data"), dtype)
 
 
-def _sum_parts(model: nn.Module, mesh: Mesh) -> None:
-    """Adds up over the tp ranks the gradients of what they hold alike and of which each has a part, in one message.
+def _reduce_partial(model: nn.Module, mesh: Mesh) -> None:
+    """All-reduce, over tp, the partial gradients of parameters that are replicated on several tp ranks.
 
-    Where several ranks hold one of more key-value heads, each adds to its
-    own head's place among all of them.
+    If several ranks have one of several key-value heads, each rank adds its gradient to the slot of its own head.
     """
     group, layout = mesh.group("tp"), mesh.layout
     if group is None:
         return
     spec: ModelSpec = model.spec  # type: ignore[assignment]
-    known, wanted = by_name(spec), set(partial_grad_params(spec, layout))
+    params, partial = params_by_name(spec), set(partial_grad_params(spec, layout))
     named = ((name, value.grad) for name, value in model.named_parameters())
-    grads = [(name, local(grad)) for name, grad in named if name in wanted and grad is not None]
-    places = [_place(grad, layout.tp // tp_replicas(known[name], layout).degree, mesh) for name, grad in grads]
-    sum_over([whole for whole, _ in places], group)
-    for (_, grad), (_, own) in zip(grads, places, strict=True):
-        grad.copy_(own)
+    grads = [(name, local_shard(grad)) for name, grad in named if name in partial and grad is not None]
+    slots = [_slots(grad, layout.tp // tp_replicas(params[name], layout).degree, mesh) for name, grad in grads]
+    all_reduce_grads([all_shards for all_shards, _ in slots], group)
+    for (_, grad), (_, slot) in zip(grads, slots, strict=True):
+        grad.copy_(slot)
 
 
-def _place(grad: Tensor, parts: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """Room for the gradients of all `parts` that ranks hold, this rank's in its place, and that place."""
-    whole = grad.new_zeros(parts, *grad.shape)
-    own = whole[mesh.index("tp") * parts // mesh.layout.tp]
-    own.copy_(grad)
-    return whole, own
+def _slots(grad: Tensor, shards: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Return a buffer for the gradients of all `shards`, zero but for this rank's, and this rank's slot in it."""
+    buffer = grad.new_zeros(shards, *grad.shape)
+    slot = buffer[mesh.index("tp") * shards // mesh.layout.tp]
+    slot.copy_(grad)
+    return buffer, slot
 
 
-def sum_over(grads: Sequence[Tensor], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None) -> None:
-    """Sums each of `grads` over `group`, in place, travelling in `dtype` (None: their own). None: nothing to sum.
+def all_reduce_grads(
+    grads: Sequence[Tensor], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
+) -> None:
+    """Sum each of `grads` over `group`, in place, in buckets. `dtype` is that of the messages; None for the gradients'.
 
-    All ranks of the group must give tensors of the same shapes in the same order.
+    Do nothing without a group. All ranks of the group must give tensors of the same shapes in the same order.
     """
     if group is None or not grads:
         return
-    underway: tuple[list[Tensor], Tensor, dist.Work] | None = None
+    pending: tuple[list[Tensor], Tensor, dist.Work] | None = None
     for bucket in _buckets(grads):
         flat = torch.cat([grad.reshape(-1).to(dtype or grad.dtype) for grad in bucket])
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
-        if underway is not None:  # room for two messages, not for all gradients once more
-            _arrive(*underway)
-        underway = bucket, flat, work
-    assert underway is not None
-    _arrive(*underway)
+        if pending is not None:  # at most two buckets are in memory
+            _unflatten(*pending)
+        pending = bucket, flat, work
+    assert pending is not None
+    _unflatten(*pending)
 
 
-def _arrive(bucket: Sequence[Tensor], flat: Tensor, work: dist.Work) -> None:
-    """Puts the sums in `flat` in their places in `bucket`, once they are there."""
+def _unflatten(bucket: Sequence[Tensor], flat: Tensor, work: dist.Work) -> None:
+    """Wait for the sums in `flat`, and copy them to the tensors of `bucket`."""
     work.wait()
     for grad, part in zip(bucket, torch.split(flat, [grad.numel() for grad in bucket]), strict=True):
         grad.copy_(part.view(grad.shape))
 
 
 def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """`grads` in order, in runs of one dtype and about `BUCKET` bytes."""
+    """Yield `grads` in order, in buckets of one dtype and about `_BUCKET_BYTES`."""
     bucket: list[Tensor] = []
     for grad in grads:
-        full = sum(one.nbytes for one in bucket) + grad.nbytes > BUCKET
+        full = sum(tensor.nbytes for tensor in bucket) + grad.nbytes > _BUCKET_BYTES
         if bucket and (full or grad.dtype != bucket[0].dtype):
             yield bucket
             bucket = []

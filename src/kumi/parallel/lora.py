@@ -1,8 +1,8 @@
-"""Adapters in a decoder that is laid onto the mesh: made, connected to the ranks that share a layer, and filled.
+"""Adapters of a sharded decoder: insert them, connect the ranks that share a layer, and fill them.
 
-Frozen parameters are kept in the compute dtype, for nothing is added to them; adapters in that of the masters. What
-ranks hold of an adapter follows from the ledger: beside a matrix cut by columns B is cut, beside one cut by rows A is,
-and the other is the same on all ranks, which each have a part of its gradient.
+Frozen parameters are in the compute dtype, because nothing is added to them; adapters are in the dtype of the master
+weights. The ledger determines the sharding of an adapter. With a column-parallel matrix, B is sharded; with a
+row-parallel one, A is. The other factor is replicated over tp, and each rank has a partial gradient of it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from kumi.nn import initialize
 from kumi.nn.decoder import Decoder
 from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
-from kumi.nn.lora import LoraLinear, Moment, adapt, lora_linears
-from kumi.nn.nf4 import pack, take_out
-from kumi.nn.wrappers import Around
-from kumi.parallel.grad_norm import by_name
+from kumi.nn.lora import DropoutPass, LoraLinear, insert_adapters, lora_linears
+from kumi.nn.nf4 import pack_nf4, take_out_weights
+from kumi.nn.wrappers import Wrapper
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.stage_modules import stages_of
-from kumi.parallel.state_tensors import Reader, fill, parameter_name
-from kumi.parallel.token_collectives import summed
+from kumi.parallel.stage_modules import params_by_name, stages_of
+from kumi.parallel.state_tensors import PieceReader, fill_pieces, parameter_name
+from kumi.parallel.token_collectives import all_reduce_no_grad
 from kumi.spec.adapters import base_weight_name, is_adapter
 from kumi.spec.ledger import ops
 from kumi.spec.model import ModelSpec
@@ -36,141 +35,151 @@ from kumi.storage.write import Piece
 
 
 def add_adapters(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
-    """Freezes `decoder`, which is whole and on the meta device, and gives it the adapters that its spec names."""
+    """Freeze `decoder`, which is unsharded on the meta device, and insert the adapters of its spec.
+
+    Raise LayoutError if the first pipeline stage gets no adapter.
+    """
     lora = decoder.spec.lora
     if lora is None:
         return
-    adapt(decoder, decoder.spec, lora, dtype=getattr(torch, precision.param))
+    insert_adapters(decoder, decoder.spec, lora, dtype=getattr(torch, precision.param))
     for parameter in decoder.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, precision.compute))
     if decoder.has_embedding and not lora_linears(decoder):
         raise LayoutError(
             f"the first pipeline stage has layers {', '.join(decoder.model.layers) or 'none'}, none with an adapter "
-            f"(lora.target_modules = {list(lora.targets)}), and so nothing to train; use fewer stages, or more targets"
+            f"(lora.target_modules = {list(lora.targets)}), so it has nothing to train; use fewer stages or more "
+            f"targets"
         )
 
 
-def connect(decoder: Decoder, mesh: Mesh) -> None:
-    """Tells the adapters of `decoder`, which has been cut, what of their input and of their matrix is here."""
+def connect_adapters(decoder: Decoder, mesh: Mesh) -> None:
+    """Set the dropout pass, the input part and the sum over columns of each adapter of the sharded `decoder`."""
     lora = decoder.spec.lora
     if lora is None:
         return
-    there, group, tp = dict(decoder.named_modules()), mesh.group("tp"), mesh.index("tp")
-    moment = Moment(data=mesh.layout.dp_index(mesh.rank) * mesh.layout.cp + mesh.index("cp"))
-    decoder.moment = moment  # type: ignore[assignment]
+    modules, group, tp = dict(decoder.named_modules()), mesh.group("tp"), mesh.index("tp")
+    dropout_pass = DropoutPass(data_rank=mesh.layout.dp_index(mesh.rank) * mesh.layout.cp + mesh.index("cp"))
+    decoder.dropout_pass = dropout_pass  # type: ignore[assignment]
     for op in ops(decoder.spec):
-        layer = there.get(op.name)
+        layer = modules.get(op.name)
         if not isinstance(layer, LoraLinear):
             continue
-        layer.moment = moment
+        layer.dropout_pass = dropout_pass
         layer.part = tp if tp_style(op) == "row" or mesh.layout.sequence_parallel else 0
         if tp_style(op) == "row" and group is not None:
-            layer.sum_columns = partial(summed, group=group)
+            layer.sum_columns = partial(all_reduce_no_grad, group=group)
     if lora.dropout:
-        decoder.register_forward_pre_hook(partial(_count, moment))
+        decoder.register_forward_pre_hook(partial(_count_microbatch, dropout_pass))
 
 
-def _count(moment: Moment, decoder: nn.Module, _: Any) -> None:
+def _count_microbatch(dropout_pass: DropoutPass, decoder: nn.Module, _: Any) -> None:
     if decoder.training and torch.is_grad_enabled():
-        moment.microbatch += 1
+        dropout_pass.microbatch += 1
 
 
-def begin_step(model: nn.Module, seed: int, number: int) -> None:
-    """Tells the stages of `model` that update `number` of a run begins: what is dropped is a function of that."""
+def begin_dropout_step(model: nn.Module, seed: int, number: int) -> None:
+    """Set the dropout pass of the stages of `model` to update `number`. Dropout masks are a function of it."""
     for stage in stages_of(model).values():
-        moment = getattr(stage, "moment", None)
-        if moment is not None:
-            moment.seed, moment.number, moment.microbatch = seed, number, 0
+        dropout_pass = getattr(stage, "dropout_pass", None)
+        if dropout_pass is not None:
+            dropout_pass.seed, dropout_pass.step, dropout_pass.microbatch = seed, number, 0
 
 
-def drop_alike(decoder: Decoder, recompute: Around) -> list[Around]:
-    """Return the wrappers, the innermost first, with which a layer that recomputes drops the same elements again.
+def replay_dropout(decoder: Decoder, recompute: Wrapper) -> list[Wrapper]:
+    """Return wrappers, the innermost first, that make a recomputed layer use the dropout masks of its forward pass.
 
-    The outermost notes which microbatch the forward pass is of; the innermost, which is replayed, goes back to it.
+    The outermost wrapper passes on the step and the microbatch of the forward pass. The innermost, which is replayed,
+    sets them.
     """
     lora = decoder.spec.lora
     if lora is None or not lora.dropout:
         return [recompute]
-    moment: Any = decoder.moment
-    return [partial(_at, moment), recompute, partial(_now, moment)]
+    dropout_pass: Any = decoder.dropout_pass
+    return [partial(_set_pass, dropout_pass), recompute, partial(_pass_on, dropout_pass)]
 
 
-def _now(moment: Moment, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return inner(*args, moment_of_forward=(moment.number, moment.microbatch), **kwargs)
+def _pass_on(dropout_pass: DropoutPass, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return inner(*args, forward_pass=(dropout_pass.step, dropout_pass.microbatch), **kwargs)
 
 
-def _at(
-    moment: Moment, inner: Callable[..., Any], *args: Any, moment_of_forward: tuple[int, int], **kwargs: Any
+def _set_pass(
+    dropout_pass: DropoutPass, inner: Callable[..., Any], *args: Any, forward_pass: tuple[int, int], **kwargs: Any
 ) -> Any:
-    before = moment.number, moment.microbatch
-    moment.number, moment.microbatch = moment_of_forward
+    before = dropout_pass.step, dropout_pass.microbatch
+    dropout_pass.step, dropout_pass.microbatch = forward_pass
     try:
         return inner(*args, **kwargs)
     finally:
-        moment.number, moment.microbatch = before
+        dropout_pass.step, dropout_pass.microbatch = before
 
 
-def fill_adapted(pieces: Sequence[Piece], spec: ModelSpec, base: int | Reader, adapters: int | Reader) -> None:
-    """Fills frozen parameters from `base` and adapters from `adapters`, each a seed or a function that reads."""
-    read = _drawn(spec, base) if isinstance(base, int) else base
+def fill_frozen_and_adapters(
+    pieces: Sequence[Piece], spec: ModelSpec, base: int | PieceReader, adapters: int | PieceReader
+) -> None:
+    """Fill frozen parameters from `base` and adapters from `adapters`; each is a seed or a reader."""
+    read = _draw_reader(spec, base) if isinstance(base, int) else base
     of_adapters = [piece for piece in pieces if is_adapter(piece.name)]
-    fill([piece for piece in pieces if not is_adapter(piece.name)], read)
-    fill(of_adapters, _first(spec, adapters, read, pieces) if isinstance(adapters, int) else adapters)
+    fill_pieces([piece for piece in pieces if not is_adapter(piece.name)], read)
+    fill_pieces(of_adapters, _adapter_reader(spec, adapters, read, pieces) if isinstance(adapters, int) else adapters)
 
 
-def to_pack(model: nn.Module) -> dict[str, Linear]:
-    """The layers of `model`, by their names, whose frozen matrices are to be packed, and are no parameters any more."""
-    found: dict[str, Linear] = {}
+def take_packed_layers(model: nn.Module) -> dict[str, Linear]:
+    """Remove the weights that will be packed from `model`, and return their layers by name."""
+    layers: dict[str, Linear] = {}
     for decoder in stages_of(model).values():
         if isinstance(decoder, Decoder) and decoder.spec.lora is not None and decoder.spec.lora.quantize:
-            found |= take_out(decoder)
-    return found
+            layers |= take_out_weights(decoder)
+    return layers
 
 
-def fill_packed(
+def fill_packed_layers(
     layers: Mapping[str, Linear],
     spec: ModelSpec,
     mesh: Mesh,
     precision: Precision,
-    base: int | Reader,
-    adapters: int | Reader,
+    base: int | PieceReader,
+    adapters: int | PieceReader,
 ) -> None:
-    """Packs the matrices of `layers`, one after the other, so that only one is there in full at a time."""
-    read, known = _drawn(spec, base) if isinstance(base, int) else base, by_name(spec)
+    """Read and pack the matrices of `layers` one at a time, so that only one unpacked matrix is in memory."""
+    read, params = _draw_reader(spec, base) if isinstance(base, int) else base, params_by_name(spec)
     for name, layer in layers.items():
-        shape = known[f"{name}.weight"].shape
+        shape = params[f"{name}.weight"].shape
         matrix = read(f"model/{name}.weight", (0, 0), shape)
-        pack(layer, matrix.to(mesh.device, getattr(torch, precision.compute)))
+        pack_nf4(layer, matrix.to(mesh.device, getattr(torch, precision.compute)))
         if isinstance(layer, LoraLinear) and layer.lora_magnitude_vector is not None and isinstance(adapters, int):
-            # B is zero: these are the norms of what was packed, not of what it was before.
+            # B is zero, so these are the row norms of the packed matrix, with its rounding.
             layer.lora_magnitude_vector.data.copy_(layer.row_norms())
 
 
-def _drawn(spec: ModelSpec, seed: int) -> Reader:
-    """Initial values of any part of a tensor, from a seed."""
-    known = by_name(spec)
+def _draw_reader(spec: ModelSpec, seed: int) -> PieceReader:
+    """Return a reader of initial values, drawn from `seed`."""
+    params = params_by_name(spec)
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         out = torch.empty(shape)
-        initialize.fill(out, known[parameter_name(name)], start, std=spec.initializer_range, seed=seed)
+        initialize.fill(out, params[parameter_name(name)], start, std=spec.initializer_range, seed=seed)
         return out
 
     return read
 
 
-def _first(spec: ModelSpec, seed: int, base: Reader, pieces: Sequence[Piece]) -> Reader:
-    """What adapters start from: their own draws, and the norms of the rows of the frozen matrices as they are kept."""
-    known, drawn = by_name(spec), _drawn(spec, seed)
-    kept = {piece.name: piece.data.dtype for piece in pieces}
+def _adapter_reader(spec: ModelSpec, seed: int, base: PieceReader, pieces: Sequence[Piece]) -> PieceReader:
+    """Return a reader of the adapters' initial values: drawn from `seed`, but DoRA's magnitudes are row norms.
+
+    The norms are those of the frozen matrices that `base` reads, in the dtype of their `pieces`.
+    """
+    params, drawn = params_by_name(spec), _draw_reader(spec, seed)
+    dtypes = {piece.name: piece.data.dtype for piece in pieces}
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        param = known[parameter_name(name)]
+        param = params[parameter_name(name)]
         if param.init != "row norms":
             return drawn(name, start, shape)
-        matrix = known[base_weight_name(param.name)]
+        matrix = params[base_weight_name(param.name)]
         rows = base(f"model/{matrix.name}", (start[0], 0), (shape[0], matrix.shape[1]))
-        rows = rows.to(kept.get(f"model/{matrix.name}", rows.dtype))
+        rows = rows.to(dtypes.get(f"model/{matrix.name}", rows.dtype))
         norms: Tensor = torch.linalg.vector_norm(rows.to(wide(rows.dtype)), dim=1)
         return norms
 

@@ -1,15 +1,16 @@
-"""Feed-forward layers computed tile by tile over their columns, for layers that are too large for a device at once.
+"""MLPs computed tile by tile over their columns, for MLPs that are too large for a device.
 
-A tile is some columns of gate and up and the same rows of down; the layer is the sum over tiles of
+A tile is some columns of gate and up, and the same rows of down. The layer's output is the sum over tiles of
 
-    down_tile(act(gate_tile(x)) * up_tile(x))        or, where there is no gate,        down_tile(act(up_tile(x)))
+    down_tile(act(gate_tile(x)) * up_tile(x))        or, without a gate,        down_tile(act(up_tile(x)))
 
-Forward and backward work on one tile at a time, and the backward computes each tile's columns again from the layer's
-input, so that of the layer's 2 or 3 F columns a token only F / tiles are there at once, and none is kept. Where ZeRO-3
-divides the matrices, FSDP2 leaves them alone: each tile is gathered for itself, in the forward and in the backward, and
-its gradients are summed and divided at once, so that no rank ever holds a whole matrix (Rajbhandari et al., 2021,
-arXiv:2104.07857, section 5.1.3, in kind). Tile t then has the t-th part of every rank's rows of gate and up: which
-columns make a tile does not matter to the sum. Names, shapes and checkpoints are those of the layer as a whole.
+The forward and the backward compute one tile at a time, and the backward recomputes the tile from the layer's input.
+Only F / tiles of the layer's 2 or 3 F columns per token are in memory at once, and none is saved for the backward.
+
+Under ZeRO-3, FSDP2 ignores these matrices: each tile is all-gathered by itself in the forward and the backward, and its
+gradients are reduce-scattered at once, so no rank ever has an unsharded matrix (Rajbhandari et al., 2021,
+arXiv:2104.07857, section 5.1.3, in kind). Tile t then consists of the t-th part of every rank's rows of gate and up:
+the assignment of columns to tiles does not change the sum. Names, shapes and checkpoints are those of the untiled MLP.
 """
 
 from __future__ import annotations
@@ -30,45 +31,49 @@ from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
 from kumi.nn.mlp import MLP
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.token_collectives import gathered, scattered
+from kumi.parallel.token_collectives import all_gather_no_grad, reduce_scatter_no_grad
 from kumi.spec.precision import Precision
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """`count` tiles, of matrices that the ranks of `group` divide (None: they are whole here); `reduce` is the dtype in
-    which gradients are summed."""
+    """How matrices are split into tiles.
+
+    `count`: number of tiles.
+    `group`: the ranks that shard the matrices; None if they are unsharded.
+    `reduce_dtype`: dtype of gradient reduction.
+    """
 
     count: int
     group: dist.ProcessGroup | None
-    reduce: torch.dtype
+    reduce_dtype: torch.dtype
 
     @property
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
 
     def columns(self, values: Tensor, tile: int) -> Tensor:
-        """A view (.., ranks, F / ranks / count) of the columns of a tile in the last dim of `values` (.., F)."""
-        found: Tensor = values.view(*values.shape[:-1], self.ranks, self.count, -1)[..., tile, :]
-        return found
+        """Return a view (.., ranks, F / ranks / count) of a tile's columns in the last dim of `values` (.., F)."""
+        view: Tensor = values.view(*values.shape[:-1], self.ranks, self.count, -1)[..., tile, :]
+        return view
 
     def rows(self, values: Tensor, tile: int) -> Tensor:
-        """A view of the rows of a tile that this rank holds of `values` (F / ranks, ..)."""
-        found: Tensor = values.view(self.count, -1, *values.shape[1:])[tile]
-        return found
+        """Return a view of this rank's rows of a tile in `values` (F / ranks, ..)."""
+        view: Tensor = values.view(self.count, -1, *values.shape[1:])[tile]
+        return view
 
-    def gather(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """The whole of a tile's matrix, in `dtype`, given this rank's rows of it."""
-        part = part.to(dtype)
-        return part if self.group is None else gathered(part, self.group)
+    def gather(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a tile's matrix, in `dtype`, from this rank's rows `shard` of it."""
+        shard = shard.to(dtype)
+        return shard if self.group is None else all_gather_no_grad(shard, self.group)
 
-    def divide(self, grad: Tensor) -> Tensor:
-        """This rank's rows of the sum of `grad` over the ranks."""
-        return grad if self.group is None else scattered(grad.to(self.reduce), self.group)
+    def reduce_scatter(self, grad: Tensor) -> Tensor:
+        """Return this rank's rows of the sum of `grad` over the ranks."""
+        return grad if self.group is None else reduce_scatter_no_grad(grad.to(self.reduce_dtype), self.group)
 
 
-def tile(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
-    """Makes the dense feed-forward layers of `decoder`, which is on the meta device, compute tile by tile."""
+def tile_mlps(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
+    """Make the dense MLPs of `decoder`, which is on the meta device, compute tile by tile."""
     if mesh.layout.tiles == 1:
         return
     group = mesh.group("zero") if mesh.layout.zero == 3 else None
@@ -82,18 +87,18 @@ def tile(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
 
 
 def _dense(model: nn.Module) -> Iterator[MLP]:
-    """The feed-forward layers of a decoder or a stage, shared experts left out."""
+    """Return the dense MLPs of a decoder or a stage, without shared experts."""
     layers = model.model.layers.values()  # type: ignore[union-attr, operator]
     return (layer.mlp for layer in layers if isinstance(layer.mlp, MLP))
 
 
 def _matrices(mlp: MLP) -> list[Linear]:
-    """Gate, if there is one, up and down."""
+    """Return gate (if any), up and down."""
     return [layer for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj) if layer is not None]
 
 
-def divided_by_tiles(decoder: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
-    """The parameters that are gathered tile by tile, in the order of the forward."""
+def tile_sharded_weights(decoder: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
+    """Return the weights that are all-gathered tile by tile, in forward order."""
     if mesh.layout.tiles == 1 or mesh.layout.zero < 3 or mesh.group("zero") is None:
         return []
     return [layer.weight for mlp in _dense(decoder) for layer in _matrices(mlp)]
@@ -108,7 +113,10 @@ def _forward(tiling: Tiling, mlp: MLP, x: Tensor) -> Tensor:
 
 
 class _Tiles(torch.autograd.Function):
-    """down(act(gate(x)) * up(x)), or without a gate down(act(up(x))), keeping x only."""
+    """down(act(gate(x)) * up(x)), or without a gate down(act(up(x))). Only x is saved for the backward.
+
+    `first` are the weights of gate (if any) and up, followed by their biases.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tiling: Tiling, act: str, down: Tensor, *first: Tensor | None) -> Tensor:
@@ -117,8 +125,8 @@ class _Tiles(torch.autograd.Function):
         rows = x.flatten(0, -2)
         out = rows.new_zeros(rows.shape, dtype=wide(x.dtype))
         for number in range(tiling.count):
-            one = _tile_of(tiling, number, down, first, x.dtype)
-            out += _join(one.inside(rows), act) @ one.down.T
+            tile = _gather_tile(tiling, number, down, first, x.dtype)
+            out += _activate(tile.linear(rows), act) @ tile.down.T
         return out.to(x.dtype).view(x.shape)
 
     @staticmethod
@@ -126,54 +134,59 @@ class _Tiles(torch.autograd.Function):
         x, down, *first = ctx.saved_tensors
         tiling: Tiling = ctx.tiling
         rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)
-        of_x = rows.new_zeros(rows.shape, dtype=wide(x.dtype))
-        of_down = torch.empty_like(down)
-        of_first: list[Any] = [None if one is None else torch.empty_like(one) for one in first]
+        grad_x = rows.new_zeros(rows.shape, dtype=wide(x.dtype))
+        grad_down = torch.empty_like(down)
+        grad_first: list[Any] = [None if tensor is None else torch.empty_like(tensor) for tensor in first]
         count = len(first) // 2
         for number in range(tiling.count):
-            one = _tile_of(tiling, number, down, first, x.dtype)
-            made = one.inside(rows)
-            columns = tiling.columns(of_down, number)
-            columns.copy_(tiling.divide(grad_rows.T @ _join(made, ctx.act)).view(columns.shape))
-            for place, found in enumerate(_part(grad_rows @ one.down, made, ctx.act)):
-                of_x += found @ one.weights[place]
-                tiling.rows(of_first[place], number).copy_(tiling.divide(found.T @ rows))
-                of_bias = of_first[count + place]
-                if of_bias is not None:
-                    columns = tiling.columns(of_bias, number)
-                    columns.copy_(found.sum(0).view(columns.shape))
-        return (of_x.to(x.dtype).view(x.shape), None, None, of_down, *of_first)
+            tile = _gather_tile(tiling, number, down, first, x.dtype)
+            projected = tile.linear(rows)
+            columns = tiling.columns(grad_down, number)
+            columns.copy_(tiling.reduce_scatter(grad_rows.T @ _activate(projected, ctx.act)).view(columns.shape))
+            for place, part_grad in enumerate(_activate_backward(grad_rows @ tile.down, projected, ctx.act)):
+                grad_x += part_grad @ tile.weights[place]
+                tiling.rows(grad_first[place], number).copy_(tiling.reduce_scatter(part_grad.T @ rows))
+                grad_bias = grad_first[count + place]
+                if grad_bias is not None:
+                    columns = tiling.columns(grad_bias, number)
+                    columns.copy_(part_grad.sum(0).view(columns.shape))
+        return (grad_x.to(x.dtype).view(x.shape), None, None, grad_down, *grad_first)
 
 
-def _join(made: Sequence[Tensor], act: str) -> Tensor:
-    """What the activation makes of gate and up, or of up alone."""
-    return gate_by(act).value(*made) if len(made) > 1 else ACTIVATIONS[act].value(made[0])
+def _activate(projected: Sequence[Tensor], act: str) -> Tensor:
+    """Return act(gate) * up, or act(up) without a gate."""
+    return gate_by(act).value(*projected) if len(projected) > 1 else ACTIVATIONS[act].value(projected[0])
 
 
-def _part(grad: Tensor, made: Sequence[Tensor], act: str) -> tuple[Tensor, ...]:
-    """The gradients of gate and up, or of up alone, from that of what `_join` makes of them."""
-    if len(made) > 1:
-        return gate_by(act).gradients(grad, *made)
-    return (ACTIVATIONS[act].gradient(grad, made[0]),)
+def _activate_backward(grad: Tensor, projected: Sequence[Tensor], act: str) -> tuple[Tensor, ...]:
+    """Return the gradients of gate and up, or of up alone, from the gradient of `_activate`."""
+    if len(projected) > 1:
+        return gate_by(act).gradients(grad, *projected)
+    return (ACTIVATIONS[act].gradient(grad, projected[0]),)
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Of a tile, whole: `weights` (F / count, D) and `biases` (F / count,) of gate and up, or of up, and `down`
-    (D, F / count)."""
+    """The unsharded matrices of a tile.
+
+    `weights` (F / count, D), `biases` (F / count,): of gate (if any) and up.
+    `down` (D, F / count).
+    """
 
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor | None, ...]
     down: Tensor
 
-    def inside(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """What gate and up make of `rows` (T, D), (T, F / count) each."""
+    def linear(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return gate (if any) and up of `rows` (T, D), (T, F / count) each."""
         return tuple(F.linear(rows, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True))
 
 
-def _tile_of(tiling: Tiling, number: int, down: Tensor, first: Sequence[Tensor | None], dtype: torch.dtype) -> _Tile:
-    """Tile `number`, given the matrix `down` and those of gate and up with their biases."""
+def _gather_tile(
+    tiling: Tiling, number: int, down: Tensor, first: Sequence[Tensor | None], dtype: torch.dtype
+) -> _Tile:
+    """Return tile `number` of the matrix `down` and of `first`, as in `_Tiles`."""
     count = len(first) // 2
-    weights = tuple(tiling.gather(tiling.rows(one, number), dtype) for one in first[:count] if one is not None)
-    biases = tuple(None if one is None else tiling.columns(one, number).flatten().to(dtype) for one in first[count:])
+    weights = tuple(tiling.gather(tiling.rows(each, number), dtype) for each in first[:count] if each is not None)
+    biases = tuple(None if bias is None else tiling.columns(bias, number).flatten().to(dtype) for bias in first[count:])
     return _Tile(weights, biases, tiling.gather(tiling.columns(down, number).flatten(-2), dtype))

@@ -1,10 +1,10 @@
-"""What a rank of a pipeline did when, as measured.
+"""The measured times of a rank's pipeline actions.
 
-    record = start(mesh)                # all ranks at once
-    train(model, mesh, microbatches, record)
-    timeline = gather(record, mesh)     # on pipeline rank 0: of all ranks of its pipeline
+    trace = start_trace(mesh)                                        # on all ranks at once
+    train_microbatches(model, mesh, microbatches, trace)
+    timeline = gather_timeline(trace, mesh)                          # on rank 0: the ranks of its pipeline
 
-On CUDA actions are measured where they run, by events, so that the host does not wait.
+On CUDA, actions are timed by events on the device, so the host does not wait.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from kumi.parallel.mesh import Mesh, barrier
 from kumi.plan.pipeline.timeline import TimedAction, Timeline
 from kumi.spec.schedules.schedule_record import Action
 
-# A moment: seconds of the host's clock, or an event of the device's.
-Mark = float | torch.cuda.Event
+# Seconds of the host's clock, or an event on the device.
+Timestamp = float | torch.cuda.Event
 
 
 @dataclass(frozen=True)
-class Record:
-    """The actions of a step with their begin and end, in the order they were done; `begun` is when the step began."""
+class PipelineTrace:
+    """The actions of a step with their begin and end, in order. `begun`: when the step began."""
 
     device: torch.device
-    begun: Mark
-    spans: list[tuple[Action, Mark, Mark]] = field(default_factory=list)
+    begun: Timestamp
+    spans: list[tuple[Action, Timestamp, Timestamp]] = field(default_factory=list)
 
 
-def start(mesh: Mesh) -> Record:
-    """An empty record that begins now, on all ranks. Every rank must call it."""
+def start_trace(mesh: Mesh) -> PipelineTrace:
+    """Return an empty trace that begins now on all ranks. Every rank must call it."""
     if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)  # else it would begin when what was asked of the device before is done
+        torch.cuda.synchronize(mesh.device)  # the trace begins after all work that is queued on the device
     barrier(mesh)
-    return Record(mesh.device, now(mesh.device))
+    return PipelineTrace(mesh.device, timestamp(mesh.device))
 
 
-def now(device: torch.device) -> Mark:
-    """This moment on `device`."""
+def timestamp(device: torch.device) -> Timestamp:
+    """Return the current time on `device`."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -49,28 +49,28 @@ def now(device: torch.device) -> Mark:
     return event
 
 
-def note(record: Record | None, action: Action, begun: Mark | None) -> None:
-    """Takes down that `action`, which was `begun` then, has ended now."""
-    if record is not None and begun is not None:
-        record.spans.append((action, begun, now(record.device)))
+def record_action(trace: PipelineTrace | None, action: Action, begun: Timestamp | None) -> None:
+    """Record that `action`, which began at `begun`, has ended now; do nothing without a trace."""
+    if trace is not None and begun is not None:
+        trace.spans.append((action, begun, timestamp(trace.device)))
 
 
-def mark(record: Record | None) -> Mark | None:
-    """This moment, where something is recorded."""
-    return None if record is None else now(record.device)
+def action_start(trace: PipelineTrace | None) -> Timestamp | None:
+    """Return the current time for `record_action`, or None without a trace."""
+    return None if trace is None else timestamp(trace.device)
 
 
-def spans(record: Record) -> tuple[TimedAction, ...]:
-    """What was done, in seconds from the record's beginning. Waits for the device."""
-    if record.device.type == "cuda":
-        torch.cuda.synchronize(record.device)
+def trace_spans(trace: PipelineTrace) -> tuple[TimedAction, ...]:
+    """Return the actions with their seconds since the start of the trace. Wait for the device."""
+    if trace.device.type == "cuda":
+        torch.cuda.synchronize(trace.device)
     return tuple(
-        TimedAction(action, _seconds(record.begun, begin), _seconds(record.begun, end))
-        for action, begin, end in record.spans
+        TimedAction(action, _seconds(trace.begun, begin), _seconds(trace.begun, end))
+        for action, begin, end in trace.spans
     )
 
 
-def _seconds(first: Mark, second: Mark) -> float:
+def _seconds(first: Timestamp, second: Timestamp) -> float:
     if isinstance(first, float) and isinstance(second, float):
         return second - first
     assert isinstance(first, torch.cuda.Event)
@@ -78,13 +78,13 @@ def _seconds(first: Mark, second: Mark) -> float:
     return float(first.elapsed_time(second)) / 1e3
 
 
-def gather(record: Record, mesh: Mesh) -> Timeline | None:
-    """What every rank of the pipeline of rank 0 did, on rank 0; None on all others. Every rank must call it."""
-    mine, group = spans(record), mesh.group("pp")
-    found: list[tuple[TimedAction, ...]] = [mine]
+def gather_timeline(trace: PipelineTrace, mesh: Mesh) -> Timeline | None:
+    """Return on rank 0 the timeline of all ranks of its pipeline, None on other ranks. Every rank must call it."""
+    local, group = trace_spans(trace), mesh.group("pp")
+    all_spans: list[tuple[TimedAction, ...]] = [local]
     if group is not None:
-        found = [() for _ in range(mesh.layout.pp)]
-        dist.all_gather_object(found, mine, group=group)
+        all_spans = [() for _ in range(mesh.layout.pp)]
+        dist.all_gather_object(all_spans, local, group=group)
     if mesh.rank != 0:
         return None
-    return Timeline(max(rank[-1].end for rank in found), tuple(found))
+    return Timeline(max(spans[-1].end for spans in all_spans), tuple(all_spans))

@@ -1,4 +1,4 @@
-"""Gradients of whole replicas, summed as products of low rank."""
+"""PowerSGD: gradients of replicas are summed as products of low-rank matrices."""
 
 from typing import Any
 
@@ -9,18 +9,22 @@ from torch._C._distributed_c10d import GradBucket
 from kumi.spec.comm import Comm
 
 
-def low_rank(group: dist.ProcessGroup, comm: Comm) -> tuple[Any, int]:
-    """The state of `sum_low_rank`: what earlier steps have left out of every bucket, and how many ranks there are."""
+def powersgd_state(group: dist.ProcessGroup, comm: Comm) -> tuple[Any, int]:
+    """Return the state of `powersgd_hook`: PyTorch's, with each bucket's error feedback, and the number of ranks."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-    made = PowerSGDState(group, matrix_approximation_rank=comm.powersgd_rank, start_powerSGD_iter=comm.powersgd_start)
-    return made, group.size()
+    state = PowerSGDState(group, matrix_approximation_rank=comm.powersgd_rank, start_powerSGD_iter=comm.powersgd_start)
+    return state, group.size()
 
 
-def sum_low_rank(state: tuple[Any, int], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Adds a bucket of gradients up over the ranks, about. PyTorch's hook averages; DDP inspects this signature."""
+def powersgd_hook(state: tuple[Any, int], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Sum a bucket of gradients over the ranks, approximately.
+
+    PyTorch's hook averages, so its result is multiplied by the number of ranks. DDP inspects this signature.
+    """
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-    made, ranks = state
-    summed: torch.futures.Future[torch.Tensor] = powerSGD_hook(made, bucket).then(lambda done: done.value().mul_(ranks))
+    torch_state, ranks = state
+    averaged = powerSGD_hook(torch_state, bucket)
+    summed: torch.futures.Future[torch.Tensor] = averaged.then(lambda done: done.value().mul_(ranks))
     return summed

@@ -1,9 +1,8 @@
-"""What the backward pass computes again instead of keeping it: nothing, the cheap large activations, or whole layers.
+"""Activation recomputation: of complete layers, or selectively of cheap large activations.
 
-Selective recomputation keeps what a matrix product or the attention kernel returned and recomputes the element-wise
-rest (norms, rotations, SwiGLU products), large in bytes and small in FLOPs. Korthikanti et al., 2022, arXiv:2205.05198,
-recompute the attention core; flash attention keeps no scores, so here its output is kept, as is what attention got
-from other ranks.
+Selective recomputation saves the results of matmuls, attention kernels and collectives, and recomputes element-wise
+operations (norms, rotations, SwiGLU), which are large in bytes and small in FLOPs. Korthikanti et al., 2022,
+arXiv:2205.05198, recompute the attention core. Flash attention keeps no scores, so its output is saved here.
 """
 
 from __future__ import annotations
@@ -18,71 +17,68 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kumi.compat import VARLEN_ATTENTION
-from kumi.nn.attention.chunked_attention import OPERATOR as BLOCK_ATTENTION
-from kumi.nn.attention.cpu_attention import OPERATOR as PACKED_ATTENTION
-from kumi.nn.attention.cpu_flash import OPERATOR as FLASH_ATTENTION
-from kumi.nn.grouped_gemm import TIMES as GROUPED_PRODUCTS
+from kumi.nn.attention.chunked_attention import CHUNKED_ATTENTION
+from kumi.nn.attention.cpu_attention import PACKED_ATTENTION
+from kumi.nn.attention.cpu_flash import FLASH_ATTENTION
+from kumi.nn.grouped_gemm import GROUPED_MATMUL
 from kumi.nn.mamba_scan import SCAN
-from kumi.parallel.async_tp import PRODUCTS as OVERLAPPED_PRODUCTS
-from kumi.parallel.async_tp import SCATTERED as OVERLAPPED_SUM
-from kumi.parallel.expert_parallel import COUNTS as EXCHANGED_COUNTS
-from kumi.parallel.expert_parallel import ROWS as EXCHANGED_ROWS
-from kumi.parallel.ring_attention import OPERATOR as RING_ATTENTION
-from kumi.parallel.tensor_parallel import LINEARS as GATHERED_LINEARS
-from kumi.parallel.tensor_parallel import SUMMED_LINEAR
-from kumi.parallel.token_collectives import SCATTER, SUM
-from kumi.parallel.ulysses import OPERATOR as DEALT_HEADS
+from kumi.parallel.async_tp import ALL_GATHER_MATMULS, MATMUL_REDUCE_SCATTER
+from kumi.parallel.expert_parallel import EXCHANGE_COUNTS, EXCHANGE_ROWS
+from kumi.parallel.ring_attention import RING_ATTENTION
+from kumi.parallel.tensor_parallel import COLUMN_LINEARS, ROW_LINEAR
+from kumi.parallel.token_collectives import ALL_REDUCE, REDUCE_SCATTER
+from kumi.parallel.ulysses import ALL_TO_ALL
 
 _aten = torch.ops.aten
-KEPT = (
+SAVED_OPS = (
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
-    GROUPED_PRODUCTS,
+    GROUPED_MATMUL,
     SCAN,
     PACKED_ATTENTION,
     FLASH_ATTENTION,
-    BLOCK_ATTENTION,
+    CHUNKED_ATTENTION,
     RING_ATTENTION,
-    DEALT_HEADS,
-    GATHERED_LINEARS,
-    SUMMED_LINEAR,
-    OVERLAPPED_PRODUCTS,
-    OVERLAPPED_SUM,
-    SCATTER,
-    EXCHANGED_ROWS,
-    EXCHANGED_COUNTS,
-    SUM,
+    ALL_TO_ALL,
+    COLUMN_LINEARS,
+    ROW_LINEAR,
+    ALL_GATHER_MATMULS,
+    MATMUL_REDUCE_SCATTER,
+    REDUCE_SCATTER,
+    EXCHANGE_ROWS,
+    EXCHANGE_COUNTS,
+    ALL_REDUCE,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._flash_attention_forward.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 )
-# To import what defines it takes longer than all else.
-KEPT_BY_NAME = (VARLEN_ATTENTION,)
+# Operators by name: importing the module that defines them takes longer than everything else.
+SAVED_OP_NAMES = (VARLEN_ATTENTION,)
 
 
 @dataclass
-class Aside:
+class NotReplayed:
     """`on` is True while operations run that must not be replayed: they differ the second time."""
 
     on: bool = False
 
 
 class Recompute:
-    """A wrapper for `layer.around`: what it surrounds is run again in the backward pass.
+    """A wrapper for `layer.wrappers` that recomputes the layer in the backward pass.
 
-    `how` is "selective" or "full". The hooks of FSDP on the layer run outside of it; where a part of the layer is
-    sharded by itself, call `leave_out`.
+    `mode`: "selective" or "full". FSDP's hooks on the layer run outside of the wrapper. For a part of the layer that is
+    an FSDP unit by itself, call `leave_out`.
     """
 
-    def __init__(self, how: str) -> None:
-        self.aside = Aside()
+    def __init__(self, mode: str) -> None:
+        self.not_replayed = NotReplayed()
         # A decoder draws no random numbers.
         self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        if how == "selective":
-            self.options["context_fn"] = partial(_contexts, self.aside)
+        if mode == "selective":
+            self.options["context_fn"] = partial(_contexts, self.not_replayed)
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -90,28 +86,28 @@ class Recompute:
         return checkpoint(inner, *args, **self.options, **kwargs)
 
     def leave_out(self, module: nn.Module) -> None:
-        """Do not replay the hooks of `module`, a part of the layer: they gather and free its parameters."""
+        """Do not replay the hooks of `module`, a part of the layer: they all-gather and free its parameters."""
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in hooks.items():
-                hooks[key] = partial(_run_aside, self.aside, hook)
+                hooks[key] = partial(_run_not_replayed, self.not_replayed, hook)
 
 
-def _run_aside(aside: Aside, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    before, aside.on = aside.on, True
+def _run_not_replayed(not_replayed: NotReplayed, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before, not_replayed.on = not_replayed.on, True
     try:
         return hook(*args, **kwargs)
     finally:
-        aside.on = before
+        not_replayed.on = before
 
 
-def _contexts(aside: Aside) -> tuple[Any, Any]:
-    """PyTorch's two modes of selective recomputation, of the forward and of its repetition, blind to what is aside."""
+def _contexts(not_replayed: NotReplayed) -> tuple[Any, Any]:
+    """Return PyTorch's selective modes of the forward and the replay, without operations that are not replayed."""
     modes: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
     for mode in modes:
         kind = type(mode)
 
         def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None, kind: Any = kind) -> Any:
-            if aside.on:
+            if not_replayed.on:
                 return func(*args, **(kwargs or {}))
             return kind.__torch_dispatch__(self, func, types, args, kwargs)
 
@@ -120,5 +116,5 @@ def _contexts(aside: Aside) -> tuple[Any, Any]:
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op in KEPT or op.name() in KEPT_BY_NAME
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = op in SAVED_OPS or op.name() in SAVED_OP_NAMES
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,13 +1,13 @@
-"""Ring attention: every rank has some positions of each row, and keys and values go round (Liu et al., 2023,
-arXiv:2310.01889).
+"""Ring attention: every rank has some positions of each row, and passes keys and values around a ring of ranks (Liu et
+al., 2023, arXiv:2310.01889).
 
-A row is cut into 2 * cp pieces, of which rank i has pieces i and 2 * cp - 1 - i: with causal attention the rank of the
-first pieces would have little to compute otherwise, and all would wait for that of the last. While a rank computes with
-the keys and values at hand, they go on to the next rank and those of the one before come in. Pieces whose keys are all
-ahead of the queries, or of other documents, are not computed. In the backward pass keys and values go round again, and
-their gradients, in the dtype of scores, follow one step behind, so that a full circle brings them home.
+A row is split into 2 * cp pieces, and rank i has pieces i and 2 * cp - 1 - i. With one contiguous piece per rank,
+causal attention would give the last rank most of the work. While a rank computes with the current keys and values, it
+sends them to the next rank and receives the next ones from the previous rank. Blocks whose keys all come after the
+queries, or belong to other documents, are skipped. The backward pass sends keys and values around the ring too. Their
+gradients, in the dtype of scores, follow one step behind and are complete when they reach the rank that has the keys.
 
-To PyTorch's dispatcher this is one operator: selective recomputation keeps its result, and communicates nothing again.
+PyTorch's dispatcher sees one operator, so selective recomputation saves its result and sends nothing twice.
 """
 
 from __future__ import annotations
@@ -23,82 +23,85 @@ from torch import Tensor
 
 from kumi.compat import group_by_name
 from kumi.nn.attention import flash_partial, partial_attention
-from kumi.nn.attention.attention_context import Attend
-from kumi.nn.attention.chunked_attention import fake_gradients, fake_with_sums
+from kumi.nn.attention.attention_context import AttentionFn
+from kumi.nn.attention.chunked_attention import fake_grads, fake_output_and_lse
 from kumi.nn.attention.flash_partial import Tile
-from kumi.nn.attention.partial_attention import Block, arranged, join, split
-from kumi.nn.attention.scores import PLAIN, SCHEMA, Scores
+from kumi.nn.attention.partial_attention import Block, group_heads, key_value_part, ungroup_heads
+from kumi.nn.attention.scores import PLAIN_SCORES, SCORES_SCHEMA, Scores
 from kumi.nn.dtypes import wide
-from kumi.parallel.token_collectives import INSIDE
+from kumi.parallel.token_collectives import IMPLEMENTATIONS
 
-# What says which queries see which keys: blocks of products, or tiles of fused kernels.
-Seen = TypeVar("Seen")
+# The pairs of queries and keys to compute: blocks of matmuls, or tiles of fused kernels.
+_Visible = TypeVar("_Visible")
 
 
-def positions_of(length: int, cp: int, index: int) -> Tensor:
-    """The positions (length / cp,) of a row of `length` that rank `index` of `cp` has: pieces i and 2 * cp - 1 - i."""
+def positions_of_rank(length: int, cp: int, index: int) -> Tensor:
+    """Return the positions (length / cp,) of rank `index` of `cp` in a row of `length`: pieces i and 2 * cp - 1 - i."""
     near, far = torch.arange(length).view(2 * cp, -1)[[index, 2 * cp - 1 - index]]
     return torch.cat([near, far])
 
 
-def ring_over(bounds: list[int], group: dist.ProcessGroup) -> Attend:
-    """The attention of rows of which the ranks of `group` have their positions; documents begin at the tokens `bounds`,
-    numbered through the whole rows, which also end with the count of tokens."""
+def ring_attention_fn(cu_seqlens: list[int], group: dist.ProcessGroup) -> AttentionFn:
+    """Return the attention function of rows that are sharded over `group` by `positions_of_rank`.
+
+    `cu_seqlens`: the first token of each document, counted through the unsharded rows, followed by their number of
+    tokens.
+    """
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None, scores: Scores = PLAIN
+        q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None, scores: Scores = PLAIN_SCORES
     ) -> Tensor:
-        out: Tensor = OPERATOR(q, k, v, bounds, window or 0, group.group_name, sinks, *scores)[0]
+        out: Tensor = RING_ATTENTION(q, k, v, cu_seqlens, window or 0, group.group_name, sinks, *scores)[0]
         return out
 
     return attend
 
 
 @dataclass(frozen=True)
-class _Underway:
-    """A tensor on its way to the next rank, and what comes in from the one before."""
+class _Exchange:
+    """A pending exchange: `sent` goes to the next rank, `received` comes from the previous one."""
 
-    mine: Tensor
-    coming: Tensor
+    sent: Tensor
+    received: Tensor
     works: list[dist.Work]
 
-    def arrived(self) -> Tensor:
-        """What the rank before has sent, once it is here and `mine` is gone."""
+    def wait(self) -> Tensor:
+        """Wait for the two transfers, and return the received tensor."""
         for work in self.works:
             work.wait()
-        return self.coming
+        return self.received
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """The ranks that keys and values go round, and where this one stands."""
+    """The ring of ranks, and the index of this rank."""
 
     group: dist.ProcessGroup
     size: int
     index: int
 
-    def pass_on(self, mine: Tensor) -> _Underway:
-        """Begins to send `mine` to the next rank and to receive as much from the one before."""
-        coming = torch.empty_like(mine)
-        onward, before = (self.index + 1) % self.size, (self.index - 1) % self.size
-        ends = [
-            dist.P2POp(dist.isend, mine, group=self.group, group_peer=onward),
-            dist.P2POp(dist.irecv, coming, group=self.group, group_peer=before),
+    def pass_on(self, tensor: Tensor) -> _Exchange:
+        """Begin to send `tensor` to the next rank, and to receive a tensor of its shape from the previous rank."""
+        received = torch.empty_like(tensor)
+        following, previous = (self.index + 1) % self.size, (self.index - 1) % self.size
+        transfers = [
+            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=following),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=previous),
         ]
-        return _Underway(mine, coming, dist.batch_isend_irecv(ends))
+        return _Exchange(tensor, received, dist.batch_isend_irecv(transfers))
 
 
 class _Sizes(NamedTuple):
-    """Shapes of keys (B, M, K, E) and values (B, M, K, E'), which travel as one flat tensor."""
+    """Shapes of keys (B, M, K, E) and values (B, M, K, E'), which are sent as one flat tensor."""
 
     keys: torch.Size
     values: torch.Size
 
-    def packed(self, k: Tensor, v: Tensor) -> Tensor:
+    def pack(self, k: Tensor, v: Tensor) -> Tensor:
         return torch.cat([k.reshape(-1), v.reshape(-1)])
 
-    def unpacked(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = torch.split(both, [self.keys.numel(), self.values.numel()])
+    def unpack(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = torch.split(packed, [self.keys.numel(), self.values.numel()])
         return k.view(self.keys), v.view(self.values)
 
 
@@ -109,55 +112,57 @@ def _ring(name: str) -> _Ring:
 
 @lru_cache(maxsize=64)
 def _plan(
-    bounds: tuple[int, ...], rows: int, window: int, cp: int, index: int, source: int, device: torch.device
+    cu_seqlens: tuple[int, ...], rows: int, window: int, cp: int, index: int, source: int, device: torch.device
 ) -> tuple[Block, ...]:
-    """Which queries of rank `index` see which keys of rank `source`."""
-    earliest, length = partial_attention.earliest(bounds, rows, window), bounds[-1] // rows
-    queries, keys = (positions_of(length, cp, rank) for rank in (index, source))
-    return partial_attention.blocks(queries, keys, earliest, length // (2 * cp), device)
+    """Return the blocks of queries of rank `index` that see keys of rank `source`."""
+    earliest, length = partial_attention.first_visible(cu_seqlens, rows, window), cu_seqlens[-1] // rows
+    queries, keys = (positions_of_rank(length, cp, rank) for rank in (index, source))
+    return partial_attention.query_blocks(queries, keys, earliest, length // (2 * cp), device)
 
 
-# Which queries see which keys, given what `_plan` is given.
-Plan = Callable[..., tuple[Block, ...]]
+# A function like `_plan`.
+_BlockPlan = Callable[..., tuple[Block, ...]]
 
 
 def _rounds(
-    ring: _Ring, both: Tensor, bounds: list[int], window: int, rows: int, plan: Callable[..., Seen]
-) -> Iterator[tuple[Tensor, Tensor, Seen]]:
-    """Round by round, keys and values at hand of `both`, one flat tensor that goes on to the next rank meanwhile, the
-    keys' positions, and which queries see which of them."""
+    ring: _Ring, packed: Tensor, cu_seqlens: list[int], window: int, rows: int, plan: Callable[..., _Visible]
+) -> Iterator[tuple[Tensor, Tensor, _Visible]]:
+    """Yield for each round the packed keys and values, the keys' positions, and the result of `plan` for them.
+
+    `packed`: this rank's keys and values. While the caller computes with them, they are sent to the next rank.
+    """
     for turn in range(ring.size):
-        underway = ring.pass_on(both) if turn + 1 < ring.size else None
+        exchange = ring.pass_on(packed) if turn + 1 < ring.size else None
         source = (ring.index - turn) % ring.size
-        places = positions_of(bounds[-1] // rows, ring.size, source)
-        yield both, places, plan(tuple(bounds), rows, window, ring.size, ring.index, source, both.device)
-        both = underway.arrived() if underway else both
+        positions = positions_of_rank(cu_seqlens[-1] // rows, ring.size, source)
+        yield packed, positions, plan(tuple(cu_seqlens), rows, window, ring.size, ring.index, source, packed.device)
+        packed = exchange.wait() if exchange else packed
 
 
 def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bounds: list[int],
+    cu_seqlens: list[int],
     window: int,
     group: str,
     sinks: Tensor | None = None,
-    *how: Any,
-    plan: Plan = _plan,
+    *score_options: Any,
+    plan: _BlockPlan = _plan,
 ) -> tuple[Tensor, Tensor]:
-    scores = Scores(*how)
-    if plan is _plan and _fused(q, v, bounds, window, scores):
-        return _fused_forward(q, k, v, bounds, group, sinks, scores.scale)
-    sizes, queries = _Sizes(k.shape, v.shape), split(q, k.shape[2])
+    scores = Scores(*score_options)
+    if plan is _plan and _fused(q, v, cu_seqlens, window, scores):
+        return _fused_forward(q, k, v, cu_seqlens, group, sinks, scores.scale)
+    sizes, queries = _Sizes(k.shape, v.shape), group_heads(q, k.shape[2])
     out = queries.new_zeros(*queries.shape[:-1], v.shape[-1], dtype=wide(q.dtype))
     lse = out.new_full(out.shape[:-1], -torch.inf)
-    for both, places, along in _rounds(_ring(group), sizes.packed(k, v), bounds, window, len(q), plan):
-        if along:
-            part = arranged(*sizes.unpacked(both), places, bounds, scores, backward=False)
-            partial_attention.forward(queries, part, along, out, lse)
+    for packed, positions, visible in _rounds(_ring(group), sizes.pack(k, v), cu_seqlens, window, len(q), plan):
+        if visible:
+            part = key_value_part(*sizes.unpack(packed), positions, cu_seqlens, scores, backward=False)
+            partial_attention.attend_blocks(queries, part, visible, out, lse)
     if sinks is not None:
         partial_attention.add_sinks(out, lse, sinks)
-    return join(out).to(q.dtype).contiguous(), join(lse[..., None])[..., 0].contiguous()
+    return ungroup_heads(out).to(q.dtype).contiguous(), ungroup_heads(lse[..., None])[..., 0].contiguous()
 
 
 def _backward(
@@ -167,70 +172,79 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    bounds: list[int],
+    cu_seqlens: list[int],
     window: int,
     group: str,
-    *how: Any,
-    plan: Plan = _plan,
+    *score_options: Any,
+    plan: _BlockPlan = _plan,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scores = Scores(*how)
-    if plan is _plan and _fused(q, v, bounds, window, scores):
-        return _fused_backward(grad, q, k, v, out, lse, bounds, group, scores.scale)
+    scores = Scores(*score_options)
+    if plan is _plan and _fused(q, v, cu_seqlens, window, scores):
+        return _fused_backward(grad, q, k, v, out, lse, cu_seqlens, group, scores.scale)
     ring, sizes, kv_heads, dtype = _ring(group), _Sizes(k.shape, v.shape), k.shape[2], wide(q.dtype)
-    queries, grads, sums = split(q, kv_heads), split(grad, kv_heads), split(lse[..., None], kv_heads)[..., 0]
-    delta = split((grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True), kv_heads)[..., 0]
+    queries, grads, sums = (
+        group_heads(q, kv_heads),
+        group_heads(grad, kv_heads),
+        group_heads(lse[..., None], kv_heads)[..., 0],
+    )
+    delta = group_heads((grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True), kv_heads)[..., 0]
     grad_q = torch.zeros_like(queries, dtype=dtype)
 
     def parts() -> Iterator[Tensor]:
-        for both, places, along in _rounds(ring, sizes.packed(k, v), bounds, window, len(q), plan):
-            grad_k, grad_v = (x.new_zeros(x.transpose(1, 2).shape, dtype=dtype) for x in sizes.unpacked(both))
-            if along:
-                part = arranged(*sizes.unpacked(both), places, bounds, scores, backward=True)
-                partial_attention.backward(queries, part, along, grads, sums, delta, grad_q, grad_k, grad_v)
-            yield sizes.packed(grad_k.transpose(1, 2), grad_v.transpose(1, 2))
+        for packed, positions, visible in _rounds(ring, sizes.pack(k, v), cu_seqlens, window, len(q), plan):
+            grad_k, grad_v = (x.new_zeros(x.transpose(1, 2).shape, dtype=dtype) for x in sizes.unpack(packed))
+            if visible:
+                part = key_value_part(*sizes.unpack(packed), positions, cu_seqlens, scores, backward=True)
+                partial_attention.attend_blocks_backward(
+                    queries, part, visible, grads, sums, delta, grad_q, grad_k, grad_v
+                )
+            yield sizes.pack(grad_k.transpose(1, 2), grad_v.transpose(1, 2))
 
-    total_k, total_v = sizes.unpacked(_home(ring, parts()))
+    total_k, total_v = sizes.unpack(_reduce_to_owner(ring, parts()))
     factor = scores.factor(q.shape[-1])
-    return join(grad_q * factor).to(q.dtype).contiguous(), (total_k * factor).to(k.dtype), total_v.to(v.dtype)
+    return ungroup_heads(grad_q * factor).to(q.dtype).contiguous(), (total_k * factor).to(k.dtype), total_v.to(v.dtype)
 
 
-def _home(ring: _Ring, parts: Iterator[Tensor]) -> Tensor:
-    """The sum over ranks of the gradients of this rank's own keys and values, given what each round, the first of these
-    keys, adds to those at hand."""
-    home: Tensor | None = None
-    following: _Underway | None = None  # the gradients of the keys that come in next, from the ranks before
-    for added in parts:
-        if home is None:
-            home = added
+def _reduce_to_owner(ring: _Ring, parts: Iterator[Tensor]) -> Tensor:
+    """Return the gradient of this rank's keys and values, summed over ranks.
+
+    `parts`: for each round the gradient of the current keys and values by this rank's queries. The first round is that
+    of the rank's own keys.
+    """
+    own: Tensor | None = None
+    exchange: _Exchange | None = None  # the partial sums of the next round's keys, from the previous rank
+    for part in parts:
+        if own is None:
+            own = part
         else:
-            following = ring.pass_on(added if following is None else added.add_(following.arrived()))
-    assert home is not None
-    return home if following is None else home.add_(following.arrived())
+            exchange = ring.pass_on(part if exchange is None else part.add_(exchange.wait()))
+    assert own is not None
+    return own if exchange is None else own.add_(exchange.wait())
 
 
-def _fused(q: Tensor, v: Tensor, bounds: list[int], window: int, scores: Scores) -> bool:
-    """Whether fused kernels compute this attention, whose rows have bounds[-1] / B positions."""
-    return scores.fused and flash_partial.takes(q, v) and not 0 < window < bounds[-1] // len(q)
+def _fused(q: Tensor, v: Tensor, cu_seqlens: list[int], window: int, scores: Scores) -> bool:
+    """Return True if fused kernels compute this attention, whose unsharded rows have cu_seqlens[-1] / B positions."""
+    return scores.fused and flash_partial.supports_flash(q, v) and not 0 < window < cu_seqlens[-1] // len(q)
 
 
 @lru_cache(maxsize=64)
 def _tiles(
-    bounds: tuple[int, ...], rows: int, window: int, cp: int, index: int, source: int, device: torch.device
+    cu_seqlens: tuple[int, ...], rows: int, window: int, cp: int, index: int, source: int, device: torch.device
 ) -> tuple[Tile, ...]:
-    """What the queries of rank `index` see of the keys of rank `source`, without a window."""
-    own, other = (positions_of(bounds[-1] // rows, cp, rank) for rank in (index, source))
-    return flash_partial.tiles(bounds, rows, own, other, device)
+    """Return the tiles of queries of rank `index` over keys of rank `source`, without a window."""
+    own, other = (positions_of_rank(cu_seqlens[-1] // rows, cp, rank) for rank in (index, source))
+    return flash_partial.attention_tiles(cu_seqlens, rows, own, other, device)
 
 
 def _fused_forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], group: str, sinks: Tensor | None, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], group: str, sinks: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """As `_forward`, by fused kernels."""
+    """Return the result of `_forward`, by fused kernels."""
     q, sizes = q.contiguous(), _Sizes(k.shape, v.shape)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide(q.dtype))
     lse = out.new_full(out.shape[:-1], -torch.inf)
-    for both, _, along in _rounds(_ring(group), sizes.packed(k, v), bounds, 0, len(q), _tiles):
-        flash_partial.forward(q, *sizes.unpacked(both), along, out, lse, scale)
+    for packed, _, visible in _rounds(_ring(group), sizes.pack(k, v), cu_seqlens, 0, len(q), _tiles):
+        flash_partial.attend_tiles(q, *sizes.unpack(packed), visible, out, lse, scale)
     if sinks is not None:
         partial_attention.add_sinks(out.transpose(1, 2)[:, :, None], lse.transpose(1, 2)[:, :, None], sinks)
     return out.to(q.dtype), lse
@@ -243,27 +257,27 @@ def _fused_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    bounds: list[int],
+    cu_seqlens: list[int],
     group: str,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_backward`, by fused kernels."""
+    """Return the result of `_backward`, by fused kernels."""
     grad, q, ring, sizes, scores = grad.contiguous(), q.contiguous(), _ring(group), _Sizes(k.shape, v.shape), lse.dtype
     grad_q = torch.zeros_like(q, dtype=scores)
 
     def parts() -> Iterator[Tensor]:
-        for both, _, along in _rounds(ring, sizes.packed(k, v), bounds, 0, len(q), _tiles):
-            added = torch.zeros_like(both, dtype=scores)
-            grads = grad_q, *sizes.unpacked(added)
-            flash_partial.backward(grad, q, *sizes.unpacked(both), along, out, lse, *grads, scale)
-            yield added
+        for packed, _, visible in _rounds(ring, sizes.pack(k, v), cu_seqlens, 0, len(q), _tiles):
+            part = torch.zeros_like(packed, dtype=scores)
+            grads = grad_q, *sizes.unpack(part)
+            flash_partial.attend_tiles_backward(grad, q, *sizes.unpack(packed), visible, out, lse, *grads, scale)
+            yield part
 
-    total_k, total_v = sizes.unpacked(_home(ring, parts()))
+    total_k, total_v = sizes.unpack(_reduce_to_owner(ring, parts()))
     return grad_q.to(q.dtype), total_k.to(k.dtype), total_v.to(v.dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.bounds, ctx.window, ctx.group, sinks = inputs[:7]
+    *tensors, ctx.cu_seqlens, ctx.window, ctx.group, sinks = inputs[:7]
     ctx.scores = inputs[7:]
     ctx.save_for_backward(*tensors, *output, sinks)
     ctx.mark_non_differentiable(output[1])
@@ -272,9 +286,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     operator = torch.ops.kumi.ring_attention_backward.default
     *tensors, out, lse, sinks = ctx.saved_tensors
-    of_sinks = None if sinks is None else partial_attention.grad_of_sinks(grad, out, lse, sinks)
-    found = operator(grad, *tensors, out, lse, ctx.bounds, ctx.window, ctx.group, *ctx.scores)
-    return *found, None, None, None, of_sinks, *(None for _ in ctx.scores)
+    grad_sinks = None if sinks is None else partial_attention.grad_of_sinks(grad, out, lse, sinks)
+    grads = operator(grad, *tensors, out, lse, ctx.cu_seqlens, ctx.window, ctx.group, *ctx.scores)
+    return *grads, None, None, None, grad_sinks, *(None for _ in ctx.scores)
 
 
 def _define(name: str, schema: str, function: Any, fake: Any) -> None:
@@ -284,22 +298,22 @@ def _define(name: str, schema: str, function: Any, fake: Any) -> None:
     torch.library.register_fake(name, fake)
 
 
-_HOW = "int[] bounds, int window, str group"
+_MASK_ARGS = "int[] bounds, int window, str group"
 _define(
     "kumi::ring_attention",
-    f"(Tensor q, Tensor k, Tensor v, {_HOW}, Tensor? sinks=None, {SCHEMA}) -> (Tensor, Tensor)",
+    f"(Tensor q, Tensor k, Tensor v, {_MASK_ARGS}, Tensor? sinks=None, {SCORES_SCHEMA}) -> (Tensor, Tensor)",
     _forward,
-    fake_with_sums,
+    fake_output_and_lse,
 )
 _define(
     "kumi::ring_attention_backward",
-    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_HOW}, {SCHEMA})"
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASK_ARGS}, {SCORES_SCHEMA})"
     " -> (Tensor, Tensor, Tensor)",
     _backward,
-    fake_gradients,
+    fake_grads,
 )
 torch.library.register_autograd("kumi::ring_attention", _differentiate, setup_context=_save)
 
 # The operator as PyTorch's dispatcher knows it.
-OPERATOR = torch.ops.kumi.ring_attention.default
-INSIDE.update({OPERATOR: _forward, torch.ops.kumi.ring_attention_backward.default: _backward})
+RING_ATTENTION = torch.ops.kumi.ring_attention.default
+IMPLEMENTATIONS.update({RING_ATTENTION: _forward, torch.ops.kumi.ring_attention_backward.default: _backward})

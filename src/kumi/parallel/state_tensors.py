@@ -1,8 +1,8 @@
-"""The model's and the optimizer's tensors as pieces of global tensors, for saving and for filling.
+"""The tensors of model and optimizer as pieces of global tensors, to save and to fill them.
 
-    model/<parameter>    optim/<parameter>/<state>    as kumi.spec.optim_states names them, of AdamW exp_avg and so on
+    model/<parameter>    optim/<parameter>/<state>    states are named by kumi.spec.optim_states, for AdamW exp_avg ...
 
-Names and global shapes do not depend on the layout, so a checkpoint of one layout can be read by another.
+Names and global shapes do not depend on the layout, so a checkpoint of one layout can be read in another.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from kumi.nn import initialize
-from kumi.parallel.data_parallel import bare
-from kumi.parallel.grad_norm import by_name, local
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optim.optimizer import Optimizer
+from kumi.parallel.stage_modules import local_shard, params_by_name, unwrap
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import buffers
 from kumi.spec.model import ModelSpec
@@ -30,89 +29,95 @@ from kumi.spec.process_groups import Axis, axis
 from kumi.spec.shard_slices import replica_axes, slices, tied_axes
 from kumi.storage.write import Piece
 
-# read(name, start, shape): that part of the global tensor `name`.
-Reader = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
+# read(name, start, shape) -> this slice of the global tensor `name`.
+PieceReader = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 
 
 def spec_of(model: nn.Module) -> ModelSpec:
-    """What the decoder is that `model` holds, whole or in part."""
-    spec: ModelSpec = bare(model).spec  # type: ignore[assignment]
+    """Return the spec of the decoder or stages in `model`."""
+    spec: ModelSpec = unwrap(model).spec  # type: ignore[assignment]
     return spec
 
 
 def model_pieces(model: nn.Module, mesh: Mesh) -> list[Piece]:
-    """This rank's part of every parameter, and the buffers, which are never divided. `data` is their own memory; empty
-    parts are left out."""
-    known = by_name(spec_of(model))
-    named = bare(model).named_parameters()
-    pieces = [piece for name, value in named for piece in pieces_of(f"model/{name}", known[name], value, mesh)]
-    whole = ((name, value) for name, value in bare(model).named_buffers() if name in known)
-    return [*pieces, *(Piece(f"model/{name}", tuple(value.shape), (0,) * value.ndim, value) for name, value in whole)]
+    """Return this rank's pieces of the parameters, and the buffers, which are never sharded.
+
+    The pieces share the tensors' memory. Empty shards have no pieces.
+    """
+    params = params_by_name(spec_of(model))
+    named = unwrap(model).named_parameters()
+    pieces = [piece for name, value in named for piece in local_pieces(f"model/{name}", params[name], value, mesh)]
+    named_buffers = ((name, value) for name, value in unwrap(model).named_buffers() if name in params)
+    return [
+        *pieces,
+        *(Piece(f"model/{name}", tuple(value.shape), (0,) * value.ndim, value) for name, value in named_buffers),
+    ]
 
 
 def optimizer_pieces(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[Piece]:
-    """This rank's part of every optimizer state of the trained parameters. `data` is the state's own memory."""
+    """Return this rank's pieces of the optimizer states of trained parameters. They share the states' memory."""
     return list(_optimizer_pieces(model, optimizer, mesh))
 
 
 def _optimizer_pieces(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
-    known = by_name(spec_of(model))
-    for name, parameter in bare(model).named_parameters():
+    params = params_by_name(spec_of(model))
+    for name, parameter in unwrap(model).named_parameters():
         values = optimizer.state.get(parameter)
         if values is None:
             continue
-        for state in states_of(optimizer.optim, known[name]):
+        for state in states_of(optimizer.optim, params[name]):
             tensor = f"optim/{name}/{state.name}"
-            yield from pieces_of(tensor, state.tensor, values[state.name], mesh, sharded=state.sharded)
+            yield from local_pieces(tensor, state.tensor, values[state.name], mesh, sharded=state.sharded)
 
 
-def pieces_of(name: str, param: Param, tensor: Tensor, mesh: Mesh, *, sharded: bool = True) -> Iterator[Piece]:
-    """What this rank holds of `tensor`, a value for every element of `param`, as pieces of the whole. ZeRO shards it
-    unless `sharded` is false."""
-    data = local(tensor.detach())
+def local_pieces(name: str, param: Param, tensor: Tensor, mesh: Mesh, *, sharded: bool = True) -> Iterator[Piece]:
+    """Yield this rank's pieces of `tensor`, which has a value for every element of `param`.
+
+    ZeRO shards it unless `sharded` is false.
+    """
+    data = local_shard(tensor.detach())
     for region in slices(param, _layout(mesh, sharded), mesh.rank):
         part = tuple(slice(first, first + size) for first, size in zip(region.local, region.shape, strict=True))
         yield Piece(name, param.shape, region.start, data[part])
 
 
 def _layout(mesh: Mesh, sharded: bool) -> Layout:
-    """The layout of the mesh, for what ZeRO does not shard without ZeRO."""
+    """Return the mesh's layout, without ZeRO for tensors that ZeRO does not shard."""
     return mesh.layout if sharded else replace(mesh.layout, zero=0)
 
 
-def owned(pieces: list[Piece], model: nn.Module, mesh: Mesh, optim: Optim | None = None) -> list[Piece]:
-    """The `pieces` that this rank saves, so that every part of every tensor is saved by exactly one rank.
+def owned_pieces(pieces: list[Piece], model: nn.Module, mesh: Mesh, optim: Optim | None = None) -> list[Piece]:
+    """Return the `pieces` that this rank saves: every element of every tensor is saved by exactly one rank.
 
-    `optim` is the optimizer whose states are among the pieces, None where there are none.
-
-    Ranks with equal parts share them out by bytes. Pure arithmetic on names, shapes and the layout: nothing is sent.
+    Replicas of pieces are divided among their ranks by bytes. The result follows from names, shapes and the layout;
+    nothing is sent. `optim`: the optimizer whose states are among the pieces, or None.
     """
-    spec, alike = spec_of(model), defaultdict(list)
-    known = by_name(spec)
+    spec, by_axes = spec_of(model), defaultdict(list)
+    params = params_by_name(spec)
     for piece in pieces:
-        param = known[parameter_name(piece.name)]
-        holders = _holders(piece, param, spec, mesh, optim)
-        alike[(*holders, *tied_axes(spec, param, mesh.layout))].append(piece)
-    kept = []
-    for axes, same in alike.items():
-        mine = 0
-        for one in axes:
-            mine = mine * one.degree + one.index(mesh.rank)
-        kept += _share(same, prod(one.degree for one in axes), mine)
-    return kept
+        param = params[parameter_name(piece.name)]
+        axes = _replica_axes(piece, param, spec, mesh, optim)
+        by_axes[(*axes, *tied_axes(spec, param, mesh.layout))].append(piece)
+    result = []
+    for axes, replicated in by_axes.items():
+        index = 0
+        for each in axes:
+            index = index * each.degree + each.index(mesh.rank)
+        result += _share(replicated, prod(each.degree for each in axes), index)
+    return result
 
 
 def parameter_name(piece: str) -> str:
-    """The parameter that a piece's tensor belongs to."""
+    """Return the name of the parameter that the tensor of a piece belongs to."""
     kind, _, rest = piece.partition("/")
     return rest if kind == "model" else rest.rpartition("/")[0]
 
 
-def _holders(piece: Piece, param: Param, spec: ModelSpec, mesh: Mesh, optim: Optim | None) -> tuple[Axis, ...]:
-    """The axes along which ranks hold what is in `piece`: all, of buffers."""
+def _replica_axes(piece: Piece, param: Param, spec: ModelSpec, mesh: Mesh, optim: Optim | None) -> tuple[Axis, ...]:
+    """Return the axes along which ranks have replicas of `piece`; for buffers, all axes."""
     if param in buffers(spec):
-        every = (axis(mesh.layout, name) for name in ("dp_replicate", "zero", "tp"))
-        return tuple(one for one in every if one.degree > 1)
+        axes = (axis(mesh.layout, name) for name in ("dp_replicate", "zero", "tp"))
+        return tuple(each for each in axes if each.degree > 1)
     if piece.name.startswith("model/"):
         return replica_axes(param, mesh.layout)
     assert optim is not None, f"{piece.name} is a state of an optimizer that the caller does not name"
@@ -121,29 +126,29 @@ def _holders(piece: Piece, param: Param, spec: ModelSpec, mesh: Mesh, optim: Opt
     return replica_axes(state.tensor, _layout(mesh, state.sharded))
 
 
-def _share(pieces: list[Piece], ranks: int, mine: int) -> list[Piece]:
-    """The pieces of rank `mine` when the largest piece left goes to the rank with the fewest bytes, again and again."""
+def _share(pieces: list[Piece], ranks: int, index: int) -> list[Piece]:
+    """Return the pieces of rank `index`: the largest remaining piece always goes to the rank with the fewest bytes."""
     load = [0] * ranks
-    kept = []
+    result = []
     for piece in sorted(pieces, key=lambda piece: (-piece.data.nbytes, piece.name)):
         rank = load.index(min(load))
         load[rank] += piece.data.nbytes
-        if rank == mine:
-            kept.append(piece)
-    return kept
+        if rank == index:
+            result.append(piece)
+    return result
 
 
-def fill(pieces: list[Piece], read: Reader) -> None:
-    """Fills the memory of every piece with what `read` returns for it."""
+def fill_pieces(pieces: list[Piece], read: PieceReader) -> None:
+    """Fill the memory of every piece with the slice that `read` returns for it."""
     with torch.no_grad():
         for piece in pieces:
             piece.data.copy_(read(piece.name, piece.start, tuple(piece.data.shape)))
 
 
-def draw(pieces: list[Piece], spec: ModelSpec, seed: int) -> None:
-    """Fills the memory of every parameter's piece with its initial values, the same in every layout."""
-    known = by_name(spec)
+def draw_pieces(pieces: list[Piece], spec: ModelSpec, seed: int) -> None:
+    """Fill the memory of every parameter's piece with its initial values, which are the same in every layout."""
+    params = params_by_name(spec)
     with torch.no_grad():
         for piece in pieces:
-            param = known[parameter_name(piece.name)]
+            param = params[parameter_name(piece.name)]
             initialize.fill(piece.data, param, piece.start, std=spec.initializer_range, seed=seed)

@@ -1,16 +1,15 @@
-"""Tensor parallelism: matrices are cut over the tp ranks as the ledger says, and so, with sequence parallelism, are the
-tokens between them.
+"""Tensor parallelism: matrices are sharded over tp; with sequence parallelism, so are the tokens between blocks.
 
-A region (attention, a feed-forward layer, a shared expert) begins with matrices cut by columns and ends with one cut by
-rows (Shoeybi et al., 2019, arXiv:1909.08053). What goes over the wire, for hidden states (T, D) of a microbatch:
+A block (attention, an MLP, a shared expert) begins with column-parallel matrices and ends with a row-parallel one
+(Shoeybi et al., 2019, arXiv:1909.08053). Its collectives, over hidden states (T, D) of a microbatch:
 
-                        forward                     backward
-    plain               total at the end            total at the beginning
-    sequence parallel   gather, then scatter        gather, then scatter; and gather again for the weights' gradients,
-                                                    since only this rank's part of the input is kept
+                        forward                       backward
+    plain               all-reduce at the end         all-reduce at the beginning
+    sequence parallel   all-gather, reduce-scatter    all-gather, reduce-scatter; and another all-gather for the weight
+                                                      gradients, because only this rank's tokens are saved
 
-(Korthikanti et al., 2022, arXiv:2205.05198). Nothing here knows a model family: `kumi.spec.sharding.tp_style` says
-which matrix is cut how, `shard_shape` how large the rank's part is.
+(Korthikanti et al., 2022, arXiv:2205.05198). This module knows no model families: `kumi.spec.sharding.tp_style` says
+how a matrix is sharded, `shard_shape` how large its shard is.
 """
 
 from __future__ import annotations
@@ -28,181 +27,188 @@ from torch.utils.flop_counter import register_flop_formula
 
 from kumi.nn.decoder import Decoder
 from kumi.nn.linear import Linear, add_gradients
-from kumi.nn.lora import LoraLinear, complete_all
+from kumi.nn.lora import LoraLinear, add_adapter_outputs
 from kumi.nn.norm import RMSNorm
-from kumi.nn.tp_block import Region
-from kumi.parallel.grad_norm import by_name, local
+from kumi.nn.tp_block import Projections
 from kumi.parallel.mesh import Mesh
+from kumi.parallel.stage_modules import local_shard, params_by_name
 from kumi.parallel.token_collectives import (
-    GATHER,
-    SCATTER,
-    SUM,
-    define,
-    fan_out,
-    gather,
-    gathered,
-    scatter,
-    scattered,
-    total,
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    all_gather,
+    all_gather_no_grad,
+    all_reduce,
+    copy_to_group,
+    define_collective,
+    reduce_scatter,
+    reduce_scatter_no_grad,
 )
-from kumi.parallel.vocab_parallel import VocabularyPart
+from kumi.parallel.vocab_parallel import VocabularyShard
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import ops
 from kumi.spec.sharding import DIM_TO_AXIS, shard_shape, tp_style
 
 
-def cut(decoder: Decoder, mesh: Mesh) -> None:
-    """Leaves this rank's part of every parameter that tp, ep or expert_tp cuts, and makes the parts work together.
+def apply_tensor_parallel(decoder: Decoder, mesh: Mesh) -> None:
+    """Shard the parameters of `decoder` over tp, ep and expert_tp, and replace the functions that need collectives.
 
-    The decoder must be on the meta device: nothing is copied.
+    The decoder must be on the meta device: no values are copied.
     """
-    _cut_parameters(decoder, mesh.layout)
+    _shard_parameters(decoder, mesh.layout)
     group = mesh.group("tp")
     if group is None:
         return
     sequence_parallel = mesh.layout.sequence_parallel
-    region = SharedRegion(group, sequence_parallel, mesh.layout.recompute == "selective")
-    for module, last in _regions(decoder):
-        module.region = region
+    projections = ShardedProjections(group, sequence_parallel, mesh.layout.recompute == "selective")
+    for module, last in _blocks(decoder):
+        module.projections = projections
         last.adds_bias = False
-    for norm in _cut_norms(decoder):
-        norm.function = partial(_norm_of_parts, group)
-    part = VocabularyPart(group, decoder.spec.vocab_size, sequence_parallel)
+    for norm in _sharded_norms(decoder):
+        norm.function = partial(_norm_of_shards, group)
+    vocabulary = VocabularyShard(group, decoder.spec.vocab_size, sequence_parallel)
     if decoder.has_embedding:
         table = decoder.model.embed_tokens
-        table.lookup = partial(_embed, decoder, part, group, sequence_parallel)
+        table.lookup = partial(_embed, decoder, vocabulary, group, sequence_parallel)
     positions = decoder.model.embed_positions
     if positions is not None and sequence_parallel:
-        positions.lookup = partial(_positions_of_part, group)
-    decoder.logits = part.logits
-    decoder.log_probs = partial(decoder.log_probs, vocabulary=part)
-    decoder.weighted_sum = partial(decoder.weighted_sum, vocabulary=part)
+        positions.lookup = partial(_local_positions, group)
+    decoder.logits = vocabulary.logits
+    decoder.log_probs = partial(decoder.log_probs, vocabulary=vocabulary)
+    decoder.weighted_sum = partial(decoder.weighted_sum, vocabulary=vocabulary)
 
 
-def _cut_parameters(decoder: Decoder, layout: Layout) -> None:
-    known = by_name(decoder.spec)
+def _shard_parameters(decoder: Decoder, layout: Layout) -> None:
+    params = params_by_name(decoder.spec)
     for name, parameter in list(decoder.named_parameters()):
-        shape = shard_shape(known[name], layout.tp, layout.ep, layout.expert_tp)
+        shape = shard_shape(params[name], layout.tp, layout.ep, layout.expert_tp)
         if shape != tuple(parameter.shape):
             path, _, leaf = name.rpartition(".")
-            made = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-            decoder.get_submodule(path).register_parameter(leaf, nn.Parameter(made, parameter.requires_grad))
+            shard = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            decoder.get_submodule(path).register_parameter(leaf, nn.Parameter(shard, parameter.requires_grad))
 
 
-def _regions(decoder: Decoder) -> Iterator[tuple[Any, Linear]]:
-    """The modules whose matrices are cut, with the matrix that ends each."""
-    there = dict(decoder.named_modules())
+def _blocks(decoder: Decoder) -> Iterator[tuple[Any, Linear]]:
+    """Yield the modules with sharded matrices, each with its row-parallel matrix."""
+    modules = dict(decoder.named_modules())
     for op in ops(decoder.spec):
-        if tp_style(op) == "row" and not op.experts and op.name in there:
-            last = there[op.name]
+        if tp_style(op) == "row" and not op.experts and op.name in modules:
+            last = modules[op.name]
             assert isinstance(last, Linear)
-            yield there[op.name.rpartition(".")[0]], last
+            yield modules[op.name.rpartition(".")[0]], last
 
 
-def _cut_norms(decoder: Decoder) -> Iterator[RMSNorm]:
-    """Norms over dims that are cut: their mean square is one over all ranks."""
-    there = dict(decoder.named_modules())
+def _sharded_norms(decoder: Decoder) -> Iterator[RMSNorm]:
+    """Yield the norms over sharded dims: their mean square is over all ranks."""
+    modules = dict(decoder.named_modules())
     for op in ops(decoder.spec):
-        if op.kind == "norm" and op.name in there and DIM_TO_AXIS.get(op.params[0].dims[0].name) == "tp":
-            norm = there[op.name]
+        if op.kind == "norm" and op.name in modules and DIM_TO_AXIS.get(op.params[0].dims[0].name) == "tp":
+            norm = modules[op.name]
             assert isinstance(norm, RMSNorm)
             yield norm
 
 
-def _norm_of_parts(group: dist.ProcessGroup, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """The norm over all ranks' parts of the last dim, given this rank's."""
+def _norm_of_shards(group: dist.ProcessGroup, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """Return this rank's shard of the RMS norm over a last dim that is sharded over `group`."""
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     size = x.shape[-1] * group.size()
-    square = fan_out(total(values.square().sum(-1, keepdim=True), group), group) / size
+    square = copy_to_group(all_reduce(values.square().sum(-1, keepdim=True), group), group) / size
     factor = 1 + weight if zero_centered else weight
     return (values * torch.rsqrt(square + eps) * factor).to(x.dtype)
 
 
 def _embed(
-    decoder: Decoder, part: VocabularyPart, group: dist.ProcessGroup, divide: bool, input_ids: Tensor, table: Tensor
+    decoder: Decoder,
+    vocabulary: VocabularyShard,
+    group: dist.ProcessGroup,
+    divide: bool,
+    input_ids: Tensor,
+    table: Tensor,
 ) -> Tensor:
-    """Hidden states (B, S, D), or this rank's of all tokens (T/n, D), from the rows of the table that ranks have."""
-    rows, here = part.rows(input_ids)
-    found = F.embedding(rows, table).to(decoder.compute_dtype) * here[..., None]
-    return scatter(found.flatten(0, 1), group) if divide else total(found, group)
+    """Return hidden states (B, S, D), or this rank's tokens (T/n, D) if `divide`, from a sharded token table."""
+    rows, here = vocabulary.rows(input_ids)
+    hidden = F.embedding(rows, table).to(decoder.compute_dtype) * here[..., None]
+    return reduce_scatter(hidden.flatten(0, 1), group) if divide else all_reduce(hidden, group)
 
 
-def _positions_of_part(group: dist.ProcessGroup, position_ids: Tensor, table: Tensor) -> Tensor:
-    """The rows (T/n, D) of this rank's part of all tokens, given the positions (B, S) of all."""
+def _local_positions(group: dist.ProcessGroup, position_ids: Tensor, table: Tensor) -> Tensor:
+    """Return the position embeddings (T/n, D) of this rank's tokens, given the positions (B, S) of all tokens."""
     return F.embedding(position_ids.flatten().chunk(group.size())[group.rank()], table)
 
 
-class SharedRegion(Region):
-    """A region whose matrices are dealt out over `group`. With `sequence_parallel` hidden states come and go as this
-    rank's part of all tokens, (T/n, D).
+class ShardedProjections(Projections):
+    """The projections of a block whose matrices are sharded over `group`.
 
-    `selective` recomputation keeps the results of operators: what leaves is then one operator, so that the sum is kept
-    and not what goes into it. Recomputed whole, a layer stops at the last tensor that its backward pass reads: what
-    leaves is then two, so that its last sum is not made again.
+    `sequence_parallel`: hidden states are this rank's tokens, (T/n, D).
+    `selective`: the layer recomputes selectively. `row_linear` is then one operator, so that its sum over ranks is
+    saved and not the terms. Full recomputation stops at the last tensor that the backward pass needs; `row_linear` is
+    then two operators, so that the layer's last sum is not repeated.
     """
 
     def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool, selective: bool) -> None:
         self.group, self.sequence_parallel, self.selective = group, sequence_parallel, selective
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         return self.group.rank(), self.group.size()
 
-    def enter(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+    def column_linear(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
         if not self.sequence_parallel:
-            x = fan_out(x, self.group)
+            x = copy_to_group(x, self.group)
             return tuple(layer(x) for layer in layers)
         weights = [layer.weight.to(x.dtype) for layer in layers]
         adapted = [layer for layer in layers if isinstance(layer, LoraLinear)]
         # Layers with adapters add their biases themselves.
-        own = [None if layer in adapted else layer.bias for layer in layers]
-        biases = [None if bias is None else bias.to(x.dtype) for bias in own]
-        made: tuple[Tensor, ...] = _GatheredLinears.apply(x, self.group, layers, *weights, *biases)  # type: ignore[no-untyped-call]
+        plain = [None if layer in adapted else layer.bias for layer in layers]
+        biases = [None if bias is None else bias.to(x.dtype) for bias in plain]
+        outputs: tuple[Tensor, ...] = _ColumnLinears.apply(x, self.group, layers, *weights, *biases)  # type: ignore[no-untyped-call]
         if not adapted:
-            return made
-        # Of what adapters make of the input, each rank has its own tokens': little enough to gather besides.
-        reduced = gather(torch.cat([layer.reduced(x) for layer in adapted], dim=-1), self.group)
-        return complete_all(made, layers, torch.split(reduced, [layer.lora.r for layer in adapted], -1))
+            return outputs
+        # Each rank computes A x of its own tokens; the results are small enough for another all-gather.
+        reduced = all_gather(torch.cat([layer.reduced(x) for layer in adapted], dim=-1), self.group)
+        return add_adapter_outputs(outputs, layers, torch.split(reduced, [layer.lora.r for layer in adapted], -1))
 
-    def share(self, x: Tensor) -> Tensor:
-        return gather(x, self.group) if self.sequence_parallel else fan_out(x, self.group)
+    def broadcast(self, x: Tensor) -> Tensor:
+        return all_gather(x, self.group) if self.sequence_parallel else copy_to_group(x, self.group)
 
-    def leave(self, x: Tensor, layer: Linear) -> Tensor:
+    def row_linear(self, x: Tensor, layer: Linear) -> Tensor:
         if self.selective and not isinstance(layer, LoraLinear):
             weight = layer.weight.to(x.dtype)
-            out: Tensor = _SummedLinear.apply(x, weight, layer, self.group, self.sequence_parallel)  # type: ignore[no-untyped-call]
+            out: Tensor = _RowLinear.apply(x, weight, layer, self.group, self.sequence_parallel)  # type: ignore[no-untyped-call]
         else:
-            summed = scatter if self.sequence_parallel else total
-            out = summed(layer(x.flatten(0, -2) if self.sequence_parallel else x), self.group)
+            reduce = reduce_scatter if self.sequence_parallel else all_reduce
+            out = reduce(layer(x.flatten(0, -2) if self.sequence_parallel else x), self.group)
         return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
 
-class _SummedLinear(torch.autograd.Function):
-    """A matrix whose results are summed over the ranks, each of which gets all tokens' or, `divide`, its own."""
+class _RowLinear(torch.autograd.Function):
+    """A row-parallel matmul whose result is all-reduced, or reduce-scattered over tokens if `divide`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Linear, group: dist.ProcessGroup, divide: bool) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.layer, ctx.group, ctx.divide, ctx.shape = layer, group, divide, x.shape
-        out: Tensor = SUMMED_LINEAR(x, weight, divide, group.size(), group.group_name)
+        out: Tensor = ROW_LINEAR(x, weight, divide, group.size(), group.group_name)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad = (gathered(grad, ctx.group) if ctx.divide else grad).flatten(0, -2)
-        of_x = (grad @ weight).view(ctx.shape)
+        grad = (all_gather_no_grad(grad, ctx.group) if ctx.divide else grad).flatten(0, -2)
+        grad_x = (grad @ weight).view(ctx.shape)
         if x is None:  # the weight is frozen
-            return of_x, None, None, None, None
-        if ctx.layer.later is not None:
-            ctx.layer.later.append(partial(add_gradients, ctx.layer.weight, None, x.flatten(0, -2), grad))
-            return of_x, None, None, None, None
-        return of_x, grad.T @ x.flatten(0, -2), None, None, None
+            return grad_x, None, None, None, None
+        if ctx.layer.deferred_wgrads is not None:
+            ctx.layer.deferred_wgrads.append(partial(add_gradients, ctx.layer.weight, None, x.flatten(0, -2), grad))
+            return grad_x, None, None, None, None
+        return grad_x, grad.T @ x.flatten(0, -2), None, None, None
 
 
-class _GatheredLinears(torch.autograd.Function):
-    """Several matrices of one input that is gathered for them, and gathered again for their gradients: only the rank's
-    own part is kept."""
+class _ColumnLinears(torch.autograd.Function):
+    """Column-parallel matmuls of an all-gathered input.
+
+    Only this rank's tokens are saved; they are all-gathered again for the weight gradients.
+    """
 
     @staticmethod
     def forward(
@@ -212,96 +218,102 @@ class _GatheredLinears(torch.autograd.Function):
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *weights)
         ctx.group, ctx.layers = group, layers
-        return tuple(LINEARS(x, list(weights), list(biases), group.size(), group.group_name))
+        return tuple(COLUMN_LINEARS(x, list(weights), list(biases), group.size(), group.group_name))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        of_whole = grads[0] @ weights[0]
+        grad_full_x = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            of_whole.addmm_(grad, weight)
-        of_x = scattered(of_whole, ctx.group)
+            grad_full_x.addmm_(grad, weight)
+        grad_x = reduce_scatter_no_grad(grad_full_x, ctx.group)
         if x is None:  # the weights are frozen
-            return (of_x, *[None] * (2 + 2 * len(weights)))
-        later = ctx.layers[0].later
-        if later is not None:
+            return (grad_x, *[None] * (2 + 2 * len(weights)))
+        deferred = ctx.layers[0].deferred_wgrads
+        if deferred is not None:
             pairs = [(layer.weight, layer.bias) for layer in ctx.layers]
-            later.append(_put_off(pairs, x, grads, ctx.group))
-            return (of_x, *[None] * (2 + 2 * len(weights)))
-        whole = gathered(x, ctx.group)
+            deferred.append(_deferred_wgrads(pairs, x, grads, ctx.group))
+            return (grad_x, *[None] * (2 + 2 * len(weights)))
+        full_x = all_gather_no_grad(x, ctx.group)
         biases = ctx.needs_input_grad[3 + len(weights) :]
-        of_biases = [grad.sum(0) if needed else None for grad, needed in zip(grads, biases, strict=True)]
-        return (of_x, None, None, *[grad.T @ whole for grad in grads], *of_biases)
+        grad_biases = [grad.sum(0) if needed else None for grad, needed in zip(grads, biases, strict=True)]
+        return (grad_x, None, None, *[grad.T @ full_x for grad in grads], *grad_biases)
 
 
-def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], size: int, group: str) -> list[Tensor]:
-    whole = GATHER(x, size, group)
-    return [F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+def _column_linears(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], size: int, group: str
+) -> list[Tensor]:
+    full_x = ALL_GATHER(x, size, group)
+    return [F.linear(full_x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
-def _fake_linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], size: int, group: str) -> list[Tensor]:
+def _fake_column_linears(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], size: int, group: str
+) -> list[Tensor]:
     return [x.new_empty(x.shape[0] * size, weight.shape[0]) for weight in weights]
 
 
-# One operator, whose results selective recomputation keeps: what is gathered for them is not gathered again.
-LINEARS = define(
+# One operator, so that selective recomputation saves its results and does not repeat the all-gather.
+COLUMN_LINEARS = define_collective(
     "gathered_linears",
     "(Tensor x, Tensor[] weights, Tensor?[] biases, int size, str group) -> Tensor[]",
-    _linears,
-    _fake_linears,
+    _column_linears,
+    _fake_column_linears,
 )
 
 
-def _flops(x: tuple[int, ...], weights: list[tuple[int, ...]], biases: Any, size: int, *_: Any, **__: Any) -> int:
+def _column_linears_flops(
+    x: tuple[int, ...], weights: list[tuple[int, ...]], biases: Any, size: int, *_: Any, **__: Any
+) -> int:
     return sum(2 * x[0] * size * prod(weight) for weight in weights)
 
 
-register_flop_formula(torch.ops.kumi.gathered_linears)(_flops)
+register_flop_formula(torch.ops.kumi.gathered_linears)(_column_linears_flops)
 
 
-def _summed_linear(x: Tensor, weight: Tensor, divide: bool, size: int, group: str) -> Tensor:
+def _row_linear(x: Tensor, weight: Tensor, divide: bool, size: int, group: str) -> Tensor:
     out = F.linear(x.flatten(0, -2) if divide else x, weight)
-    summed: Tensor = SCATTER(out, size, group) if divide else SUM(out, group)
+    summed: Tensor = REDUCE_SCATTER(out, size, group) if divide else ALL_REDUCE(out, group)
     return summed
 
 
-def _fake_summed_linear(x: Tensor, weight: Tensor, divide: bool, size: int, group: str) -> Tensor:
+def _fake_row_linear(x: Tensor, weight: Tensor, divide: bool, size: int, group: str) -> Tensor:
     rows = (x.shape[:-1].numel() // size,) if divide else x.shape[:-1]
     return x.new_empty(*rows, weight.shape[0])
 
 
-# One operator here, too: selective recomputation keeps the sum, not what goes into it.
-SUMMED_LINEAR = define(
+# One operator, so that selective recomputation saves the sum over ranks and not its terms.
+ROW_LINEAR = define_collective(
     "summed_linear",
     "(Tensor x, Tensor weight, bool divide, int size, str group) -> Tensor",
-    _summed_linear,
-    _fake_summed_linear,
+    _row_linear,
+    _fake_row_linear,
 )
 register_flop_formula(torch.ops.kumi.summed_linear)(lambda x, weight, *_, **__: 2 * prod(x[:-1]) * prod(weight))
 
 
-def _put_off(
+def _deferred_wgrads(
     pairs: Sequence[tuple[nn.Parameter, nn.Parameter | None]],
     x: Tensor,
     grads: Sequence[Tensor],
     group: dist.ProcessGroup,
 ) -> Callable[[], None]:
-    """What is left to do for the weights of several matrices: one gathering of their input for all."""
+    """Return a function that adds the weight gradients of several matrices, with one all-gather of their input."""
 
     @torch.no_grad()
     def finish() -> None:
-        whole = gathered(x, group)
+        full_x = all_gather_no_grad(x, group)
         for (weight, bias), grad in zip(pairs, grads, strict=True):
-            add_gradients(weight, bias, whole, grad)
+            add_gradients(weight, bias, full_x, grad)
 
     return finish
 
 
 @torch.no_grad()
-def clear_padding(model: nn.Module, mesh: Mesh) -> None:
-    """Sets rows that stand for no token to zero, which they stay: they are never looked up and never likely."""
+def zero_vocab_padding(model: nn.Module, mesh: Mesh) -> None:
+    """Set the padding rows of token table and head to zero. They stay zero: no token looks them up or predicts them."""
     for module in model.modules():
         if isinstance(module, Decoder) and module.spec.vocab_size % mesh.layout.tp:
             for part in (getattr(module.model, "embed_tokens", None), getattr(module, "lm_head", None)):
                 if part is not None:
-                    local(part.weight).zero_()
+                    local_shard(part.weight).zero_()

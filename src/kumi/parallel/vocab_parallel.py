@@ -1,7 +1,7 @@
-"""The head and its log-probabilities where the rows of the vocabulary are dealt out over the tp ranks.
+"""The head and its log-probs with a vocabulary that is sharded over tp.
 
-Of every token the ranks tell each other two numbers, the log-sum-exp of their logits and the label's logit; the logits
-themselves are never gathered in training (Shoeybi et al., 2019, arXiv:1909.08053, section 3).
+The ranks exchange two numbers for each token: the log-sum-exp of their logits, and the label's logit. Training never
+all-gathers logits (Shoeybi et al., 2019, arXiv:1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kumi.nn.logprob import Vocabulary
-from kumi.parallel.token_collectives import gathered, scattered, summed
+from kumi.parallel.token_collectives import all_gather_no_grad, all_reduce_no_grad, reduce_scatter_no_grad
 
 
-class VocabularyPart(Vocabulary):
-    """This rank's rows: equally many on all ranks, the last of which are padding where they do not go up evenly.
+class VocabularyShard(Vocabulary):
+    """This rank's rows of the vocabulary. All ranks have equally many; the last rows may be padding.
 
-    With `sequence_parallel` hidden states are this rank's part of all tokens.
+    `sequence_parallel`: hidden states are this rank's tokens only.
     """
 
     def __init__(self, group: dist.ProcessGroup, size: int, sequence_parallel: bool) -> None:
@@ -35,17 +35,17 @@ class VocabularyPart(Vocabulary):
         return rows.clamp(0, self.count - 1), here
 
     def join(self, log_sum: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        parts = gathered(torch.stack((log_sum, chosen))[None], self.group)
+        parts = all_gather_no_grad(torch.stack((log_sum, chosen))[None], self.group)
         return torch.logsumexp(parts[:, 0], dim=0), parts[:, 1].sum(0)
 
     def gather(self, hidden: Tensor) -> Tensor:
-        return gathered(hidden, self.group) if self.sequence_parallel else hidden
+        return all_gather_no_grad(hidden, self.group) if self.sequence_parallel else hidden
 
     def reduce(self, grad_hidden: Tensor) -> Tensor:
-        return (scattered if self.sequence_parallel else summed)(grad_hidden, self.group)
+        return (reduce_scatter_no_grad if self.sequence_parallel else all_reduce_no_grad)(grad_hidden, self.group)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """All logits (T, V) on every rank, without a gradient: to look at, not to train with."""
+        """Return all logits (T, V) on every rank, without a gradient."""
         part = F.linear(self.gather(hidden), weight.to(hidden.dtype))
-        whole = gathered(part.T, self.group).T
-        return whole[:, : self.size]
+        padded = all_gather_no_grad(part.T, self.group).T
+        return padded[:, : self.size]

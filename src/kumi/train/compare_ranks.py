@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 from kumi.config import ResolvedRun
 from kumi.errors import LayoutError
-from kumi.parallel.mesh import Place
+from kumi.parallel.mesh import RankInfo
 
 
-def check_agreement(run: ResolvedRun, place: Place) -> None:
+def check_agreement(run: ResolvedRun, place: RankInfo) -> None:
     """Raise LayoutError, on all ranks, unless every rank has the same `run` and layout."""
     if place.world_size == 1:
         return

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from kumi.parallel import pipeline
-from kumi.parallel.data_parallel import release
-from kumi.parallel.mesh import counts_once, total
-from kumi.parallel.run_microbatches import counts_loss, cut, decoder_inputs, segment_sums
+from kumi.parallel.data_parallel import reshard
+from kumi.parallel.mesh import all_reduce_sum, is_loss_rank
+from kumi.parallel.run_microbatches import adds_to_loss, decoder_inputs, segment_sums, shard_batch
 from kumi.train.step import to_device
 from kumi.train.train_state import RankState
 
@@ -36,14 +36,14 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
     starts = [begin + layout.dp_index(mesh.rank) * size for begin in range(0, count, layout.dp * size)]
     for group in (starts[begin : begin + ahead] for begin in range(0, len(starts), ahead)):
         full_batches = [rank_state.validation.batch(start, size) for start in group]
-        counted += sum(map(objective.count, full_batches)) if counts_once(mesh) else 0
-        batches = [cut(objective, to_device(batch, mesh.device), mesh) for batch in full_batches]
-        outputs = pipeline.forward(rank_state.model, mesh, list(map(decoder_inputs, batches)))
+        counted += sum(map(objective.count, full_batches)) if is_loss_rank(mesh) else 0
+        batches = [shard_batch(objective, to_device(batch, mesh.device), mesh) for batch in full_batches]
+        outputs = pipeline.forward_microbatches(rank_state.model, mesh, list(map(decoder_inputs, batches)))
         # Ranks without the head return no log-probs.
         for batch, log_probs in zip(batches, outputs):
             batch_loss = objective.loss(log_probs.double(), batch, 1.0, segment_sums(mesh))
-            loss += batch_loss if counts_loss(objective, mesh) else 0.0
+            loss += batch_loss if adds_to_loss(objective, mesh) else 0.0
     rank_state.model.train()
-    release(rank_state.model)
-    loss_sum, units = total(torch.stack([loss, loss.new_tensor(counted)]), mesh).tolist()
+    reshard(rank_state.model)
+    loss_sum, units = all_reduce_sum(torch.stack([loss, loss.new_tensor(counted)]), mesh).tolist()
     return Evaluation(loss_sum / max(units, 1), int(units))

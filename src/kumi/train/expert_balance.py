@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kumi.config import ResolvedRun
 from kumi.nn.router import Router, routers
-from kumi.parallel.mesh import Mesh, total
+from kumi.parallel.mesh import Mesh, all_reduce_sum
 from kumi.spec.ledger import LAYERS
 from kumi.spec.model import ModelSpec, MoE
 
@@ -53,7 +53,7 @@ def balance_experts(model: nn.Module, run: ResolvedRun, mesh: Mesh, scale: float
             table[row, -1] = router.balance.loss / scale
     if mesh.index("tp") > 0 and not mesh.layout.sequence_parallel:
         table.zero_()  # without sequence parallelism, all tp ranks count the same tokens
-    table = total(table, mesh)
+    table = all_reduce_sum(table, mesh)
     counts = table[:, :-1]
     if run.balance.kind == "loss-free":
         for row, router in own_rows:

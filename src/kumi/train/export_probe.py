@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kumi.data import Mixture
 from kumi.parallel import context_parallel, pipeline
-from kumi.parallel.data_parallel import release
+from kumi.parallel.data_parallel import reshard
 from kumi.spec.layout import AXES
 from kumi.train.train_state import RankState
 
@@ -34,10 +34,10 @@ def write_probe(rank_state: RankState, out: Path) -> None:
     """
     input_ids: Tensor = torch.from_numpy(rank_state.probe_ids).to(rank_state.mesh.device)
     rank_state.model.eval()
-    with context_parallel.whole_sequences(rank_state.model):
-        outputs = pipeline.forward(rank_state.model, rank_state.mesh, [{"input_ids": input_ids}])
+    with context_parallel.unsharded_sequences(rank_state.model):
+        outputs = pipeline.forward_microbatches(rank_state.model, rank_state.mesh, [{"input_ids": input_ids}])
     rank_state.model.train()
-    release(rank_state.model)
+    reshard(rank_state.model)
     if outputs and all(rank_state.mesh.index(name) == 0 for name in AXES if name != "pp"):
         tensors = {"input_ids": input_ids.cpu(), "logits": outputs[0].float().cpu().contiguous()}
         try:

@@ -23,7 +23,7 @@ from kumi.errors import KumiError, RefusedError
 from kumi.nn.decoder import Decoder
 from kumi.nn.generate import generate
 from kumi.nn.nf4 import quantize_linears
-from kumi.nn.numerics import use
+from kumi.nn.numerics import use_numerics
 from kumi.spec.numerics import REFERENCE
 from kumi.spec.precision import ITEMSIZE
 from kumi.train.export_probe import PROBE_FILE
@@ -46,7 +46,9 @@ def finish(run: ResolvedRun, store: Store, *, anew: bool) -> None:
     if not run.config.export.enabled:
         return
     if run.cluster.device.kind == "cpu":
-        use(run.numerics or REFERENCE)  # the same arithmetic as the ranks, whose logits the export is compared with
+        use_numerics(
+            run.numerics or REFERENCE
+        )  # the same arithmetic as the ranks, whose logits the export is compared with
     if run.model.lora is not None:
         adapted = _finish_adapters(run, store, anew=anew)
         _push(run, run.out / "adapter")

@@ -20,11 +20,11 @@ from kumi.convert.hf.adapter_read import adapters_reader
 from kumi.data import Store
 from kumi.errors import OK, DivergedError, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
-from kumi.nn.numerics import use
+from kumi.nn.numerics import use_numerics
 from kumi.parallel.build import build
-from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, init_distributed, total
+from kumi.parallel.mesh import Mesh, all_reduce_sum, build_mesh, close_distributed, init_distributed
 from kumi.parallel.optim import build_optimizer
-from kumi.parallel.state_tensors import Reader, fill, optimizer_pieces
+from kumi.parallel.state_tensors import PieceReader, fill_pieces, optimizer_pieces
 from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
 from kumi.train.callbacks import Callbacks, Listener
@@ -71,7 +71,7 @@ def _train(
 ) -> int:
     memory_before = baseline_memory(mesh.device)
     if mesh.device.type == "cpu":
-        use(run.numerics or REFERENCE)
+        use_numerics(run.numerics or REFERENCE)
         keep_freed_memory()
     rank_state, state = _restore(run, store, mesh, open_source)
     attempt = _attempt(mesh)
@@ -191,8 +191,8 @@ def _restore(run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource
     saved = last_checkpoint(run)
     state = TrainState() if saved is None else restore_state(saved, store, run)
     run = run if saved is None else with_stored_warmup(run, saved.meta)
-    weights: int | Reader = run.config.train.seed
-    adapters: int | Reader = run.config.train.seed if saved is None else saved.read
+    weights: int | PieceReader = run.config.train.seed
+    adapters: int | PieceReader = run.config.train.seed if saved is None else saved.read
     if saved is not None and run.model.lora is None:
         weights = saved.read
     elif run.source is not None and run.config.model.init == "pretrained":
@@ -211,7 +211,7 @@ def _restore(run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource
     folder = Path(os.path.expanduser(run.config.train.offload_dir or run.out / "offload"))
     optimizer = build_optimizer(model, mesh, run.optim, folder)
     if saved is not None:
-        fill(optimizer_pieces(model, optimizer, mesh), saved.read)
+        fill_pieces(optimizer_pieces(model, optimizer, mesh), saved.read)
     cross = run.config.data.cross_document
     mixture = store.mixture(run.batch.seq_len, run.config.train.seed, cross_document=cross)
     source = open_source(run, mixture, run.layout.dp_index(mesh.rank), None if saved is None else saved.meta)
@@ -222,7 +222,7 @@ def _restore(run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource
 
 def _attempt(mesh: Mesh) -> str:
     """Return a random name for this start of the run, equal on all ranks. It keeps the files of starts apart."""
-    return f"{int(total(torch.tensor(secrets.randbits(48) if mesh.rank == 0 else 0), mesh)):012x}"
+    return f"{int(all_reduce_sum(torch.tensor(secrets.randbits(48) if mesh.rank == 0 else 0), mesh)):012x}"
 
 
 def _metrics(run: ResolvedRun, state: TrainState) -> Metrics:

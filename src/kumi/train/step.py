@@ -13,13 +13,13 @@ from torch import Tensor
 from kumi.data import Batch
 from kumi.launch.signals import EXIT_CODES
 from kumi.objectives import IGNORED
-from kumi.parallel.data_parallel import bare
 from kumi.parallel.grad_norm import LossScale, clip_gradients
-from kumi.parallel.lora import begin_step
-from kumi.parallel.mesh import Mesh, counts_once, total
-from kumi.parallel.optim.optimizer import forget_gradients
-from kumi.parallel.pipeline_trace import gather, start
+from kumi.parallel.lora import begin_dropout_step
+from kumi.parallel.mesh import Mesh, all_reduce_sum, is_loss_rank
+from kumi.parallel.optim.optimizer import clear_grads
+from kumi.parallel.pipeline_trace import gather_timeline, start_trace
 from kumi.parallel.run_microbatches import forward_backward
+from kumi.parallel.stage_modules import unwrap
 from kumi.train import expert_balance
 from kumi.train.expert_balance import ExpertBalance
 from kumi.train.pipeline_timeline import write_pipeline_timeline
@@ -52,8 +52,8 @@ def train_step(
     run, mesh = rank_state.run, rank_state.mesh
     scale = state.scale.scale if run.precision.loss_scaling else 1.0
     expert_balance.prepare_routers(rank_state.model, run, scale)
-    begin_step(bare(rank_state.model), run.config.train.seed, state.step)
-    record = start(mesh) if state.step + 1 == run.config.train.trace_step else None
+    begin_dropout_step(unwrap(rank_state.model), run.config.train.seed, state.step)
+    record = start_trace(mesh) if state.step + 1 == run.config.train.trace_step else None
     microbatches = (to_device(batch, mesh.device) for batch in _microbatches(step_batch.batch, run.layout.microbatch))
     # The head may compute its gradient in the forward pass, so the token weights must include the loss scale.
     loss = (
@@ -61,7 +61,7 @@ def train_step(
         / scale
     )
     if record is not None:
-        write_pipeline_timeline(gather(record, mesh), run, state.step + 1)
+        write_pipeline_timeline(gather_timeline(record, mesh), run, state.step + 1)
     if before_update is not None:
         before_update()
     norm, lr = _update(rank_state, state)
@@ -69,7 +69,9 @@ def train_step(
     state.step += 1
     state.tokens += step_batch.tokens
     scaling = state.scale if run.precision.loss_scaling else None
-    return StepResult(state.step, total(loss, mesh), norm, lr, step_batch.tokens, step_batch.data_s, experts, scaling)
+    return StepResult(
+        state.step, all_reduce_sum(loss, mesh), norm, lr, step_batch.tokens, step_batch.data_s, experts, scaling
+    )
 
 
 def _update(rank_state: RankState, state: TrainState) -> tuple[Tensor, float]:
@@ -85,7 +87,7 @@ def _update(rank_state: RankState, state: TrainState) -> tuple[Tensor, float]:
         rank_state.optimizer.step()
     if scaling:
         state.scale = state.scale.after(norm)
-    forget_gradients(rank_state.model, rank_state.optimizer)
+    clear_grads(rank_state.model, rank_state.optimizer)
     return norm, lr
 
 
@@ -112,8 +114,10 @@ def read_step(rank_state: RankState, state: TrainState, signal: int | None) -> S
 
 def _agree(units: int, tokens: int, signal: int | None, mesh: Mesh) -> tuple[int, int, int | None]:
     """All-reduce in one call: the sums of `units` and `tokens` over all sequences, and a signal that any rank got."""
-    own = (units, tokens) if counts_once(mesh) else (0, 0)
-    counts = total(torch.tensor([*own, *(int(signal == number) for number in EXIT_CODES)], dtype=torch.int64), mesh)
+    own = (units, tokens) if is_loss_rank(mesh) else (0, 0)
+    counts = all_reduce_sum(
+        torch.tensor([*own, *(int(signal == number) for number in EXIT_CODES)], dtype=torch.int64), mesh
+    )
     sent = [int(number) for number, count in zip(EXIT_CODES, counts[2:].tolist(), strict=True) if count]
     return int(counts[0]), int(counts[1]), sent[0] if sent else None
 

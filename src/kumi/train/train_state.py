@@ -20,7 +20,7 @@ from kumi.objectives import OBJECTIVES, Objective
 from kumi.parallel.grad_norm import LossScale
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optim.optimizer import Optimizer
-from kumi.parallel.state_tensors import model_pieces, optimizer_pieces, owned
+from kumi.parallel.state_tensors import model_pieces, optimizer_pieces, owned_pieces
 from kumi.spec.adapters import is_adapter
 from kumi.spec.numerics import REFERENCE
 from kumi.spec.saved_tensors import model_digest
@@ -64,7 +64,7 @@ def checkpoint_pieces(rank_state: RankState) -> list[Piece]:
     if rank_state.run.model.lora is not None:
         model = [piece for piece in model if is_adapter(piece.name)]
     pieces = [*model, *optimizer_pieces(rank_state.model, rank_state.optimizer, rank_state.mesh)]
-    return owned(pieces, rank_state.model, rank_state.mesh, rank_state.run.optim)
+    return owned_pieces(pieces, rank_state.model, rank_state.mesh, rank_state.run.optim)
 
 
 def checkpoint_meta(state: TrainState, rank_state: RankState) -> dict[str, Any]:

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from kumi.nn import rope
-from kumi.nn.attention.scores import PLAIN, Scores
+from kumi.nn.attention.scores import PLAIN_SCORES, Scores
 from kumi.spec.model import Attention, LatentAttention, Rope
 
 # A rotation and the number of dims of a head that it rotates.
 Rotary = tuple[Rope, int]
 
 
-class Attend(Protocol):
-    """The attention function of one batch."""
+class AttentionFn(Protocol):
+    """The attention function of one batch: its documents are bound already."""
 
     def __call__(
         self,
@@ -28,7 +28,7 @@ class Attend(Protocol):
         v: Tensor,
         window: int | None,
         sinks: Tensor | None = None,
-        scores: Scores = PLAIN,
+        scores: Scores = PLAIN_SCORES,
         /,
     ) -> Tensor:
         """Return causal attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
@@ -43,35 +43,35 @@ class Attend(Protocol):
 class Segments:
     """The document boundaries of a batch, computed once and used by every layer.
 
-    `bounds`: the first token of each document, counted through the batch, followed by the number of tokens. Every row
-    starts a document. It is a list on the CPU, the int32 cu_seqlens of variable-length attention on CUDA, and None on
-    other devices.
+    `cu_seqlens`: the first token of each document, counted through the batch, followed by the number of tokens. Every
+    row starts a document. A list on the CPU, an int32 tensor for variable-length attention on CUDA, and None on other
+    devices.
     `document_ids` (B, S): changes at each boundary within a row; None if every row is one document.
     """
 
     document_ids: Tensor | None
-    bounds: list[int] | Tensor | None
+    cu_seqlens: list[int] | Tensor | None
 
     @cached_property
-    def bounds_list(self) -> list[int]:
-        """`bounds` as a list. If they are a tensor, the first access waits for its device."""
-        assert self.bounds is not None
-        return self.bounds.tolist() if isinstance(self.bounds, Tensor) else self.bounds
+    def cu_seqlens_list(self) -> list[int]:
+        """`cu_seqlens` as a list. If it is a tensor, the first access waits for its device."""
+        assert self.cu_seqlens is not None
+        return self.cu_seqlens.tolist() if isinstance(self.cu_seqlens, Tensor) else self.cu_seqlens
 
 
 @dataclass(frozen=True)
-class Where:
+class AttentionContext:
     """The inputs of a layer other than hidden states.
 
     `shape`: (B, S) of the tokens; hidden states may come flattened to (T, D).
-    `tables`: cos and sin of each rotation in use.
+    `cos_sin`: cos and sin of each rotation in use.
     `attend`: the attention function of this batch.
     `document_ids` (B, S): changes at each document boundary within a row; None if every row is one document.
     """
 
     shape: tuple[int, int]
-    tables: Mapping[Rotary, tuple[Tensor, Tensor]]
-    attend: Attend
+    cos_sin: Mapping[Rotary, tuple[Tensor, Tensor]]
+    attend: AttentionFn
     document_ids: Tensor | None = None
 
 
@@ -122,8 +122,8 @@ def segments(tokens: Tensor, document_ids: Tensor | None) -> Segments:
         starts = range(0, rows * length + 1, length)
         return Segments(None, list(starts) if tokens.device.type == "cpu" else _cu_seqlens(starts, tokens.device))
     end = torch.tensor([rows * length], device=tokens.device)
-    bounds = torch.cat([document_starts(document_ids).flatten().nonzero()[:, 0], end])
-    return Segments(document_ids, bounds.tolist() if tokens.device.type == "cpu" else bounds.int())
+    cu_seqlens = torch.cat([document_starts(document_ids).flatten().nonzero()[:, 0], end])
+    return Segments(document_ids, cu_seqlens.tolist() if tokens.device.type == "cpu" else cu_seqlens.int())
 
 
 def _cu_seqlens(starts: range, device: torch.device) -> Tensor:

@@ -17,47 +17,53 @@ from torch.utils.flop_counter import register_flop_formula
 
 from kumi.nn.attention import partial_attention
 from kumi.nn.attention.cpu_attention import attention_backward_flops, attention_flops
-from kumi.nn.attention.partial_attention import Block, arranged, join, split
-from kumi.nn.attention.scores import PLAIN, SCHEMA, Scores
-from kumi.nn.custom_ops import define
+from kumi.nn.attention.partial_attention import Block, group_heads, key_value_part, ungroup_heads
+from kumi.nn.attention.scores import PLAIN_SCORES, SCORES_SCHEMA, Scores
+from kumi.nn.custom_ops import define_op
 from kumi.nn.dtypes import wide
 
 
-def blockwise(
+def chunked_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bounds: list[int],
+    cu_seqlens: list[int],
     window: int | None,
     sinks: Tensor | None = None,
-    scores: Scores = PLAIN,
+    scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
     """Return causal attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
 
-    `bounds`, `window` and `sinks` are those of `kumi.nn.attention.cpu_attention.packed_attention`.
+    `cu_seqlens`, `window` and `sinks` are those of `kumi.nn.attention.cpu_attention.packed_attention`.
     """
-    out: Tensor = OPERATOR(q, k, v, bounds, window or 0, sinks, *scores)[0]
+    out: Tensor = CHUNKED_ATTENTION(q, k, v, cu_seqlens, window or 0, sinks, *scores)[0]
     return out
 
 
 @lru_cache(maxsize=64)
-def _plan(bounds: tuple[int, ...], rows: int, window: int, device: torch.device) -> tuple[Block, ...]:
-    earliest = partial_attention.earliest(bounds, rows, window)
+def _plan(cu_seqlens: tuple[int, ...], rows: int, window: int, device: torch.device) -> tuple[Block, ...]:
+    earliest = partial_attention.first_visible(cu_seqlens, rows, window)
     positions = torch.arange(earliest.shape[1])
-    return partial_attention.blocks(positions, positions, earliest, len(positions), device)
+    return partial_attention.query_blocks(positions, positions, earliest, len(positions), device)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None, *score_options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: list[int],
+    window: int,
+    sinks: Tensor | None = None,
+    *score_options: Any,
 ) -> tuple[Tensor, Tensor]:
-    queries = split(q, k.shape[2])
+    queries = group_heads(q, k.shape[2])
     out = queries.new_zeros(*queries.shape[:-1], v.shape[-1], dtype=wide(q.dtype))
     lse = out.new_full(out.shape[:-1], -torch.inf)
-    part = arranged(k, v, torch.arange(k.shape[1]), bounds, Scores(*score_options), backward=False)
-    partial_attention.forward(queries, part, _plan(tuple(bounds), len(q), window, q.device), out, lse)
+    part = key_value_part(k, v, torch.arange(k.shape[1]), cu_seqlens, Scores(*score_options), backward=False)
+    partial_attention.attend_blocks(queries, part, _plan(tuple(cu_seqlens), len(q), window, q.device), out, lse)
     if sinks is not None:
         partial_attention.add_sinks(out, lse, sinks)
-    return join(out).to(q.dtype).contiguous(), join(lse[..., None])[..., 0].contiguous()
+    return ungroup_heads(out).to(q.dtype).contiguous(), ungroup_heads(lse[..., None])[..., 0].contiguous()
 
 
 def _backward(
@@ -67,36 +73,40 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    bounds: list[int],
+    cu_seqlens: list[int],
     window: int,
     *score_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads, dtype, scores = k.shape[2], wide(q.dtype), Scores(*score_options)
-    queries, grads, split_lse = split(q, kv_heads), split(grad, kv_heads), split(lse[..., None], kv_heads)[..., 0]
-    delta = split((grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True), kv_heads)[..., 0]
+    queries, grads, split_lse = (
+        group_heads(q, kv_heads),
+        group_heads(grad, kv_heads),
+        group_heads(lse[..., None], kv_heads)[..., 0],
+    )
+    delta = group_heads((grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True), kv_heads)[..., 0]
     grad_q, grad_k, grad_v = (
         x.new_zeros(x.shape, dtype=dtype) for x in (queries, *(y.transpose(1, 2) for y in (k, v)))
     )
-    part = arranged(k, v, torch.arange(k.shape[1]), bounds, scores, backward=True)
-    plan = _plan(tuple(bounds), len(q), window, q.device)
-    partial_attention.backward(queries, part, plan, grads, split_lse, delta, grad_q, grad_k, grad_v)
+    part = key_value_part(k, v, torch.arange(k.shape[1]), cu_seqlens, scores, backward=True)
+    plan = _plan(tuple(cu_seqlens), len(q), window, q.device)
+    partial_attention.attend_blocks_backward(queries, part, plan, grads, split_lse, delta, grad_q, grad_k, grad_v)
     factor = scores.factor(q.shape[-1])
     grad_k, grad_v = ((x.transpose(1, 2)).to(k.dtype).contiguous() for x in (grad_k * factor, grad_v))
-    return join(grad_q * factor).to(q.dtype).contiguous(), grad_k, grad_v
+    return ungroup_heads(grad_q * factor).to(q.dtype).contiguous(), grad_k, grad_v
 
 
-def fake_with_sums(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def fake_output_and_lse(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Return empty tensors with the shapes of a result (B, S, H, E') and its log-sum-exp (B, S, H)."""
     return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
-def fake_gradients(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+def fake_grads(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """Return empty tensors like queries, keys and values, the first three of `inputs`."""
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.bounds, ctx.window, sinks = inputs[:6]
+    *tensors, ctx.cu_seqlens, ctx.window, sinks = inputs[:6]
     ctx.scores = inputs[6:]
     ctx.save_for_backward(*tensors, *output, sinks)
     ctx.mark_non_differentiable(output[1])
@@ -105,23 +115,23 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *tensors, out, lse, sinks = ctx.saved_tensors
     grad_sinks = None if sinks is None else partial_attention.grad_of_sinks(grad, out, lse, sinks)
-    grads = _BACKWARD(grad, *tensors, out, lse, ctx.bounds, ctx.window, *ctx.scores)
+    grads = _BACKWARD(grad, *tensors, out, lse, ctx.cu_seqlens, ctx.window, *ctx.scores)
     return *grads, None, None, grad_sinks, *(None for _ in ctx.scores)
 
 
 _TENSORS, _MASK_ARGS = "Tensor q, Tensor k, Tensor v", "int[] bounds, int window"
 # The operator in PyTorch's dispatcher.
-OPERATOR = define(
+CHUNKED_ATTENTION = define_op(
     "block_attention",
-    f"({_TENSORS}, {_MASK_ARGS}, Tensor? sinks=None, {SCHEMA}) -> (Tensor, Tensor)",
+    f"({_TENSORS}, {_MASK_ARGS}, Tensor? sinks=None, {SCORES_SCHEMA}) -> (Tensor, Tensor)",
     _forward,
-    fake_with_sums,
+    fake_output_and_lse,
 )
-_BACKWARD = define(
+_BACKWARD = define_op(
     "block_attention_backward",
-    f"(Tensor grad, {_TENSORS}, Tensor out, Tensor lse, {_MASK_ARGS}, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad, {_TENSORS}, Tensor out, Tensor lse, {_MASK_ARGS}, {SCORES_SCHEMA}) -> (Tensor, Tensor, Tensor)",
     _backward,
-    fake_gradients,
+    fake_grads,
 )
 torch.library.register_autograd("kumi::block_attention", _differentiate, setup_context=_save)
 register_flop_formula(torch.ops.kumi.block_attention)(attention_flops)

@@ -27,18 +27,18 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kumi.nn.attention.scores import PLAIN, SCHEMA, Scores, softcap_backward
+from kumi.nn.attention.scores import PLAIN_SCORES, SCORES_SCHEMA, Scores, softcap_backward
 from kumi.nn.dtypes import wide
-from kumi.nn.threads import side_by_side
+from kumi.nn.threads import run_in_threads
 
 # Queries per block: fewer waste less on masked pairs, more make larger matrix products.
-BLOCK = 128
+QUERY_BLOCK = 128
 # A block's first key is rounded down to a multiple of this. oneDNN compiles and keeps a kernel for each shape of a
 # product, and documents have every length; rounding limits the number of shapes.
-UNIT = 64
+_KEY_ALIGNMENT = 64
 # PARTS: document groups per thread, so that a thread that finishes early takes another. UNEVEN: no division if the
 # longest document would occupy a thread this many times longer than an equal share.
-PARTS, UNEVEN = 2, 1.5
+_PARTS, _UNEVEN = 2, 1.5
 
 
 class _Block(NamedTuple):
@@ -72,27 +72,34 @@ def packed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bounds: Sequence[int],
+    cu_seqlens: Sequence[int],
     window: int | None,
     sinks: Tensor | None = None,
-    scores: Scores = PLAIN,
+    scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
     """Return causal attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
 
-    `bounds`: the first token of each document, counted through the batch, followed by T. Every row starts a document.
+    `cu_seqlens`: the first token of each document, counted through the batch, followed by T. Every row starts a
+    document.
     `window`: a position sees at most this many latest positions of its document, itself included; None for no limit.
     `sinks` (H,): one more score per head in the softmax, as of a key with a zero value.
     """
-    out: Tensor = OPERATOR(q, k, v, list(bounds), window or 0, sinks, *scores)
+    out: Tensor = PACKED_ATTENTION(q, k, v, list(cu_seqlens), window or 0, sinks, *scores)
     return out
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None, *score_options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: list[int],
+    window: int,
+    sinks: Tensor | None = None,
+    *score_options: Any,
 ) -> Tensor:
-    shares = _shares(bounds, window)
+    shares = _shares(cu_seqlens, window)
     parts = [partial(_forward, *x, share, window, sinks, *score_options) for *x, share in _by_share((q, k, v), shares)]
-    return _joined(side_by_side(parts), (*q.shape[:-1], v.shape[-1]))
+    return _joined(run_in_threads(parts), (*q.shape[:-1], v.shape[-1]))
 
 
 def _backward(
@@ -100,35 +107,35 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bounds: list[int],
+    cu_seqlens: list[int],
     window: int,
     sinks: Tensor | None = None,
     *score_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shares = _shares(bounds, window)
+    shares = _shares(cu_seqlens, window)
     parts = [
         partial(_gradients, *x, share, window, sinks, *score_options)
         for *x, share in _by_share((grad, q, k, v), shares)
     ]
-    *input_grads, sink_grads = zip(*side_by_side(parts), strict=True)
+    *input_grads, sink_grads = zip(*run_in_threads(parts), strict=True)
     grad_q, grad_k, grad_v = (_joined(each, x.shape) for each, x in zip(input_grads, (q, k, v), strict=True))
     return grad_q, grad_k, grad_v, sum(sink_grads[1:], sink_grads[0])
 
 
-def _shares(bounds: list[int], window: int) -> list[list[int]]:
+def _shares(cu_seqlens: list[int], window: int) -> list[list[int]]:
     """Return the bounds of the documents in each part; a single part if dividing would leave threads idle."""
     threads = torch.get_num_threads()
-    costs = [n * (BLOCK + min(n, window or n)) for n in (stop - start for start, stop in pairwise(bounds))]
-    if threads == 1 or max(costs, default=0) * threads > UNEVEN * sum(costs):
-        return [bounds]
-    cumulative, parts = [0, *accumulate(costs)], PARTS * threads
+    costs = [n * (QUERY_BLOCK + min(n, window or n)) for n in (stop - start for start, stop in pairwise(cu_seqlens))]
+    if threads == 1 or max(costs, default=0) * threads > _UNEVEN * sum(costs):
+        return [cu_seqlens]
+    cumulative, parts = [0, *accumulate(costs)], _PARTS * threads
     ends = [bisect_left(cumulative, cumulative[-1] * part / parts) for part in range(1, parts)]
     splits = sorted({0, *ends, len(costs)})
-    return [bounds[start : stop + 1] for start, stop in pairwise(splits)]
+    return [cu_seqlens[start : stop + 1] for start, stop in pairwise(splits)]
 
 
 def _by_share(inputs: Sequence[Tensor], shares: list[list[int]]) -> Iterator[tuple[Any, ...]]:
-    """Yield the tokens of each share from `inputs` (B, S, H, E) as (1, t, H, E), and its bounds counted from 0."""
+    """Yield the tokens of each share from `inputs` (B, S, H, E) as (1, t, H, E), and its cu_seqlens counted from 0."""
     if len(shares) == 1:
         yield *inputs, shares[0]
         return
@@ -142,13 +149,19 @@ def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None, *score_options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: list[int],
+    window: int,
+    sinks: Tensor | None = None,
+    *score_options: Any,
 ) -> Tensor:
     scores = Scores(*score_options)
     queries, keys = _split(q, k.shape[2]), _scaled_keys(k, scores)
     values = v.flatten(0, 1).transpose(0, 1).contiguous()
     out = queries.new_empty(*queries.shape[:-1], v.shape[-1])
-    mask = _mask(bounds, window, keys.dtype)
+    mask = _mask(cu_seqlens, window, keys.dtype)
     for block in _blocks(mask.earliest):
         weights, _, _ = _weights(_rows(queries, block), keys, block, mask, sinks, scores)
         _write_rows(out, block, torch.bmm(weights.to(q.dtype), values[:, block.first : block.stop]))
@@ -160,7 +173,7 @@ def _gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bounds: list[int],
+    cu_seqlens: list[int],
     window: int,
     sinks: Tensor | None = None,
     *score_options: Any,
@@ -170,7 +183,7 @@ def _gradients(
     plain_keys = keys if scores.softcap is None else keys * scores.softcap
     narrow_keys = plain_keys.transpose(1, 2).to(q.dtype).contiguous()
     values = v.flatten(0, 1).permute(1, 2, 0).contiguous()
-    grad_q, mask = torch.empty_like(queries), _mask(bounds, window, keys.dtype)
+    grad_q, mask = torch.empty_like(queries), _mask(cu_seqlens, window, keys.dtype)
     grad_k, grad_v = (keys.new_zeros(*narrow_keys.shape[:-1], x.shape[-1]) for x in (k, v))
     grad_sinks = keys.new_zeros(0 if sinks is None else sinks.shape[0])
     for block in _blocks(mask.earliest):
@@ -192,19 +205,19 @@ def _gradients(
     return grad_q.view(q.shape), grad_k, grad_v, grad_sinks if sinks is None else grad_sinks.to(sinks.dtype)
 
 
-def _mask(bounds: Sequence[int], window: int, dtype: torch.dtype) -> _Mask:
-    boundaries = torch.tensor(bounds)
+def _mask(cu_seqlens: Sequence[int], window: int, dtype: torch.dtype) -> _Mask:
+    boundaries = torch.tensor(cu_seqlens)
     begins = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
     # `earliest` does not decrease from one query to the next.
     earliest = torch.maximum(begins, torch.arange(len(begins)) - window + 1) if window else begins
-    return _Mask(begins, earliest, torch.full((BLOCK, BLOCK), -torch.inf, dtype=dtype).triu_(1))
+    return _Mask(begins, earliest, torch.full((QUERY_BLOCK, QUERY_BLOCK), -torch.inf, dtype=dtype).triu_(1))
 
 
 def _blocks(earliest: Tensor) -> Iterator[_Block]:
-    for start in range(0, len(earliest), BLOCK):
-        stop = min(start + BLOCK, len(earliest))
+    for start in range(0, len(earliest), QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, len(earliest))
         first = int(earliest[start])
-        yield _Block(first - first % UNIT, start, stop, int(earliest[stop - 1]))
+        yield _Block(first - first % _KEY_ALIGNMENT, start, stop, int(earliest[stop - 1]))
 
 
 def _weights(
@@ -223,7 +236,7 @@ def _weights(
     if alibi is not None:
         # Measure distances from the block's first query: an equal shift of all scores of a query.
         positions = torch.arange(block.first, block.stop)
-        positions = positions - mask.begins[block.first : block.stop] if alibi.stepped else positions
+        positions = positions - mask.begins[block.first : block.stop] if alibi.bf16_bias else positions
         each_head += alibi.key_bias(positions, block.start)[:, :, None]
     each_head[..., before:] += mask.future[:count, :count]
     if block.seen_by_all > block.first:
@@ -270,7 +283,7 @@ def _fake_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bounds: list[int],
+    cu_seqlens: list[int],
     window: int,
     sinks: Tensor | None = None,
     *score_options: Any,
@@ -280,7 +293,7 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.bounds, ctx.window, sinks = inputs[:6]
+    *tensors, ctx.cu_seqlens, ctx.window, sinks = inputs[:6]
     ctx.scores = inputs[6:]
     ctx.save_for_backward(*tensors, sinks)
 
@@ -288,7 +301,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     operator = torch.ops.kumi.packed_attention_backward.default
     *tensors, sinks = ctx.saved_tensors
-    *input_grads, grad_sinks = operator(grad, *tensors, ctx.bounds, ctx.window, sinks, *ctx.scores)
+    *input_grads, grad_sinks = operator(grad, *tensors, ctx.cu_seqlens, ctx.window, sinks, *ctx.scores)
     return *input_grads, None, None, None if sinks is None else grad_sinks, *(None for _ in ctx.scores)
 
 
@@ -321,7 +334,7 @@ def _define(name: str, schema: str, function: Any, fake: Any, flops: Any) -> Non
     register_flop_formula(getattr(torch.ops.kumi, name.removeprefix("kumi::")))(flops)
 
 
-_INPUTS = f"Tensor q, Tensor k, Tensor v, int[] bounds, int window, Tensor? sinks=None, {SCHEMA}"
+_INPUTS = f"Tensor q, Tensor k, Tensor v, int[] bounds, int window, Tensor? sinks=None, {SCORES_SCHEMA}"
 _define("kumi::packed_attention", f"({_INPUTS}) -> Tensor", _attention, _fake, attention_flops)
 _define(
     "kumi::packed_attention_backward",
@@ -333,4 +346,4 @@ _define(
 torch.library.register_autograd("kumi::packed_attention", _differentiate, setup_context=_save)
 
 # The operator in PyTorch's dispatcher.
-OPERATOR = torch.ops.kumi.packed_attention.default
+PACKED_ATTENTION = torch.ops.kumi.packed_attention.default

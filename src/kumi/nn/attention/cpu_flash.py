@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kumi.nn.attention.cpu_attention import attention_backward_flops, attention_flops
-from kumi.nn.custom_ops import define
+from kumi.nn.custom_ops import define_op
 from kumi.nn.dtypes import wide
 from kumi.nn.numerics import uses_flash
 
@@ -39,33 +39,33 @@ class _Run(NamedTuple):
         return x[self.start : self.stop].view(-1, self.length, *x.shape[1:]).transpose(1, 2)
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], scale: float | None = None) -> Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float | None = None) -> Tensor:
     """Return causal attention (B, S, H, E) of `q` (B, S, H, E) over `k` and `v` (B, S, K, E).
 
-    `bounds`: the first token of each document, counted through the batch, followed by the number of tokens.
+    `cu_seqlens`: the first token of each document, counted through the batch, followed by the number of tokens.
     `scale`: of the scores; None for 1 / sqrt(E).
     """
-    out: Tensor = OPERATOR(q, k, v, list(bounds), scale)[0]
+    out: Tensor = FLASH_ATTENTION(q, k, v, list(cu_seqlens), scale)[0]
     return out
 
 
-def suits(q: Tensor, v: Tensor, bounds: Sequence[int], window: int | None) -> bool:
+def prefers_flash(q: Tensor, v: Tensor, cu_seqlens: Sequence[int], window: int | None) -> bool:
     """Return True if the kernel supports these heads and this `window`, and is chosen for this dtype and length.
 
     docs/decisions/cpu-numerics.md explains the choice.
     """
-    if v.shape[-1] != q.shape[-1] or not uses_flash(q.dtype, (bounds[-1] - bounds[0]) / (len(bounds) - 1)):
+    if v.shape[-1] != q.shape[-1] or not uses_flash(q.dtype, (cu_seqlens[-1] - cu_seqlens[0]) / (len(cu_seqlens) - 1)):
         return False
-    return window is None or window >= max(run.length for run in _runs(bounds))
+    return window is None or window >= max(run.length for run in _runs(cu_seqlens))
 
 
-def _runs(bounds: Sequence[int]) -> Iterator[_Run]:
-    first, length = bounds[0], bounds[1] - bounds[0]
-    for start, stop in pairwise(bounds[1:]):
+def _runs(cu_seqlens: Sequence[int]) -> Iterator[_Run]:
+    first, length = cu_seqlens[0], cu_seqlens[1] - cu_seqlens[0]
+    for start, stop in pairwise(cu_seqlens[1:]):
         if stop - start != length:
             yield _Run(first, start, length)
             first, length = start, stop - start
-    yield _Run(first, bounds[-1], length)
+    yield _Run(first, cu_seqlens[-1], length)
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -73,10 +73,10 @@ def _tokens(x: Tensor) -> Tensor:
     return (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float | None) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], scale: float | None) -> tuple[Tensor, Tensor]:
     """Return the result (B, S, H, E) and the log-sum-exp (T * H,), in the order of the kernel's calls."""
     tokens = list(map(_tokens, (q, k, v)))
-    parts = [_forward_kernel(*map(run.documents, tokens), 0.0, True, scale=scale) for run in _runs(bounds)]
+    parts = [_forward_kernel(*map(run.documents, tokens), 0.0, True, scale=scale) for run in _runs(cu_seqlens)]
     outs = [out.transpose(1, 2).flatten(0, 1) for out, _ in parts]
     sums = [lse.flatten() for _, lse in parts]
     out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, sums))
@@ -84,11 +84,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float | 
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], scale: float | None
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: list[int], scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, tokens = q.shape[2], list(map(_tokens, (grad, q, k, v, out)))
     parts = []
-    for run in _runs(bounds):
+    for run in _runs(cu_seqlens):
         sums = lse[run.start * heads : run.stop * heads].view(-1, heads, run.length)
         gradients = _backward_kernel(*map(run.documents, tokens), sums, 0.0, True, scale=scale)
         parts.append([x.transpose(1, 2).flatten(0, 1) for x in gradients])
@@ -106,19 +106,21 @@ def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tu
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.bounds, ctx.scale = inputs
+    *tensors, ctx.cu_seqlens, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *_BACKWARD(grad, *ctx.saved_tensors, ctx.bounds, ctx.scale), None, None
+    return *_BACKWARD(grad, *ctx.saved_tensors, ctx.cu_seqlens, ctx.scale), None, None
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v"
 # The operator in PyTorch's dispatcher.
-OPERATOR = define("flash_attention", f"({_INPUTS}, int[] bounds, float? scale) -> (Tensor, Tensor)", _forward, _fake)
-_BACKWARD = define(
+FLASH_ATTENTION = define_op(
+    "flash_attention", f"({_INPUTS}, int[] bounds, float? scale) -> (Tensor, Tensor)", _forward, _fake
+)
+_BACKWARD = define_op(
     "flash_attention_backward",
     f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, int[] bounds, float? scale) -> (Tensor, Tensor, Tensor)",
     _backward,

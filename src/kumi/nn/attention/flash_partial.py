@@ -22,57 +22,57 @@ from kumi.compat import flash_backward, flash_forward, has_varlen
 from kumi.nn.attention.partial_attention import grad_of_sinks
 
 # The largest head size of the kernels.
-LARGEST_HEAD = 256
+_LARGEST_HEAD = 256
 
 
-class CuSeqlens(NamedTuple):
+class PackedDocuments(NamedTuple):
     """Document boundaries, as variable-length kernels take them.
 
-    `bounds` (documents + 1,) int32: the first token of each document, counted through all rows, followed by the number
-    of tokens.
-    `longest`: tokens of the longest document.
+    `cu_seqlens` (documents + 1,) int32: the first token of each document, counted through all rows, followed by the
+    number of tokens.
+    `max_seqlen`: tokens of the longest document.
     """
 
-    bounds: Tensor
-    longest: int
+    cu_seqlens: Tensor
+    max_seqlen: int
 
 
 class Tile(NamedTuple):
     """A range of queries and the range of keys of the same `rows` that it attends to.
 
     `causal`: a query sees only its past. Otherwise it sees all keys of the range.
-    `cu_seqlens`: boundaries of the documents that must not see each other; None if every row is one document.
+    `documents`: boundaries of the documents that must not see each other; None if every row is one document.
     """
 
     rows: slice
     queries: slice
     keys: slice
     causal: bool = False
-    cu_seqlens: CuSeqlens | None = None
+    documents: PackedDocuments | None = None
 
 
 class KernelOptions(NamedTuple):
     """The options of one kernel call.
 
     `causal`: a query sees only its past.
-    `cu_seqlens`: boundaries of the documents that must not see each other, or None.
+    `documents`: boundaries of the documents that must not see each other, or None.
     `window`: number of latest keys that a query sees, or None.
     `scale`: of the scores; None for 1 / sqrt(E).
     """
 
     causal: bool
-    cu_seqlens: CuSeqlens | None
+    documents: PackedDocuments | None
     window: int | None
     scale: float | None
 
 
 # (q (B, N, H, E), k (B, M, K, E), v (B, M, K, E'), options) -> the result (B, N, H, E'), its log-sum-exp (B, N, H).
-Forward = Callable[[Tensor, Tensor, Tensor, KernelOptions], tuple[Tensor, Tensor]]
+FlashForward = Callable[[Tensor, Tensor, Tensor, KernelOptions], tuple[Tensor, Tensor]]
 # (gradient (B, N, H, E'), q, k, v, result, log-sum-exp, options) -> the gradients of q, k and v.
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, KernelOptions], tuple[Tensor, Tensor, Tensor]]
+FlashBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, KernelOptions], tuple[Tensor, Tensor, Tensor]]
 
 
-class Kernels(NamedTuple):
+class FlashKernels(NamedTuple):
     """The fused attention kernels of one device type.
 
     `takes`: True if they support queries (B, N, H, E) and values (B, M, K, E') like these.
@@ -80,16 +80,16 @@ class Kernels(NamedTuple):
     """
 
     takes: Callable[[Tensor, Tensor], bool]
-    forward: Forward
-    backward: Backward
+    forward: FlashForward
+    backward: FlashBackward
 
 
-def takes(q: Tensor, v: Tensor) -> bool:
+def supports_flash(q: Tensor, v: Tensor) -> bool:
     """Return True if this device has kernels for queries and values like these."""
-    return q.device.type in KERNELS and KERNELS[q.device.type].takes(q, v)
+    return q.device.type in FLASH_KERNELS and FLASH_KERNELS[q.device.type].takes(q, v)
 
 
-def forward(
+def attend_tiles(
     q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], out: Tensor, lse: Tensor, scale: float | None = None
 ) -> None:
     """Merge the attention of `q` (B, N, H, E) over `k` (B, M, K, E) and `v` (B, M, K, E') into `out` and `lse`.
@@ -97,17 +97,17 @@ def forward(
     `out` (B, N, H, E') and `lse` (B, N, H) are in the dtype of scores; they start as 0 and -inf.
     `scale`: of the scores; None for 1 / sqrt(E).
     """
-    for rows, queries, keys, causal, cu_seqlens in tiles:
-        kernel = KERNELS[q.device.type].forward
+    for rows, queries, keys, causal, documents in tiles:
+        kernel = FLASH_KERNELS[q.device.type].forward
         partial, partial_lse = kernel(
-            q[rows, queries], k[rows, keys], v[rows, keys], KernelOptions(causal, cu_seqlens, None, scale)
+            q[rows, queries], k[rows, keys], v[rows, keys], KernelOptions(causal, documents, None, scale)
         )
         old_lse, old_out = lse[rows, queries], out[rows, queries]
         old_out.lerp_(partial.to(out.dtype), torch.sigmoid(partial_lse - old_lse)[..., None])
         torch.logaddexp(old_lse, partial_lse, out=old_lse)
 
 
-def backward(
+def attend_tiles_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -124,27 +124,27 @@ def backward(
 
     `grad`, `out` and `lse` are the gradient, the result and the log-sum-exp over all parts.
     """
-    for rows, queries, keys, causal, cu_seqlens in tiles:
+    for rows, queries, keys, causal, documents in tiles:
         inputs = grad[rows, queries], q[rows, queries], k[rows, keys], v[rows, keys]
-        kernel = KERNELS[q.device.type].backward
-        options = KernelOptions(causal, cu_seqlens, None, scale)
+        kernel = FLASH_KERNELS[q.device.type].backward
+        options = KernelOptions(causal, documents, None, scale)
         partial_q, partial_k, partial_v = kernel(*inputs, out[rows, queries], lse[rows, queries], options)
         grad_q[rows, queries] += partial_q
         grad_k[rows, keys] += partial_k
         grad_v[rows, keys] += partial_v
 
 
-def with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor, bounds: Tensor, scale: float | None = None
+def flash_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor, cu_seqlens: Tensor, scale: float | None = None
 ) -> Tensor:
     """Return causal attention (B, S, H, E') with sinks.
 
     `window`: number of latest keys that a query sees, or None.
     `sinks` (H,): one more score per head in the softmax, as of a key with a zero value.
-    `bounds` int32: the first token of each document, counted through all rows, followed by the number of tokens.
+    `cu_seqlens` int32: the first token of each document, counted through all rows, followed by the number of tokens.
     `scale`: of the scores; None for 1 / sqrt(E).
     """
-    options = KernelOptions(True, CuSeqlens(bounds, q.shape[1]), window, scale)
+    options = KernelOptions(True, PackedDocuments(cu_seqlens, q.shape[1]), window, scale)
     out: Tensor = _WithSinks.apply(q, k, v, sinks, options)  # type: ignore[no-untyped-call]
     return out
 
@@ -155,7 +155,7 @@ class _WithSinks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, options: KernelOptions) -> Tensor:
         ctx.options = options
-        out, lse = KERNELS[q.device.type].forward(q, k, v, options)
+        out, lse = FLASH_KERNELS[q.device.type].forward(q, k, v, options)
         score = sinks.to(lse.dtype)
         out = (out * torch.sigmoid(lse - score)[..., None]).to(q.dtype)
         lse = torch.logaddexp(lse, score)
@@ -166,19 +166,21 @@ class _WithSinks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
-        grads = KERNELS[q.device.type].backward(grad, q, k, v, out, lse, ctx.options)
+        grads = FLASH_KERNELS[q.device.type].backward(grad, q, k, v, out, lse, ctx.options)
         return *grads, grad_of_sinks(grad, out, lse, sinks), None
 
 
-def tiles(bounds: tuple[int, ...], rows: int, own: Tensor, other: Tensor, device: torch.device) -> tuple[Tile, ...]:
+def attention_tiles(
+    cu_seqlens: tuple[int, ...], rows: int, own: Tensor, other: Tensor, device: torch.device
+) -> tuple[Tile, ...]:
     """Return the tiles of queries at positions `own` (N,) over keys at positions `other` (N,) of each row.
 
     Both sets of positions are two contiguous pieces of the row.
-    `bounds`: the first token of each document, counted through the rows, followed by the number of tokens.
+    `cu_seqlens`: the first token of each document, counted through the rows, followed by the number of tokens.
     """
-    length = bounds[-1] // rows
-    boundaries = torch.tensor(bounds)
-    ids = torch.repeat_interleave(torch.arange(len(bounds) - 1), boundaries.diff()).view(rows, length)
+    length = cu_seqlens[-1] // rows
+    boundaries = torch.tensor(cu_seqlens)
+    ids = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), boundaries.diff()).view(rows, length)
     if torch.equal(own, other):
         return (_own_tile(ids[:, own], device),)
     ranges = [tuple(_visible_ranges(row, own, other)) for row in ids]
@@ -199,10 +201,16 @@ def _own_tile(ids: Tensor, device: torch.device) -> Tile:
     rows, count = ids.shape
     everything = slice(None)
     begins = torch.cat([torch.ones(rows, 1, dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], dim=1)
-    bounds = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([rows * count])])
-    if len(bounds) == rows + 1:
+    cu_seqlens = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([rows * count])])
+    if len(cu_seqlens) == rows + 1:
         return Tile(everything, everything, everything, causal=True)
-    return Tile(everything, everything, everything, True, CuSeqlens(bounds.int().to(device), int(bounds.diff().max())))
+    return Tile(
+        everything,
+        everything,
+        everything,
+        True,
+        PackedDocuments(cu_seqlens.int().to(device), int(cu_seqlens.diff().max())),
+    )
 
 
 _Range = tuple[int, int]
@@ -233,7 +241,7 @@ def _visible_ranges(ids: Tensor, own: Tensor, other: Tensor) -> Iterator[tuple[_
 
 def _takes(q: Tensor, v: Tensor) -> bool:
     size = q.shape[-1]
-    return has_varlen(q) and size % 8 == 0 and size <= LARGEST_HEAD and v.shape[-1] <= size
+    return has_varlen(q) and size % 8 == 0 and size <= _LARGEST_HEAD and v.shape[-1] <= size
 
 
 def _padded_heads(x: Tensor, size: int) -> Tensor:
@@ -242,12 +250,12 @@ def _padded_heads(x: Tensor, size: int) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Tensor, Tensor]:
-    value_size, v, (causal, cu_seqlens, window, scale) = v.shape[-1], _padded_heads(v, q.shape[-1]), options
+    value_size, v, (causal, documents, window, scale) = v.shape[-1], _padded_heads(v, q.shape[-1]), options
     kwargs: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
-    if cu_seqlens is None:
+    if documents is None:
         out, lse = flash_forward(q, k, v, None, q.shape[1], k.shape[1], **kwargs)
         return out[..., :value_size], lse.transpose(1, 2)
-    sizes = cu_seqlens.bounds, cu_seqlens.longest, cu_seqlens.longest
+    sizes = documents.cu_seqlens, documents.max_seqlen, documents.max_seqlen
     out, lse = flash_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *sizes, **kwargs)
     return out.view(q.shape)[..., :value_size], lse.T.view(q.shape[:3])
 
@@ -256,16 +264,16 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: KernelOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     value_size, (grad, v, out) = v.shape[-1], (_padded_heads(x, q.shape[-1]) for x in (grad, v, out))
-    causal, cu_seqlens, window, scale = options
+    causal, documents, window, scale = options
     kwargs: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
-    if cu_seqlens is None:
+    if documents is None:
         sums = lse.transpose(1, 2).contiguous()
         grad_q, grad_k, grad_v = flash_backward(grad, q, k, v, out, sums, None, q.shape[1], k.shape[1], **kwargs)
         return grad_q, grad_k, grad_v[..., :value_size]
     flat_grad, flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (grad, q, k, v, out))
-    sums, sizes = lse.flatten(0, 1).T.contiguous(), (cu_seqlens.bounds, cu_seqlens.longest, cu_seqlens.longest)
+    sums, sizes = lse.flatten(0, 1).T.contiguous(), (documents.cu_seqlens, documents.max_seqlen, documents.max_seqlen)
     grad_q, grad_k, grad_v = flash_backward(flat_grad, flat_q, flat_k, flat_v, flat_out, sums, *sizes, **kwargs)
     return grad_q.view(q.shape), grad_k.view(k.shape), grad_v.view(v.shape)[..., :value_size]
 
 
-KERNELS: dict[str, Kernels] = {"cuda": Kernels(_takes, _forward, _backward)}
+FLASH_KERNELS: dict[str, FlashKernels] = {"cuda": FlashKernels(_takes, _forward, _backward)}

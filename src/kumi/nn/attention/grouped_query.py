@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from kumi.compat import has_varlen, varlen_attention
 from kumi.nn import rope
 from kumi.nn.attention import cpu_flash, flash_partial
-from kumi.nn.attention.attention_context import Segments, Where, key_rotary, positions, rotary
-from kumi.nn.attention.chunked_attention import blockwise
+from kumi.nn.attention.attention_context import AttentionContext, Segments, key_rotary, positions, rotary
+from kumi.nn.attention.chunked_attention import chunked_attention
 from kumi.nn.attention.cpu_attention import packed_attention
-from kumi.nn.attention.scores import PLAIN, Scores, alibi_slopes
+from kumi.nn.attention.scores import PLAIN_SCORES, Scores, alibi_slopes
 from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
 from kumi.nn.norm import RMSNorm
 from kumi.nn.tp_block import UNSHARDED
-from kumi.nn.wrappers import Around, inside
+from kumi.nn.wrappers import Wrapper, wrap
 from kumi.spec import model
 
 
@@ -37,8 +37,8 @@ class Attention(nn.Module):
         zero_centered: bool = False,
     ) -> None:
         super().__init__()
-        self.spec, self.region = spec, UNSHARDED
-        self.around: list[Around] = []
+        self.spec, self.projections = spec, UNSHARDED
+        self.wrappers: list[Wrapper] = []
         heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
         self.q_proj = Linear(hidden_size, heads, bias=spec.qkv_bias, device=device, dtype=dtype)
         self.k_proj = Linear(hidden_size, kv_heads, bias=spec.qkv_bias, device=device, dtype=dtype)
@@ -51,15 +51,15 @@ class Attention(nn.Module):
         count = spec.num_attention_heads
         self.sinks = nn.Parameter(torch.empty(count, device=device, dtype=dtype)) if spec.sinks else None
 
-    def forward(self, x: Tensor, where: Where) -> Tensor:
-        """Return the result of `compute`, called inside the wrappers in `around`."""
-        out: Tensor = inside(self.around, self.compute)(x, where)
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """Return the result of `compute`, called inside the wrappers in `wrappers`."""
+        out: Tensor = wrap(self.wrappers, self.compute)(x, context)
         return out
 
-    def compute(self, x: Tensor, where: Where) -> Tensor:
+    def compute(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Return the attention output for hidden states `x` (B, S, D) or (B * S, D), in the same shape."""
-        heads = (*where.shape, -1, self.spec.head_dim)
-        q, k, v = self.region.enter(x, (self.q_proj, self.k_proj, self.v_proj))
+        heads = (*context.shape, -1, self.spec.head_dim)
+        q, k, v = self.projections.column_linear(x, (self.q_proj, self.k_proj, self.v_proj))
         v = v.view(heads)
         if not self.spec.qk_norm_whole:
             q, k = q.view(heads), k.view(heads)
@@ -68,16 +68,16 @@ class Attention(nn.Module):
         rotation = rotary(self.spec)
         if rotation is not None:
             pairs = ((q, rotation), (k, key_rotary(rotation)))
-            q, k = (rope.rotate(x, *where.tables[key], interleave=rotation[0].interleave) for x, key in pairs)
-        out = where.attend(q, k, v, self.spec.sliding_window, self.sinks, self.scores)
-        return self.region.leave(out.flatten(2), self.o_proj).view(x.shape)
+            q, k = (rope.rotate(x, *context.cos_sin[key], interleave=rotation[0].interleave) for x, key in pairs)
+        out = context.attend(q, k, v, self.spec.sliding_window, self.sinks, self.scores)
+        return self.projections.row_linear(out.flatten(2), self.o_proj).view(x.shape)
 
     @property
     def scores(self) -> Scores:
         """How the products of this rank's heads become scores."""
         slopes = alibi_slopes(self.spec.num_attention_heads) if self.spec.alibi else None
         all_heads = Scores(self.spec.score_scale, self.spec.softcap, slopes, self.spec.alibi_stepped)
-        return all_heads.part(*self.region.place)
+        return all_heads.part(*self.projections.rank_and_size)
 
 
 def attend(
@@ -87,7 +87,7 @@ def attend(
     v: Tensor,
     window: int | None,
     sinks: Tensor | None = None,
-    scores: Scores = PLAIN,
+    scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
     """Return causal attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
 
@@ -96,10 +96,10 @@ def attend(
     `sinks` (H,): one more score per head in the softmax, as of a key with a zero value.
     `scores`: how the product of a query and a key becomes a score.
     """
-    if isinstance(segments.bounds, list):
-        if sinks is None and scores.fused and cpu_flash.suits(q, v, segments.bounds, window):
-            return cpu_flash.flash_attention(q, k, v, segments.bounds, scores.scale)
-        return packed_attention(q, k, v, segments.bounds, window, sinks, scores)
+    if isinstance(segments.cu_seqlens, list):
+        if sinks is None and scores.fused and cpu_flash.prefers_flash(q, v, segments.cu_seqlens, window):
+            return cpu_flash.flash_attention(q, k, v, segments.cu_seqlens, scores.scale)
+        return packed_attention(q, k, v, segments.cu_seqlens, window, sinks, scores)
     if sinks is not None or not scores.fused:
         return _attend_with_custom_scores(segments, q, k, v, window, sinks, scores)
     only_causal = segments.document_ids is None and (window is None or window >= q.shape[1])
@@ -107,9 +107,9 @@ def attend(
     if has_varlen(q) and value_size < q.shape[3]:
         # Flash kernels need equal head sizes: pad the values with zeros to the size of the keys.
         v = F.pad(v, (0, q.shape[3] - value_size))
-    if not only_causal and segments.bounds is not None and has_varlen(q):
+    if not only_causal and segments.cu_seqlens is not None and has_varlen(q):
         tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        out = varlen_attention(*tokens, segments.bounds, longest=q.shape[1], window=window, scale=scores.scale)
+        out = varlen_attention(*tokens, segments.cu_seqlens, longest=q.shape[1], window=window, scale=scores.scale)
         return out.view(q.shape)[..., :value_size]
     mask = None if only_causal else visible(segments.document_ids, q.shape[1], window, q.device)
     if not only_causal:
@@ -128,11 +128,11 @@ def _attend_with_custom_scores(
     segments: Segments, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None, scores: Scores
 ) -> Tensor:
     """Return the result of `attend` for sinks, softcaps or ALiBi, which no PyTorch kernel computes."""
-    bounds = segments.bounds
-    if isinstance(bounds, Tensor) and sinks is not None and scores.fused and flash_partial.takes(q, v):
-        return flash_partial.with_sinks(q, k, v, window, sinks, bounds, scores.scale)
-    if bounds is not None:
-        return blockwise(q, k, v, segments.bounds_list, window, sinks, scores)
+    cu_seqlens = segments.cu_seqlens
+    if isinstance(cu_seqlens, Tensor) and sinks is not None and scores.fused and flash_partial.supports_flash(q, v):
+        return flash_partial.flash_with_sinks(q, k, v, window, sinks, cu_seqlens, scores.scale)
+    if cu_seqlens is not None:
+        return chunked_attention(q, k, v, segments.cu_seqlens_list, window, sinks, scores)
     return _attend_by_all_scores(segments.document_ids, q, k, v, window, sinks, scores)
 
 
@@ -152,7 +152,7 @@ def _attend_by_all_scores(
         logits = torch.tanh(logits / scores.softcap) * scores.softcap
     alibi = scores.alibi_bias(logits, logits.shape[1], q.shape[3])
     if alibi is not None:
-        index = positions(q[..., 0, 0], document_ids) if alibi.stepped else torch.arange(q.shape[1], device=q.device)
+        index = positions(q[..., 0, 0], document_ids) if alibi.bf16_bias else torch.arange(q.shape[1], device=q.device)
         logits = logits + torch.stack([alibi.key_bias(row, 0) for row in index.expand(len(q), -1)])[:, :, 0, None]
         excess = alibi.query_excess(q.shape[1])
         logits = logits if excess is None else logits - excess[:, 0, :, None]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kumi.nn import rope
-from kumi.nn.attention.attention_context import Where, rotary
+from kumi.nn.attention.attention_context import AttentionContext, rotary
 from kumi.nn.linear import Linear
 from kumi.nn.norm import RMSNorm
 from kumi.nn.tp_block import UNSHARDED
@@ -25,7 +25,7 @@ class LatentAttention(nn.Module):
         self, hidden_size: int, spec: model.LatentAttention, *, device: torch.device | None, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.spec, self.region = spec, UNSHARDED
+        self.spec, self.projections = spec, UNSHARDED
         heads, rank = spec.num_attention_heads, spec.q_lora_rank
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         if rank is None:
@@ -40,35 +40,35 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear(latent, heads * (spec.qk_nope_head_dim + spec.v_head_dim), bias=False, **options)
         self.o_proj = Linear(heads * spec.v_head_dim, hidden_size, bias=spec.bias, **options)
 
-    def forward(self, x: Tensor, where: Where) -> Tensor:
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Return the attention output for hidden states `x` (B, S, D) or (B * S, D), in the same shape."""
         spec, nope_size = self.spec, self.spec.qk_nope_head_dim
-        q = self.queries(x).view(*where.shape, -1, spec.qk_head_dim)
+        q = self.queries(x).view(*context.shape, -1, spec.qk_head_dim)
         latent_and_key = self.kv_a_proj_with_mqa(x)
         latent, rotated_key = torch.split(latent_and_key, [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
-        (kv,) = self.region.enter(self.kv_a_layernorm(latent), (self.kv_b_proj,))
-        kv = kv.view(*where.shape, -1, nope_size + spec.v_head_dim)
+        (kv,) = self.projections.column_linear(self.kv_a_layernorm(latent), (self.kv_b_proj,))
+        kv = kv.view(*context.shape, -1, nope_size + spec.v_head_dim)
         key, value = torch.split(kv, [nope_size, spec.v_head_dim], dim=-1)
-        rotated_key = self.rotate(self.region.share(rotated_key).reshape(*where.shape, 1, -1), where).expand(
-            -1, -1, key.shape[2], -1
-        )
-        q = torch.cat((q[..., :nope_size], self.rotate(q[..., nope_size:], where)), dim=-1)
+        rotated_key = self.rotate(
+            self.projections.broadcast(rotated_key).reshape(*context.shape, 1, -1), context
+        ).expand(-1, -1, key.shape[2], -1)
+        q = torch.cat((q[..., :nope_size], self.rotate(q[..., nope_size:], context)), dim=-1)
         if spec.score_scale != 1.0:
             q = q * spec.score_scale
         # Copy the values, so that autograd does not keep the projection that holds both keys and values.
-        out = where.attend(q, torch.cat((key, rotated_key), dim=-1), value.contiguous(), None)
-        return self.region.leave(out.flatten(2), self.o_proj).view(x.shape)
+        out = context.attend(q, torch.cat((key, rotated_key), dim=-1), value.contiguous(), None)
+        return self.projections.row_linear(out.flatten(2), self.o_proj).view(x.shape)
 
     def queries(self, x: Tensor) -> Tensor:
         """Return the queries of all local heads, concatenated."""
         if self.spec.q_lora_rank is None:
-            return self.region.enter(x, (self.q_proj,))[0]
-        return self.region.enter(self.q_a_layernorm(self.q_a_proj(x)), (self.q_b_proj,))[0]
+            return self.projections.column_linear(x, (self.q_proj,))[0]
+        return self.projections.column_linear(self.q_a_layernorm(self.q_a_proj(x)), (self.q_b_proj,))[0]
 
-    def rotate(self, x: Tensor, where: Where) -> Tensor:
+    def rotate(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Return `x` (B, S, heads, R) rotated. Interleaved pairs are first moved half of R apart."""
         rotation = rotary(self.spec)
         assert rotation is not None
         if self.spec.rope_interleave:
             x = x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
-        return rope.rotate(x, *where.tables[rotation])
+        return rope.rotate(x, *context.cos_sin[rotation])

@@ -25,10 +25,10 @@ from kumi.nn.attention.scores import AlibiBias, Scores, softcap_backward
 from kumi.nn.dtypes import wide
 
 # Queries per block, by device; and the granularity of a block's first key. See `kumi.nn.attention.cpu_attention`.
-BLOCK = {"cpu": 128, "cuda": 512}
-UNIT = 64
+QUERY_BLOCKS = {"cpu": 128, "cuda": 512}
+KEY_ALIGNMENT = 64
 # A block whose documents end early is shortened to a multiple of this: few shapes, little wasted work.
-ROUND = 32
+QUERY_ALIGNMENT = 32
 
 
 class MaskedKeys(NamedTuple):
@@ -84,48 +84,52 @@ class KeyValuePart(NamedTuple):
     positions: Tensor
 
 
-def split(x: Tensor, kv_heads: int) -> Tensor:
+def group_heads(x: Tensor, kv_heads: int) -> Tensor:
     """Return `x` (B, N, H, E) as (B, K, G, N, E), contiguous."""
     rows, length, heads, size = x.shape
     return x.reshape(rows, length, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4).contiguous()
 
 
-def join(x: Tensor) -> Tensor:
+def ungroup_heads(x: Tensor) -> Tensor:
     """Return `x` (B, K, G, N, E) as (B, N, H, E): the inverse of `split`."""
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def arranged(
-    k: Tensor, v: Tensor, positions: Tensor, bounds: Sequence[int], scores: Scores, *, backward: bool
+def key_value_part(
+    k: Tensor, v: Tensor, positions: Tensor, cu_seqlens: Sequence[int], scores: Scores, *, backward: bool
 ) -> KeyValuePart:
     """Return keys `k` (B, M, K, E) and values `v` (B, M, K, E') as a part for the forward or the `backward` pass.
 
     `positions` (M,): of the keys in their rows.
-    `bounds`: the first token of each document, counted through the batch, followed by the number of tokens.
+    `cu_seqlens`: the first token of each document, counted through the batch, followed by the number of tokens.
     """
     keys = k.permute(0, 2, 3, 1).to(wide(k.dtype)).contiguous() * scores.key_factor(k.shape[-1])
     values = v.permute(0, 2, 3, 1).contiguous() if backward else v.transpose(1, 2)
     alibi, key_positions = scores.alibi_bias(keys, *k.shape[2:]), positions.expand(len(k), -1)
     if alibi is not None:
-        in_document = key_positions - earliest(bounds, len(k), 0)[:, positions] if alibi.stepped else key_positions
+        in_document = (
+            key_positions - first_visible(cu_seqlens, len(k), 0)[:, positions] if alibi.bf16_bias else key_positions
+        )
         key_positions = in_document.to(k.device)
     return KeyValuePart(keys, k.transpose(1, 2), values, scores, alibi, key_positions)
 
 
-def earliest(bounds: Sequence[int], rows: int, window: int) -> Tensor:
+def first_visible(cu_seqlens: Sequence[int], rows: int, window: int) -> Tensor:
     """Return the first position (B, S) that each position of `rows` rows may see.
 
-    `bounds`: the first token of each document, counted through the batch, followed by the number of tokens.
+    `cu_seqlens`: the first token of each document, counted through the batch, followed by the number of tokens.
     `window`: number of latest keys that a position sees; 0 for no limit.
     """
-    boundaries = torch.tensor(bounds)
+    boundaries = torch.tensor(cu_seqlens)
     length = int(boundaries[-1]) // rows
     begins = torch.repeat_interleave(boundaries[:-1], boundaries.diff()).view(rows, length)
     first = begins - torch.arange(rows)[:, None] * length
     return torch.maximum(first, torch.arange(length) - window + 1) if window else first
 
 
-def blocks(queries: Tensor, keys: Tensor, earliest: Tensor, piece: int, device: torch.device) -> tuple[Block, ...]:
+def query_blocks(
+    queries: Tensor, keys: Tensor, earliest: Tensor, piece: int, device: torch.device
+) -> tuple[Block, ...]:
     """Return the blocks of queries at positions `queries` (N,) that see any key at positions `keys` (M,).
 
     `earliest` (B, S): the first position that each position sees; it must not decrease along a row.
@@ -134,7 +138,7 @@ def blocks(queries: Tensor, keys: Tensor, earliest: Tensor, piece: int, device: 
     """
     first = torch.searchsorted(keys, earliest[:, queries].contiguous())
     last = torch.searchsorted(keys, queries, right=True)
-    size = BLOCK[device.type]
+    size = QUERY_BLOCKS[device.type]
     result: list[Block] = []
     for row in range(len(earliest)):
         for begin in range(0, len(queries), piece):
@@ -156,8 +160,8 @@ def _block(origin: tuple[int, int, int], first: Tensor, last: Tensor, device: to
     num_active = int((first < last).sum())
     if not num_active:
         return
-    size = min(-(-num_active // ROUND) * ROUND, len(first))
-    begin, end = int(first[0]) // UNIT * UNIT, int(last[size - 1])
+    size = min(-(-num_active // QUERY_ALIGNMENT) * QUERY_ALIGNMENT, len(first))
+    begin, end = int(first[0]) // KEY_ALIGNMENT * KEY_ALIGNMENT, int(last[size - 1])
     # Queries that see nothing but pad the block to its size see the last key. Their results are not used.
     first, last = torch.minimum(first[:size], last[:size] - 1), last[:size]
     seen_by_all_from, seen_by_all_to = int(first[-1]), int(last[0])
@@ -171,7 +175,7 @@ def _block(origin: tuple[int, int, int], first: Tensor, last: Tensor, device: to
     yield Block(row, position, start, start + size, num_active, begin, end, tuple(masked))
 
 
-def forward(queries: Tensor, part: KeyValuePart, plan: tuple[Block, ...], out: Tensor, lse: Tensor) -> None:
+def attend_blocks(queries: Tensor, part: KeyValuePart, plan: tuple[Block, ...], out: Tensor, lse: Tensor) -> None:
     """Merge the attention of `queries` (B, K, G, N, E) over `part` into `out` (B, K, G, N, E') and `lse` (B, K, G, N).
 
     `plan`: the result of `blocks`.
@@ -211,7 +215,7 @@ def grad_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
     return -dot.sum((0, 1)).to(sinks.dtype)
 
 
-def backward(
+def attend_blocks_backward(
     queries: Tensor,
     part: KeyValuePart,
     plan: tuple[Block, ...],

@@ -17,7 +17,7 @@ class Scores(NamedTuple):
     `softcap`: score = softcap * tanh(score / softcap) (Gemma 2, arXiv:2408.00118).
     `slopes`: ALiBi. Subtracts slope * distance, with one slope per local query head (Press et al., 2021,
     arXiv:2108.12409).
-    `stepped`: adds slope * key position instead, rounded to bfloat16 at each step and multiplied by the scale.
+    `bf16_bias`: adds slope * key position instead, rounded to bfloat16 at each step and multiplied by the scale.
     transformers computes this for Falcon; from position 256 on, the bias is a staircase.
 
     Attention sinks are scores already: none of these applies to them.
@@ -26,7 +26,7 @@ class Scores(NamedTuple):
     scale: float | None = None
     softcap: float | None = None
     slopes: tuple[float, ...] | None = None
-    stepped: bool = False
+    bf16_bias: bool = False
 
     @property
     def fused(self) -> bool:
@@ -58,9 +58,9 @@ class Scores(NamedTuple):
         """
         if self.slopes is None:
             return None
-        dtype = torch.bfloat16 if self.stepped else like.dtype
+        dtype = torch.bfloat16 if self.bf16_bias else like.dtype
         slopes = torch.tensor(self.slopes, dtype=dtype, device=like.device).view(kv_heads, -1, 1)
-        return AlibiBias(slopes, self.factor(size) if self.stepped else None, like.dtype)
+        return AlibiBias(slopes, self.factor(size) if self.bf16_bias else None, like.dtype)
 
     def part(self, index: int, parts: int) -> Scores:
         """Return the scores of the heads in part `index`, if all heads are divided into `parts` equal parts."""
@@ -83,7 +83,7 @@ class AlibiBias(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def stepped(self) -> bool:
+    def bf16_bias(self) -> bool:
         """True if the bias is rounded to bfloat16."""
         return self.step_factor is not None
 
@@ -102,14 +102,14 @@ class AlibiBias(NamedTuple):
 
         The excess is equal for all keys of a query, so only the log-sum-exp has to be corrected by it.
         """
-        if self.stepped:
+        if self.bf16_bias:
             return None
         return self.slopes * torch.arange(count, device=self.slopes.device)
 
 
-PLAIN = Scores()
+PLAIN_SCORES = Scores()
 # The fields of `Scores` in the schema of an operator.
-SCHEMA = "float? scale=None, float? softcap=None, float[]? slopes=None, bool stepped=False"
+SCORES_SCHEMA = "float? scale=None, float? softcap=None, float[]? slopes=None, bool stepped=False"
 
 
 def softcap_backward(grad: Tensor, tanh: Tensor | None) -> Tensor:

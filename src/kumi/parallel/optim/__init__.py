@@ -1,10 +1,11 @@
-"""Optimizers over this rank's part of the parameters, on any layout.
+"""Optimizers over this rank's shards of the parameters, in any layout.
 
-    optimizer = build_optimizer(model, mesh, optim)     # model: what kumi.parallel.build returned
+    optimizer = build_optimizer(model, mesh, optim)     # model: a result of kumi.parallel.build
     optimizer.step()                                    # all ranks together: an update may communicate
 
-A kind of optimizer is a file here and a line in `OPTIMIZERS`; its states are a line in `kumi.spec.optim_states.STATES`.
-adamw: on the device. host, nvme: AdamW on the host, its states there or on drives.
+A kind of optimizer is a file of this package and a line in `OPTIMIZERS`; its states are a line in
+`kumi.spec.optim_states.STATES`. `adamw`: AdamW on the device. `host_adamw`: AdamW on the host, with states in memory or
+on drives (`nvme_store`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from kumi.parallel.optim.adafactor import build_adafactor
 from kumi.parallel.optim.adamw_8bit import build_adamw_8bit
 from kumi.parallel.optim.host_adamw import build_adamw
 from kumi.parallel.optim.muon import build_muon
-from kumi.parallel.optim.optimizer import Optimizer, Trained, trained_parameters
+from kumi.parallel.optim.optimizer import Optimizer, TrainedParams, trained_parameters
 from kumi.parallel.optim.sgd import build_sgd
 from kumi.spec.optim import Optim
 
-OPTIMIZERS: Mapping[str, Callable[[Trained], Optimizer]] = {
+OPTIMIZERS: Mapping[str, Callable[[TrainedParams], Optimizer]] = {
     "adamw": build_adamw,
     "adamw-8bit": build_adamw_8bit,
     "muon": build_muon,
@@ -33,8 +34,8 @@ OPTIMIZERS: Mapping[str, Callable[[Trained], Optimizer]] = {
 
 
 def build_optimizer(model: nn.Module, mesh: Mesh, optim: Optim, folder: Path | None = None) -> Optimizer:
-    """Return the optimizer that `optim` describes over what is trained of `model`, its states allocated and zero.
+    """Return the optimizer `optim` over the trained parameters of `model`, with its states allocated and zero.
 
-    `folder` is where states on drives go. Raise SaveError where the drives have no room.
+    `folder`: for states on drives. Raise SaveError if the drives have no room.
     """
     return OPTIMIZERS[optim.kind](trained_parameters(model, optim, mesh, folder))

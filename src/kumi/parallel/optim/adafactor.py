@@ -1,10 +1,10 @@
 """Adafactor: AdamW without a first moment, its second one factored (Shazeer and Stern, 2018, arXiv:1804.04235).
 
-The arithmetic and the constants are those of torch.optim.Adafactor: a matrix keeps the mean squares of its rows and of
+The arithmetic and the constants are those of torch.optim.Adafactor: a matrix has the mean squares of its rows and of
 its columns in float32, the step is relative to the size of the parameter, and the update's root mean square is at most
-1. Each expert's matrix is one of its own, as if experts were parameters.
+1. Each expert's matrix is treated as a separate parameter.
 
-Means and norms are those of whole tensors: where these are sharded, three rounds of sums go over the ranks.
+Means and norms are those of unsharded tensors: sharded ones take three rounds of sums over ranks.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kumi.parallel.grad_norm import local
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.optim.optimizer import Trained, drop_gradients, gradient_of, groups_of, new_states
-from kumi.parallel.optim.shard_sums import all_axes_of, axes_of, sum_parts
+from kumi.parallel.optim.optimizer import TrainedParams, drop_grads, local_grad, make_param_groups, zero_states
+from kumi.parallel.optim.shard_sums import axes_of_dim, axes_of_param, sum_shards
+from kumi.parallel.stage_modules import local_shard
 from kumi.spec.op import Param
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import COLUMN_MEANS, COUNTER, MEAN_SQUARES, ROW_MEANS
 from kumi.spec.sharding import is_routed
 
-# torch.optim.Adafactor's: what the decay of the means tends to 1 with, the smallest size of a parameter, and the
-# largest root mean square of an update.
-DECAY, SMALLEST, LARGEST = -0.8, 1e-3, 1.0
+# torch.optim.Adafactor's: the exponent of the decay of the means, the smallest size of a parameter, and the largest
+# root mean square of an update.
+_DECAY, _SMALLEST, _LARGEST = -0.8, 1e-3, 1.0
 
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Parameters in groups, what they are, and their states."""
+    """Parameters in groups, their states, and their descriptions `params`."""
 
     optim: Optim
     mesh: Mesh
@@ -43,26 +43,26 @@ class Adafactor:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient. All ranks must call it together."""
+        """Update every parameter that has a gradient. All ranks must call it together."""
         updates = [
             _Update(self.params[parameter], parameter, self.state[parameter], group)
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        for begun in (_sum_squares, _sum_means, _sum_updates):
-            sum_parts([part for update in updates for part in begun(update, self.mesh)], self.mesh)
+        for compute in (_sum_squares, _sum_means, _sum_updates):
+            sum_shards([item for update in updates for item in compute(update, self.mesh)], self.mesh)
         for update in updates:
             _apply(update)
 
     def zero_grad(self) -> None:
-        """Drops the gradients and their memory."""
-        drop_gradients(self.param_groups)
+        """Free the gradients."""
+        drop_grads(self.param_groups)
 
 
 @dataclass
 class _Update:
-    """A parameter on the way to its update: sums of this rank's part, and then of all ranks'."""
+    """A parameter's pending update. Its sums are over this rank's shard until `sum_shards` adds those of all ranks."""
 
     param: Param
     parameter: nn.Parameter
@@ -77,57 +77,57 @@ class _Update:
 
     @property
     def gradient(self) -> Tensor:
-        return gradient_of(self.parameter)
+        return local_grad(self.parameter)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor, or of one expert's."""
+        """Elements of the unsharded tensor, or of one expert's."""
         return prod(self.param.shape[is_routed(self.param) :])
 
 
-# What is summed, the parameter, and the axes to sum over.
-Parts = Iterator[tuple[Tensor, Param, tuple[str, ...]]]
+# Tensors to sum: (tensor, parameter, axes to sum over).
+_Sums = Iterator[tuple[Tensor, Param, tuple[str, ...]]]
 
 
 def _square(tensor: Tensor, param: Param) -> Tensor:
-    """The sum of squares of a tensor, or of each expert's."""
+    """Return the sum of squares of a tensor, or of each expert's."""
     dims = tuple(range(int(is_routed(param)), tensor.ndim))
     return tensor.square().sum(dims, keepdim=True)
 
 
-def _sum_squares(update: _Update, mesh: Mesh) -> Parts:
-    """The squares of the rows and columns of the gradient, and of the parameter."""
+def _sum_squares(update: _Update, mesh: Mesh) -> _Sums:
+    """Yield the sums of squares of the gradient's rows and columns, and of the parameter."""
     param, layout, gradient = update.param, mesh.layout, update.gradient
     if ROW_MEANS in update.state:
         squares = gradient.square()
         update.row_squares, update.column_squares = squares.sum(-1, keepdim=True), squares.sum(-2, keepdim=True)
         last = len(param.dims) - 1
-        yield update.row_squares, param, axes_of(param, layout, last)
-        yield update.column_squares, param, axes_of(param, layout, last - 1)
-    update.parameter_square = _square(local(update.parameter), param)
-    yield update.parameter_square, param, all_axes_of(param, layout)
+        yield update.row_squares, param, axes_of_dim(param, layout, last)
+        yield update.column_squares, param, axes_of_dim(param, layout, last - 1)
+    update.parameter_square = _square(local_shard(update.parameter), param)
+    yield update.parameter_square, param, axes_of_param(param, layout)
 
 
-def _sum_means(update: _Update, mesh: Mesh) -> Parts:
-    """The new means of the rows, summed over all rows."""
+def _sum_means(update: _Update, mesh: Mesh) -> _Sums:
+    """Update the means of squares, and yield the sum of the row means."""
     state, shape = update.state, update.param.shape
     state[COUNTER].add_(1)
-    new = state[COUNTER].double() ** DECAY
+    new = state[COUNTER].double() ** _DECAY
     if update.row_squares is None or update.column_squares is None:
-        _move(state[MEAN_SQUARES], update.gradient.square(), new)
+        _update_mean(state[MEAN_SQUARES], update.gradient.square(), new)
         return
-    _move(state[ROW_MEANS], update.row_squares / shape[-1], new)
-    _move(state[COLUMN_MEANS], update.column_squares / shape[-2], new)
+    _update_mean(state[ROW_MEANS], update.row_squares / shape[-1], new)
+    _update_mean(state[COLUMN_MEANS], update.column_squares / shape[-2], new)
     update.means = state[ROW_MEANS].to(update.gradient.dtype).sum(-2, keepdim=True)
-    yield update.means, update.param, axes_of(update.param, mesh.layout, len(shape) - 2)
+    yield update.means, update.param, axes_of_dim(update.param, mesh.layout, len(shape) - 2)
 
 
-def _move(mean: Tensor, value: Tensor, weight: Tensor) -> None:
+def _update_mean(mean: Tensor, value: Tensor, weight: Tensor) -> None:
     mean.lerp_(value.to(mean.dtype), weight.to(mean.dtype))
 
 
-def _sum_updates(update: _Update, mesh: Mesh) -> Parts:
-    """The update's squares."""
+def _sum_updates(update: _Update, mesh: Mesh) -> _Sums:
+    """Compute the update, and yield its sum of squares."""
     gradient, state = update.gradient, update.state
     eps = torch.finfo(gradient.dtype).eps
     if update.means is None:
@@ -137,27 +137,27 @@ def _sum_updates(update: _Update, mesh: Mesh) -> Parts:
         estimate = rows * columns / (update.means / update.param.shape[-2]).clamp(min=eps)
     update.direction = estimate.clamp(min=eps * eps).rsqrt_().mul_(gradient)
     update.direction_square = _square(update.direction, update.param)
-    yield update.direction_square, update.param, all_axes_of(update.param, mesh.layout)
+    yield update.direction_square, update.param, axes_of_param(update.param, mesh.layout)
 
 
 def _apply(update: _Update) -> None:
-    """Decay the parameter and add the update, relative to the parameter's size before."""
-    direction, parameter, lr = update.direction, local(update.parameter), update.group["lr"]
+    """Decay the parameter and subtract the update, scaled by the parameter's size before."""
+    direction, parameter, lr = update.direction, local_shard(update.parameter), update.group["lr"]
     assert update.parameter_square is not None
     assert update.direction_square is not None
     assert direction is not None
     relative = (update.state[COUNTER].double() ** -0.5).clamp(max=lr)
-    size = (update.parameter_square / update.numel).sqrt().clamp(min=SMALLEST)
-    too_large = ((update.direction_square / update.numel).sqrt() / LARGEST).clamp(min=1.0)
+    size = (update.parameter_square / update.numel).sqrt().clamp(min=_SMALLEST)
+    too_large = ((update.direction_square / update.numel).sqrt() / _LARGEST).clamp(min=1.0)
     parameter.mul_(1 - lr * update.group["weight_decay"])
     parameter.sub_(direction.mul_((size * relative / too_large).to(direction.dtype)))
 
 
-def build_adafactor(trained: Trained) -> Adafactor:
+def build_adafactor(trained: TrainedParams) -> Adafactor:
     """Return Adafactor over `trained`, with its states zero."""
-    groups = groups_of([(parameter, param.decayed) for param, parameter in trained.parameters], trained.optim)
+    groups = make_param_groups([(parameter, param.decayed) for param, parameter in trained.parameters], trained.optim)
     states: dict[Tensor, dict[str, Tensor]] = {
-        one: new_states(param, one, trained.optim, trained.mesh) for param, one in trained.parameters
+        parameter: zero_states(param, parameter, trained.optim, trained.mesh) for param, parameter in trained.parameters
     }
     params: dict[Tensor, Param] = {parameter: param for param, parameter in trained.parameters}
     return Adafactor(trained.optim, trained.mesh, groups, states, params)

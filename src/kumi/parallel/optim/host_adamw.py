@@ -1,14 +1,14 @@
-"""AdamW whose states are on the host, or on its drives, and which the host computes.
+"""AdamW on the host, with states in the host's memory or on its drives.
 
-Of a bucket of parameters at a time, gradients and parameters come to the host, are updated there, and the parameters go
-back (Ren et al., 2021, arXiv:2101.06840). What comes, what is computed and what goes are of three buckets at once:
+The gradients and parameters of one bucket at a time are copied to the host and updated there, and the parameters are
+copied back (Ren et al., 2021, arXiv:2101.06840). Three buckets are in flight at once:
 
-    down    bucket i + 1   gradients and parameters from the device, states from the drives
+    d2h     bucket i + 1   gradients and parameters from the device, states from the drives
     update  bucket i       on the host's processors
-    up      bucket i - 1   parameters to the device, states to the drives
+    h2d     bucket i - 1   parameters to the device, states to the drives
 
-Where states are on drives (Rajbhandari et al., 2021, arXiv:2104.07857, in kind) memory holds those of three buckets.
-The arithmetic is that of `AdamW` on the host, element by element, however it is cut.
+With states on drives (Rajbhandari et al., 2021, arXiv:2104.07857, in kind), only those of three buckets are in memory.
+The results equal those of `AdamW` on the host in every element, for any bucket size.
 """
 
 from __future__ import annotations
@@ -22,43 +22,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kumi.parallel.grad_norm import local
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.optim.adamw import init_adamw, update
-from kumi.parallel.optim.nvme_store import Drives, open_drives
-from kumi.parallel.optim.optimizer import Optimizer, Trained, drop_gradients
+from kumi.parallel.optim.adamw import adamw_update, init_adamw
+from kumi.parallel.optim.nvme_store import NvmeStore, open_nvme_store
+from kumi.parallel.optim.optimizer import Optimizer, TrainedParams, drop_grads
+from kumi.parallel.stage_modules import local_shard
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import COUNTER, MOMENTS
 from kumi.spec.techniques import HOST_BUCKET_ELEMENTS, STAGING_BUFFERS
 
-# Buckets begin, and tensors in them, at multiples of so many elements: a cache line, and what a kernel takes at once.
+# Buckets, and tensors in them, start at multiples of this: a cache line, and the vector length of the kernel.
 ALIGNED = 64
 
 
 @dataclass(frozen=True)
-class Span:
-    """Elements [start, stop) of what this rank holds of `parameter`, which lie in a bucket from `place` on."""
+class ParamSpan:
+    """Elements [start, stop) of this rank's shard of `parameter`, at `offset` in a bucket."""
 
     parameter: nn.Parameter
     start: int
     stop: int
-    place: int
+    offset: int
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Parameters with the settings `group` that are updated together, from element `first` of all, `size` of them."""
+class UpdateBucket:
+    """Parameters that are updated together.
+
+    `group`: their settings.
+    `first`: index of the bucket's first element among the elements of all buckets.
+    `size`: elements, with alignment.
+    """
 
     group: dict[str, Any]
     first: int
     size: int
-    spans: tuple[Span, ...]
+    spans: tuple[ParamSpan, ...]
 
 
 @dataclass(frozen=True)
-class Room:
-    """Memory of the host for a bucket, (elements,) each; `means` and `squares` are empty where states stay in memory.
-    `free` is there, on CUDA, once what went up from here has arrived."""
+class StagingBuffer:
+    """Host memory for a bucket, (elements,) each.
+
+    `means`, `squares`: empty unless states are on drives.
+    `free`: on CUDA, the event after which the parameters have been copied to the device.
+    """
 
     parameters: Tensor
     gradients: Tensor
@@ -69,35 +77,36 @@ class Room:
 
 @dataclass(frozen=True)
 class HostAdamW:
-    """AdamW over parameters on any device, with its states on the host: `state` has plain tensors of this rank's parts.
+    """AdamW over parameters on any device, with its states on the host.
 
-    With `drives` these are files, mapped into memory for who saves or restores them; the update does not touch them
-    there, and reads and writes the files.
+    `state` has plain tensors of this rank's shards. With a `store`, these tensors are files mapped into memory, for
+    saving and restoring. The update reads and writes the files directly.
     """
 
     optim: Optim
     param_groups: list[dict[str, Any]]
     state: dict[Tensor, dict[str, Tensor]]
-    buckets: tuple[Bucket, ...]
-    rooms: tuple[Room, ...]
-    drives: Drives | None
+    buckets: tuple[UpdateBucket, ...]
+    staging_buffers: tuple[StagingBuffer, ...]
+    store: NvmeStore | None
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            steps = [self.state[one][COUNTER] for one in group["params"] if one.grad is not None]
+            steps = [self.state[parameter][COUNTER] for parameter in group["params"] if parameter.grad is not None]
             if steps:
                 torch._foreach_add_(steps, 1)
-        _update_all(self, [found for bucket in self.buckets if (found := _with_gradients(bucket)).spans])
+        buckets = map(_with_gradients, self.buckets)
+        _update_all(self, [bucket for bucket in buckets if bucket.spans])
 
     def zero_grad(self) -> None:
-        """Drops the gradients and their memory."""
-        drop_gradients(self.param_groups)
+        """Free the gradients."""
+        drop_grads(self.param_groups)
 
 
-def build_adamw(trained: Trained) -> Optimizer:
-    """Return AdamW over `trained`, with the states where the layout's `offload` says."""
+def build_adamw(trained: TrainedParams) -> Optimizer:
+    """Return AdamW over `trained`, with its states on the device, the host or drives, by the layout's `offload`."""
     named = [(param.name, parameter) for param, parameter in trained.parameters]
     decayed = {param.name for param, _ in trained.parameters if param.decayed}
     return init_placed_adamw(named, decayed, trained.optim, trained.mesh, trained.folder)
@@ -112,119 +121,123 @@ def init_placed_adamw(
     *,
     bucket: int = HOST_BUCKET_ELEMENTS,
 ) -> Optimizer:
-    """As `init_adamw`, with the states where the layout's `offload` says.
+    """Return `init_adamw`'s optimizer, or `HostAdamW` if the layout's `offload` moves states.
 
-    `folder` is where states on drives go, in files that have no name and vanish with the process. A bucket has `bucket`
-    elements. Raises SaveError where the drives have no room.
+    `folder`: for states on drives, in unnamed files that vanish with the process.
+    `bucket`: elements of a bucket.
+
+    Raise SaveError if the drives have no room.
     """
     on_device = mesh.layout.offload in ("none", "states", "activations")
     plain = init_adamw(named_parameters, decayed, optim, states=on_device)
     if on_device:
         return plain
-    buckets = tuple(_cut(plain.param_groups, bucket))
+    buckets = tuple(_split(plain.param_groups, bucket))
     trained = [parameter for group in plain.param_groups for parameter in group["params"]]
-    sizes = {local(parameter).dtype for parameter in trained}
-    assert len(sizes) == 1, f"parameters have the dtypes {sizes}, and a bucket has one"
-    (dtype,) = sizes
-    drives = None
+    dtypes = {local_shard(parameter).dtype for parameter in trained}
+    assert len(dtypes) == 1, f"parameters have the dtypes {dtypes}, but a bucket has one"
+    (dtype,) = dtypes
+    store = None
     if mesh.layout.offload.endswith("-nvme"):
-        assert folder is not None, "whoever offloads to drives names a folder on them"
-        drives = open_drives(folder, mesh.rank, sum(one.size for one in buckets), dtype)
-    most = min(bucket, max((one.size for one in buckets), default=0))
-    rooms = tuple(_room(most, dtype, trained, drives) for _ in range(min(STAGING_BUFFERS, len(buckets))))
-    states = _states(plain.param_groups, buckets, drives)
-    return HostAdamW(optim, plain.param_groups, states, buckets, rooms, drives)
+        assert folder is not None, "offloading to drives needs a folder"
+        store = open_nvme_store(folder, mesh.rank, sum(each.size for each in buckets), dtype)
+    largest = min(bucket, max((each.size for each in buckets), default=0))
+    staging = tuple(_staging_buffer(largest, dtype, trained, store) for _ in range(min(STAGING_BUFFERS, len(buckets))))
+    states = _zero_states(plain.param_groups, buckets, store)
+    return HostAdamW(optim, plain.param_groups, states, buckets, staging, store)
 
 
-def _cut(groups: Sequence[dict[str, Any]], size: int) -> Iterator[Bucket]:
-    """Buckets of at most `size` elements; a large parameter is in several."""
-    assert size % ALIGNED == 0, f"a bucket of {size} elements would cut a tensor where a kernel does not"
+def _split(groups: Sequence[dict[str, Any]], size: int) -> Iterator[UpdateBucket]:
+    """Yield buckets of at most `size` elements; a large parameter is in several."""
+    assert size % ALIGNED == 0, f"a bucket of {size} elements would split a tensor within a vector of the kernel"
     end = 0
     for group in groups:
-        spans: list[Span] = []
+        spans: list[ParamSpan] = []
         first = filled = end
         for parameter in group["params"]:
-            start, count = 0, local(parameter).numel()
+            start, count = 0, local_shard(parameter).numel()
             while start < count:
                 stop = min(count, start + first + size - filled)
-                spans.append(Span(parameter, start, stop, filled - first))
+                spans.append(ParamSpan(parameter, start, stop, filled - first))
                 filled, start = filled + -(-(stop - start) // ALIGNED) * ALIGNED, stop
                 if filled - first >= size:
-                    yield Bucket(group, first, filled - first, tuple(spans))
+                    yield UpdateBucket(group, first, filled - first, tuple(spans))
                     spans, first = [], filled
         if spans:
-            yield Bucket(group, first, filled - first, tuple(spans))
+            yield UpdateBucket(group, first, filled - first, tuple(spans))
         end = filled
 
 
-def _states(
-    groups: Sequence[dict[str, Any]], buckets: Sequence[Bucket], drives: Drives | None
+def _zero_states(
+    groups: Sequence[dict[str, Any]], buckets: Sequence[UpdateBucket], store: NvmeStore | None
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """The states of every parameter, zero; their elements lie in files as they do in buckets."""
-    places = {
-        span.parameter: bucket.first + span.place for bucket in buckets for span in bucket.spans if not span.start
+    """Return the states of every parameter, zero. In a store, elements have the order of the buckets."""
+    offsets = {
+        span.parameter: bucket.first + span.offset for bucket in buckets for span in bucket.spans if not span.start
     }
-    found: dict[Tensor, dict[str, Tensor]] = {}
+    states: dict[Tensor, dict[str, Tensor]] = {}
     for group in groups:
         for parameter in group["params"]:
-            part, place = local(parameter), places.get(parameter, 0)
-            found[parameter] = {COUNTER: torch.zeros((), dtype=torch.float32)}
+            shard, offset = local_shard(parameter), offsets.get(parameter, 0)
+            states[parameter] = {COUNTER: torch.zeros((), dtype=torch.float32)}
             for name in MOMENTS:
-                if drives is None:
-                    made = torch.zeros(part.shape, dtype=part.dtype)
+                if store is None:
+                    moment = torch.zeros(shard.shape, dtype=shard.dtype)
                 else:
-                    made = drives.mapped[name][place : place + part.numel()].view(part.shape)
-                found[parameter][name] = made
-    return found
+                    moment = store.mapped[name][offset : offset + shard.numel()].view(shard.shape)
+                states[parameter][name] = moment
+    return states
 
 
-def _room(size: int, dtype: torch.dtype, trained: Sequence[nn.Parameter], drives: Drives | None) -> Room:
+def _staging_buffer(
+    size: int, dtype: torch.dtype, trained: Sequence[nn.Parameter], store: NvmeStore | None
+) -> StagingBuffer:
     cuda = any(parameter.is_cuda for parameter in trained)
 
-    def make(elements: int) -> Tensor:
+    def empty(elements: int) -> Tensor:
         return torch.empty(elements, dtype=dtype, pin_memory=cuda)
 
-    states = 0 if drives is None else size
+    state_size = 0 if store is None else size
     free = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
-    return Room(make(size), make(size), make(states), make(states), free)
+    return StagingBuffer(empty(size), empty(size), empty(state_size), empty(state_size), free)
 
 
-def _with_gradients(bucket: Bucket) -> Bucket:
-    """`bucket` without the parameters that have no gradient."""
+def _with_gradients(bucket: UpdateBucket) -> UpdateBucket:
+    """Return `bucket` without the parameters that have no gradient."""
     return replace(bucket, spans=tuple(span for span in bucket.spans if span.parameter.grad is not None))
 
 
 @dataclass(frozen=True)
-class _Coming:
-    """A bucket on its way to a room: `copied` from the device, `read` from the drives."""
+class _Pending:
+    """A bucket being copied to a staging buffer: `copied` from the device, `read` from the drives."""
 
-    bucket: Bucket
-    room: Room
+    bucket: UpdateBucket
+    staging: StagingBuffer
     copied: torch.cuda.Event | None
     read: Future[None] | None
 
 
-def _update_all(optimizer: HostAdamW, buckets: Sequence[Bucket]) -> None:
-    """Updates `buckets` one after the other, with the next on its way and the one before on its way back."""
+def _update_all(optimizer: HostAdamW, buckets: Sequence[UpdateBucket]) -> None:
+    """Update `buckets` in turn, while the next bucket is copied to the host and the previous one to the device."""
     device = next((span.parameter.device for bucket in buckets for span in bucket.spans), torch.device("cpu"))
     streams = _streams(device)
     written: dict[int, Future[None]] = {}
     with ThreadPoolExecutor(2, thread_name_prefix="kumi-drives") as pool:
-        coming: _Coming | None = None
+        pending: _Pending | None = None
         for number in range(len(buckets) + 1):
             following = None
             if number < len(buckets):
-                index = number % len(optimizer.rooms)
+                index = number % len(optimizer.staging_buffers)
                 if index in written:
                     written.pop(index).result()
-                following = _fetch(optimizer, buckets[number], optimizer.rooms[index], streams, pool)
-            if coming is not None:
-                _compute(optimizer, coming)
-                _give_back(coming, streams)
-                if optimizer.drives is not None:
-                    write = pool.submit(optimizer.drives.write, coming.bucket.first, _read_parts(coming))
-                    written[(number - 1) % len(optimizer.rooms)] = write
-            coming = following
+                following = _fetch(optimizer, buckets[number], optimizer.staging_buffers[index], streams, pool)
+            if pending is not None:
+                _compute(optimizer, pending)
+                _begin_h2d(pending, streams)
+                if optimizer.store is not None:
+                    write = pool.submit(optimizer.store.write, pending.bucket.first, _staged_moments(pending))
+                    written[(number - 1) % len(optimizer.staging_buffers)] = write
+            pending = following
         for write in written.values():
             write.result()
     if streams is not None:
@@ -232,93 +245,97 @@ def _update_all(optimizer: HostAdamW, buckets: Sequence[Bucket]) -> None:
 
 
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream] | None:
-    """Streams for what goes down and up, which wait for what the device has been given to do; None on a CPU."""
+    """Return the d2h and the h2d stream, which wait for the current stream of the device; None on a CPU."""
     if device.type != "cuda":
         return None
-    down, up = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-    for stream in (down, up):
+    d2h, h2d = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+    for stream in (d2h, h2d):
         stream.wait_stream(torch.cuda.current_stream(device))
-    return down, up
+    return d2h, h2d
 
 
 def _fetch(
     optimizer: HostAdamW,
-    bucket: Bucket,
-    room: Room,
+    bucket: UpdateBucket,
+    staging: StagingBuffer,
     streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None,
     pool: ThreadPoolExecutor,
-) -> _Coming:
-    """Begins to bring `bucket` to `room`."""
+) -> _Pending:
+    """Begin to copy `bucket` to `staging`."""
     read = None
-    if optimizer.drives is not None:
+    if optimizer.store is not None:
         read = pool.submit(
-            optimizer.drives.read, bucket.first, (room.means[: bucket.size], room.squares[: bucket.size])
+            optimizer.store.read, bucket.first, (staging.means[: bucket.size], staging.squares[: bucket.size])
         )
     if streams is None:
-        _copy_down(bucket, room, wait=True)
-        return _Coming(bucket, room, None, read)
-    assert room.free is not None
+        _copy_d2h(bucket, staging, wait=True)
+        return _Pending(bucket, staging, None, read)
+    assert staging.free is not None
     with torch.cuda.stream(streams[0]):
-        streams[0].wait_event(room.free)
-        _copy_down(bucket, room, wait=False)
+        streams[0].wait_event(staging.free)
+        _copy_d2h(bucket, staging, wait=False)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(streams[0])
-    return _Coming(bucket, room, copied, read)
+    return _Pending(bucket, staging, copied, read)
 
 
-def _copy_down(bucket: Bucket, room: Room, *, wait: bool) -> None:
+def _copy_d2h(bucket: UpdateBucket, staging: StagingBuffer, *, wait: bool) -> None:
     for span in bucket.spans:
-        part, grad = local(span.parameter), span.parameter.grad
+        shard, grad = local_shard(span.parameter), span.parameter.grad
         assert grad is not None
-        _of(room.parameters, span).copy_(_elements(part, span), non_blocking=not wait)
-        _of(room.gradients, span).copy_(local(grad).reshape(-1)[span.start : span.stop], non_blocking=not wait)
+        elements = local_shard(grad).reshape(-1)[span.start : span.stop]
+        _staged(staging.parameters, span).copy_(_elements(shard, span), non_blocking=not wait)
+        _staged(staging.gradients, span).copy_(elements, non_blocking=not wait)
 
 
-def _elements(part: Tensor, span: Span) -> Tensor:
-    return part.view(-1)[span.start : span.stop]
+def _elements(shard: Tensor, span: ParamSpan) -> Tensor:
+    """Return the elements of `span` in a shard."""
+    return shard.view(-1)[span.start : span.stop]
 
 
-def _of(room: Tensor, span: Span) -> Tensor:
-    return room[span.place : span.place + span.stop - span.start]
+def _staged(buffer: Tensor, span: ParamSpan) -> Tensor:
+    """Return the elements of `span` in a staging buffer."""
+    return buffer[span.offset : span.offset + span.stop - span.start]
 
 
-def _compute(optimizer: HostAdamW, coming: _Coming) -> None:
-    """The update of a bucket, once it is there."""
-    if coming.copied is not None:
-        coming.copied.synchronize()
-    if coming.read is not None:
-        coming.read.result()
-    spans, room, states = coming.bucket.spans, coming.room, optimizer.state
-    if optimizer.drives is None:
-        means, squares = ([_elements(states[one.parameter][name], one) for one in spans] for name in MOMENTS)
+def _compute(optimizer: HostAdamW, pending: _Pending) -> None:
+    """Wait for a bucket, and update it."""
+    if pending.copied is not None:
+        pending.copied.synchronize()
+    if pending.read is not None:
+        pending.read.result()
+    spans, staging, states = pending.bucket.spans, pending.staging, optimizer.state
+    if optimizer.store is None:
+        means, squares = ([_elements(states[span.parameter][name], span) for span in spans] for name in MOMENTS)
     else:
-        means, squares = ([_of(buffer, one) for one in spans] for buffer in (room.means, room.squares))
-    update(
-        coming.bucket.group,
-        [_of(room.parameters, one) for one in spans],
-        [_of(room.gradients, one) for one in spans],
+        means, squares = ([_staged(buffer, span) for span in spans] for buffer in (staging.means, staging.squares))
+    adamw_update(
+        pending.bucket.group,
+        [_staged(staging.parameters, span) for span in spans],
+        [_staged(staging.gradients, span) for span in spans],
         means,
         squares,
-        [states[one.parameter][COUNTER] for one in spans],
+        [states[span.parameter][COUNTER] for span in spans],
     )
 
 
-def _give_back(coming: _Coming, streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None) -> None:
-    """Begins to bring the parameters of a bucket back to the device."""
+def _begin_h2d(pending: _Pending, streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None) -> None:
+    """Begin to copy the parameters of a bucket back to the device."""
     if streams is None:
-        _copy_up(coming, wait=True)
+        _copy_h2d(pending, wait=True)
         return
-    assert coming.room.free is not None
+    assert pending.staging.free is not None
     with torch.cuda.stream(streams[1]):
-        _copy_up(coming, wait=False)
-        coming.room.free.record(streams[1])
+        _copy_h2d(pending, wait=False)
+        pending.staging.free.record(streams[1])
 
 
-def _copy_up(coming: _Coming, *, wait: bool) -> None:
-    for span in coming.bucket.spans:
-        _elements(local(span.parameter), span).copy_(_of(coming.room.parameters, span), non_blocking=not wait)
+def _copy_h2d(pending: _Pending, *, wait: bool) -> None:
+    for span in pending.bucket.spans:
+        staged = _staged(pending.staging.parameters, span)
+        _elements(local_shard(span.parameter), span).copy_(staged, non_blocking=not wait)
 
 
-def _read_parts(coming: _Coming) -> tuple[Tensor, Tensor]:
-    size = coming.bucket.size
-    return coming.room.means[:size], coming.room.squares[:size]
+def _staged_moments(pending: _Pending) -> tuple[Tensor, Tensor]:
+    size = pending.bucket.size
+    return pending.staging.means[:size], pending.staging.squares[:size]

@@ -1,4 +1,4 @@
-"""Optimizer states in files: read and written piece by piece, and mapped into memory for who needs them all."""
+"""Optimizer states in files on NVMe drives: read and written by element ranges, and mapped into memory."""
 
 from __future__ import annotations
 
@@ -16,31 +16,34 @@ from kumi.spec.optim_states import MOMENTS
 
 
 @dataclass(frozen=True)
-class Drives:
-    """A file of the elements of each of `MOMENTS`: `mapped` into memory, (elements,), and its number `files`.
+class NvmeStore:
+    """A file for each of `MOMENTS`.
 
-    What is written shows where it is mapped, and the other way round: both are the same pages of the system's cache.
+    `mapped`: the files mapped into memory, (elements,) each.
+    `files`: their file descriptors.
+
+    Mapped memory and the files are the same pages of the system's cache, so each shows writes to the other.
     """
 
     mapped: dict[str, Tensor]
     files: tuple[int, ...]
 
     def read(self, first: int, into: Sequence[Tensor]) -> None:
-        """Fills each of `into` with its file's elements from `first` on."""
+        """Fill each of `into` with elements of its file from `first` on."""
         for file, tensor in zip(self.files, into, strict=True):
-            _whole(os.preadv, file, tensor, first)
+            _transfer(os.preadv, file, tensor, first)
 
     def write(self, first: int, parts: Sequence[Tensor]) -> None:
-        """Writes each of `parts` to its file from element `first` on."""
+        """Write each of `parts` to its file from element `first` on."""
         for file, tensor in zip(self.files, parts, strict=True):
-            _whole(os.pwritev, file, tensor, first)
+            _transfer(os.pwritev, file, tensor, first)
 
 
-def open_drives(folder: Path, rank: int, elements: int, dtype: torch.dtype) -> Drives:
-    """Files of zeros for `elements` elements of `dtype` of each of `MOMENTS`, in `folder`.
+def open_nvme_store(folder: Path, rank: int, elements: int, dtype: torch.dtype) -> NvmeStore:
+    """Return a store of `elements` zeros of `dtype` for each of `MOMENTS`, in `folder`.
 
-    Their names are taken away at once, so that they are gone when the process is, whatever it dies of. Raises SaveError
-    when the folder cannot be written or has no room.
+    The files are unlinked at once, so they vanish with the process in any case. Raise SaveError if the folder cannot be
+    written or has no room.
     """
     mapped, files = {}, []
     for name in MOMENTS:
@@ -50,7 +53,9 @@ def open_drives(folder: Path, rank: int, elements: int, dtype: torch.dtype) -> D
             folder.mkdir(parents=True, exist_ok=True)
             remove_file(path)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            os.posix_fallocate(file, 0, size)  # now, for a full drive would end a process that writes to mapped memory
+            os.posix_fallocate(
+                file, 0, size
+            )  # allocate now: a full drive would kill a process that writes to mapped memory
             mapped[name] = torch.from_file(str(path), shared=True, size=max(1, elements), dtype=dtype)
             os.unlink(path)
         except OSError as error:
@@ -59,15 +64,15 @@ def open_drives(folder: Path, rank: int, elements: int, dtype: torch.dtype) -> D
                 f"another folder with train.offload_dir"
             ) from error
         files.append(file)
-    return Drives(mapped, tuple(files))
+    return NvmeStore(mapped, tuple(files))
 
 
-def _whole(move: object, file: int, tensor: Tensor, first: int) -> None:
-    """Moves all bytes of `tensor`, whose elements are `first` and those after it: one call may move fewer."""
+def _transfer(move: object, file: int, tensor: Tensor, first: int) -> None:
+    """Read or write all bytes of `tensor` at element `first` of the file; one system call may move fewer bytes."""
     left = memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
     offset = first * tensor.itemsize
     while len(left):
         done = move(file, [left], offset)  # type: ignore[operator]
         if done == 0:
-            raise OSError(f"a file of optimizer states ends at byte {offset}")
+            raise OSError(f"a file of optimizer states ends early, at byte {offset}")
         left, offset = left[done:], offset + done

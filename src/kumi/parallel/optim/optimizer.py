@@ -1,4 +1,4 @@
-"""What every optimizer is built from and offers: parameters in groups, named states, an update."""
+"""The interface of every optimizer, and the functions that they share: parameter groups, states, gradients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kumi.parallel.grad_norm import by_name, local
 from kumi.parallel.mesh import Mesh
+from kumi.parallel.stage_modules import local_shard, params_by_name, unwrap
 from kumi.spec.op import Param
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import OptimizerState, states_of
@@ -20,11 +20,11 @@ from kumi.spec.sharding import local_shape
 
 
 class Optimizer(Protocol):
-    """Parameters in groups, each with its own settings, and the states of every trained one, wherever these are."""
+    """Parameters in groups, each with its own settings, and the states of every trained parameter, on any device."""
 
     @property
     def optim(self) -> Optim:
-        """Which optimizer this is; its states are those of `kumi.spec.optim_states`."""
+        """The optimizer's kind and settings; `kumi.spec.optim_states` names its states."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -33,17 +33,18 @@ class Optimizer(Protocol):
     def state(self) -> Mapping[Tensor, dict[str, Tensor]]: ...
 
     def step(self) -> None:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
 
     def zero_grad(self) -> None:
-        """Drops the gradients and their memory."""
+        """Free the gradients."""
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What an optimizer is built from: every trained parameter of this rank with its description, in the model's order.
+class TrainedParams:
+    """The input of an optimizer.
 
-    `folder` is where states on drives go.
+    `parameters`: every trained parameter of this rank with its description, in the model's order.
+    `folder`: for states on drives.
     """
 
     parameters: tuple[tuple[Param, nn.Parameter], ...]
@@ -52,18 +53,18 @@ class Trained:
     folder: Path | None = None
 
 
-def trained_parameters(model: nn.Module, optim: Optim, mesh: Mesh, folder: Path | None = None) -> Trained:
-    """Return what is trained of `model`, which `build` returned."""
-    decoder = model.module if isinstance(model, DistributedDataParallel) else model
-    params = by_name(decoder.spec)
+def trained_parameters(model: nn.Module, optim: Optim, mesh: Mesh, folder: Path | None = None) -> TrainedParams:
+    """Return the trained parameters of `model`, a result of `build`."""
+    decoder = unwrap(model)
+    params = params_by_name(decoder.spec)
     named = ((params[name], value) for name, value in decoder.named_parameters() if value.requires_grad)
-    return Trained(tuple(named), optim, mesh, folder)
+    return TrainedParams(tuple(named), optim, mesh, folder)
 
 
-def groups_of(parameters: Iterable[tuple[nn.Parameter, bool]], optim: Optim) -> list[dict[str, Any]]:
-    """Return `parameters` as groups with their settings: those that weight decay applies to (True), then the others.
+def make_param_groups(parameters: Iterable[tuple[nn.Parameter, bool]], optim: Optim) -> list[dict[str, Any]]:
+    """Return groups of `parameters` with their settings: first those with weight decay (True), then the others.
 
-    The learning rate is the caller's to set before every step.
+    The caller sets the learning rate before every step.
     """
     common, listed = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}, list(parameters)
     groups = [
@@ -77,12 +78,12 @@ def groups_of(parameters: Iterable[tuple[nn.Parameter, bool]], optim: Optim) -> 
     return [group for group in groups if group["params"]]
 
 
-def new_states(param: Param, parameter: nn.Parameter, optim: Optim, mesh: Mesh) -> dict[str, Tensor]:
-    """Return this rank's part of every state of `parameter`, plain tensors of zeros beside it.
+def zero_states(param: Param, parameter: nn.Parameter, optim: Optim, mesh: Mesh) -> dict[str, Tensor]:
+    """Return this rank's shard of every state of `parameter`: zeros, as plain tensors on the parameter's device.
 
     States exist from the start so that a checkpoint before the first step is complete and memory does not grow in it.
     """
-    part = local(parameter)
+    part = local_shard(parameter)
     return {state.name: _zeros(state, part, mesh) for state in states_of(optim, param)}
 
 
@@ -92,23 +93,26 @@ def _zeros(state: OptimizerState, part: Tensor, mesh: Mesh) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=part.device)
 
 
-def gradient_of(parameter: Tensor) -> Tensor:
-    """Return this rank's part of the gradient of `parameter`, which has one."""
+def local_grad(parameter: Tensor) -> Tensor:
+    """Return this rank's shard of the gradient of `parameter`, which must have one."""
     assert parameter.grad is not None
-    return local(parameter.grad)
+    return local_shard(parameter.grad)
 
 
-def drop_gradients(groups: Sequence[dict[str, Any]]) -> None:
-    """Drop the gradients of all parameters in `groups`, and their memory."""
+def drop_grads(groups: Sequence[dict[str, Any]]) -> None:
+    """Free the gradients of all parameters in `groups`."""
     for group in groups:
         for parameter in group["params"]:
             parameter.grad = None
 
 
 @torch.no_grad()
-def forget_gradients(model: nn.Module, optimizer: Optimizer) -> None:
-    """Drops the gradients of a step. Those of whole replicas lie in the buckets that they travel in: they are set to
-    zero there, for the next step's would otherwise lie beside these until its last microbatch."""
+def clear_grads(model: nn.Module, optimizer: Optimizer) -> None:
+    """Clear the gradients of a step.
+
+    DDP's gradients are views of its buckets: they are set to zero. Otherwise the next step would allocate gradients in
+    addition to the buckets until its last microbatch.
+    """
     if not isinstance(model, DistributedDataParallel):
         optimizer.zero_grad()
         return

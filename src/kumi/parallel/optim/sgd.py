@@ -1,4 +1,4 @@
-"""SGD with momentum over this rank's part of the parameters."""
+"""SGD with momentum over this rank's shards of the parameters."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kumi.parallel.grad_norm import local
-from kumi.parallel.optim.optimizer import Trained, drop_gradients, gradient_of, groups_of, new_states
+from kumi.parallel.optim.optimizer import TrainedParams, drop_grads, local_grad, make_param_groups, zero_states
+from kumi.parallel.stage_modules import local_shard
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import MOMENTUM
 
 
 @dataclass(frozen=True)
 class SGD:
-    """Parameters in groups, and the momentum of every parameter; no states where the momentum `betas[0]` is 0.
+    """Parameters in groups, and the momentum of every parameter; no states if the momentum `betas[0]` is 0.
 
-    The arithmetic of torch.optim.SGD, by the same fused kernel: weight decay is added to the gradient, so that the
-    momentum has it, too. There is neither dampening nor Nesterov's momentum.
+    The fused kernel is that of torch.optim.SGD. Weight decay is added to the gradient, so it enters the momentum. There
+    is neither dampening nor Nesterov momentum.
     """
 
     optim: Optim
@@ -28,7 +28,7 @@ class SGD:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         momentum = self.optim.betas[0]
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -36,8 +36,8 @@ class SGD:
             if not trained:
                 continue
             torch._fused_sgd_(
-                [local(parameter) for parameter in trained],
-                [gradient_of(parameter) for parameter in trained],
+                [local_shard(parameter) for parameter in trained],
+                [local_grad(parameter) for parameter in trained],
                 buffers,
                 weight_decay=group["weight_decay"],
                 momentum=momentum,
@@ -45,18 +45,18 @@ class SGD:
                 dampening=0.0,
                 nesterov=False,
                 maximize=False,
-                is_first_step=False,  # buffers of zeros give the first step's momentum, its gradient
+                is_first_step=False,  # zero buffers give the first step's momentum: the gradient
             )
 
     def zero_grad(self) -> None:
-        """Drops the gradients and their memory."""
-        drop_gradients(self.param_groups)
+        """Free the gradients."""
+        drop_grads(self.param_groups)
 
 
-def build_sgd(trained: Trained) -> SGD:
+def build_sgd(trained: TrainedParams) -> SGD:
     """Return SGD over `trained`, with its states zero."""
-    groups = groups_of([(parameter, param.decayed) for param, parameter in trained.parameters], trained.optim)
+    groups = make_param_groups([(parameter, param.decayed) for param, parameter in trained.parameters], trained.optim)
     states: dict[Tensor, dict[str, Tensor]] = {
-        parameter: new_states(param, parameter, trained.optim, trained.mesh) for param, parameter in trained.parameters
+        parameter: zero_states(param, parameter, trained.optim, trained.mesh) for param, parameter in trained.parameters
     }
     return SGD(trained.optim, groups, states)
