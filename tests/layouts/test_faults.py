@@ -89,12 +89,12 @@ def step(
 
 @cache
 def alone(family: str, *how: Any) -> Seen:
-    """What one process sees."""
+    """Return the results of one process."""
     return run_ranks(1, step, Layout(), family, *how)[0]
 
 
 def differing(ranks, layout, family, *how, of=""):
-    """Checks loss, norm and what clipping left of every gradient; the gradients whose names hold `of` that differ."""
+    """Check loss, norm and clipped gradients, and return the gradients with `of` in their names that differ."""
     wanted = alone(family, 1, *how[1:])
     assert wanted.norm > BOUND
     seen = ranks(layout.world_size, step, layout, family, *how)
@@ -222,7 +222,7 @@ def _laid(shape: tuple[int, ...], how: str, seed: int) -> torch.Tensor:
 
 
 def _changed(function: Callable[..., Any], *args: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What `function` returns of a tensor, or has made of it."""
+    """Return the result of `function` for a tensor, or the tensor that it changed in place."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
         found = function(x, *args)
@@ -238,12 +238,12 @@ def _ones(bias: bool) -> Linear:
     return layer
 
 
-def _enter(x: torch.Tensor) -> torch.Tensor:
-    return torch.stack(ShardedProjections(dist.group.WORLD, True, False).enter(x, [_ones(True), _ones(True)]))
+def _column_linear(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack(ShardedProjections(dist.group.WORLD, True, False).column_linear(x, [_ones(True), _ones(True)]))
 
 
-def _leave(x: torch.Tensor, selective: bool) -> torch.Tensor:
-    return ShardedProjections(dist.group.WORLD, True, selective).leave(x, _ones(False))
+def _row_linear(x: torch.Tensor, selective: bool) -> torch.Tensor:
+    return ShardedProjections(dist.group.WORLD, True, selective).row_linear(x, _ones(False))
 
 
 def _dispatch(x: torch.Tensor) -> torch.Tensor:
@@ -256,19 +256,27 @@ def _dispatch(x: torch.Tensor) -> torch.Tensor:
 
 
 def _functions() -> dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]]:
-    """Everything that communicates: the shape of what it is given on each of two ranks, and the function."""
+    """Return every communicating function, with the shape of its argument on each of two ranks."""
     group, mesh = dist.group.WORLD, mesh_of(Layout(cp=2))
     ring, whole = ring_attention_fn([0, 3, 8, 16], group), segments(torch.zeros(2, 8), None)
     ulysses = ulysses_attention_fn(lambda *given: attend(whole, *given), group)
-    region, part = ShardedProjections(group, True, False), VocabularyShard(group, 10, True)
+    projections, vocabulary = ShardedProjections(group, True, False), VocabularyShard(group, 10, True)
     rows: dict[str, Any] = {
         name: lambda x, name=name: getattr(token_collectives, name)(x, group)
-        for name in ("gathered", "scattered", "summed", "gather", "scatter", "total", "fan_out")
+        for name in (
+            "all_gather_no_grad",
+            "reduce_scatter_no_grad",
+            "all_reduce_no_grad",
+            "all_gather",
+            "reduce_scatter",
+            "all_reduce",
+            "copy_to_group",
+        )
     }
     rows |= {
         "over all ranks": _changed(all_reduce_sum, mesh),
-        "greatest": _changed(all_reduce_max, mesh),
-        "sum_over": _changed(lambda x: grad_sync.all_reduce_grads([x], group)),
+        "largest": _changed(all_reduce_max, mesh),
+        "gradients": _changed(lambda x: grad_sync.all_reduce_grads([x], group)),
         "rows of experts": lambda x: (
             expert_parallel.exchange_rows(x, [1, 3], [1 + 2 * dist.get_rank()] * 2, group)
             if dist.get_rank() == 0
@@ -276,13 +284,13 @@ def _functions() -> dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], to
         ),
         "counts of experts": lambda x: expert_parallel.EXCHANGE_COUNTS(x, group.group_name),
         "experts": _dispatch,
-        "a region's beginning": _enter,
-        "a region's end": lambda x: _leave(x, False),
-        "a kept end": lambda x: _leave(x, True),
-        "what a region shares": lambda x: region.share(x),
-        "the head's input": part.gather,
-        "the head's gradient": part.reduce,
-        "logits": lambda x: part.logits(x, torch.ones(5, 6, dtype=torch.float64)),
+        "column-parallel linear": _column_linear,
+        "row-parallel linear": lambda x: _row_linear(x, False),
+        "saved row-parallel linear": lambda x: _row_linear(x, True),
+        "broadcast": lambda x: projections.broadcast(x),
+        "the head's input": vocabulary.gather,
+        "the head's gradient": vocabulary.reduce,
+        "logits": lambda x: vocabulary.logits(x, torch.ones(5, 6, dtype=torch.float64)),
     }
     heads: dict[str, Any] = {
         "ring": lambda x: ring(x, x[:, :, :2], x[:, :, 1:3], None),
@@ -294,23 +302,23 @@ def _functions() -> dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], to
 
 
 FUNCTIONS = (
-    "gathered",
-    "scattered",
-    "summed",
-    "gather",
-    "scatter",
-    "total",
-    "fan_out",
+    "all_gather_no_grad",
+    "reduce_scatter_no_grad",
+    "all_reduce_no_grad",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "copy_to_group",
     "over all ranks",
-    "greatest",
-    "sum_over",
+    "largest",
+    "gradients",
     "rows of experts",
     "counts of experts",
     "experts",
-    "a region's beginning",
-    "a region's end",
-    "a kept end",
-    "what a region shares",
+    "column-parallel linear",
+    "row-parallel linear",
+    "saved row-parallel linear",
+    "broadcast",
     "the head's input",
     "the head's gradient",
     "logits",
@@ -318,12 +326,12 @@ FUNCTIONS = (
     "ulysses",
 )
 WITHOUT_GRADIENT = {
-    "gathered",
-    "scattered",
-    "summed",
+    "all_gather_no_grad",
+    "reduce_scatter_no_grad",
+    "all_reduce_no_grad",
     "over all ranks",
-    "greatest",
-    "sum_over",
+    "largest",
+    "gradients",
     "counts of experts",
     "the head's input",
     "the head's gradient",
@@ -341,7 +349,7 @@ def _lie_in_order(value: Any) -> bool:
 
 @contextmanager
 def strictly() -> Iterator[None]:
-    """Where what is sent must be contiguous, as NCCL demands: gloo copies some views, and misreads others."""
+    """Collectives send contiguous tensors, as NCCL requires: gloo copies some views, and misreads others."""
 
     def checked(send: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -385,7 +393,7 @@ def _difference(name: str, how: str) -> float:
 
 # No gradient that is written to has one element in many places.
 LAID = [
-    (name, how) for name in FUNCTIONS for how in ("transposed", "expanded") if (name, how) != ("sum_over", "expanded")
+    (name, how) for name in FUNCTIONS for how in ("transposed", "expanded") if (name, how) != ("gradients", "expanded")
 ]
 
 
