@@ -1,6 +1,6 @@
 """How accurate the planner is on published runs.
 
-python benchmarks/planner_accuracy.py RUNS.csv [--failures FAILURES.csv] [--json OUT]
+python benchmarks/planner_accuracy.py RUNS.csv [--failures FAILURES.csv] [--json OUT] [--rows OUT.csv]
 
 RUNS.csv has the columns of tests/published/runs.csv (torchtitan.csv and megatron.csv there are read, too),
 FAILURES.csv layouts that did not run. What a row leaves out is completed by benchmarks/planner_defaults.py. Printed for
@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from planner_dump import write_rows
+from planner_experiments import experiments_of
 from planner_jobs import Case, case_of
 from planner_rows import read
 from planner_scores import (
@@ -49,13 +51,18 @@ COUNTS = (
 )
 
 
-def accuracy(runs: Path, failures: Path | None = None, estimator: Estimator = planner) -> dict:
-    """The scores as plain data: `sources` (one object each), `parts` (fit and check) and `summary`."""
+def accuracy(
+    runs: Path, failures: Path | None = None, estimator: Estimator = planner, rows: Path | None = None
+) -> dict:
+    """The scores as plain data: `sources` (one object each), `parts` (fit and check) and `summary`. With `rows`, a line
+    for every scored row is written there."""
     ran, refused = cases(runs, measured=True)
     ran, impossible = complete(ran, estimator)
     refused += impossible
     failed, refused_failures = cases(failures, measured=False) if failures is not None else ([], [])
     scored, missed = predict(ran, estimator), predict(failed, estimator)
+    if rows is not None:
+        write_rows(rows, scored, missed, experiments_of([case.run for case in (*scored.cases, *missed.cases)]))
     by_source = sources_of(scored) | {name: scored.where([]) for name, _ in refused if name not in sources_of(scored)}
     unused = reasons(refused)
     sources = [
@@ -204,9 +211,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", type=Path, help="measured runs, in the columns of tests/published/runs.csv")
     parser.add_argument("--failures", type=Path, help="layouts that did not run, in the same columns")
     parser.add_argument("--json", type=Path, help="write the scores there, too")
+    parser.add_argument("--rows", type=Path, help="write a line of CSV for every row there: measured and predicted")
     options = parser.parse_args(arguments)
     try:
-        result = accuracy(options.runs, options.failures)
+        result = accuracy(options.runs, options.failures, rows=options.rows)
     except (OSError, ValueError) as error:
         print(f"planner_accuracy: {error}", file=sys.stderr)
         return 2

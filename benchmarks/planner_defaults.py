@@ -60,6 +60,22 @@ TRAITS = (
     (r"maxtext", {"kernels": "compiled", "overlap_tp": False, "dispatch": 1.0}),
 )
 
+# The campaign that measured a run, where that is not its set: by the set, its text and its GPU. A campaign is one
+# group's runs of one trainer on one kind of machine: such runs share what the planner cannot know of them.
+EXPERIMENT_OF = (
+    # One grid and two scans of the playbook, on one cluster; the two parts of vTrain's ground truth.
+    (r"^nano(-dp|-tp)?: ", "nanotron"),
+    (r"^vtrain-[ms]: ", "vtrain"),
+    # NVIDIA's tables: other trainers than Megatron's, and other machines.
+    (r"^dgxc: .*(maxtext|paxml)", "dgxc-xla"),
+    *((rf"^mbridge: .* {gpu}$", f"mbridge-{gpu}") for gpu in ("h100", "b200", "b300", "gb200", "gb300")),
+    # torchtitan's documents, each by another group or on another machine.
+    (r"^titan: .*asynctp", "titan-asynctp"),
+    (r"^titan: .*_202412_", "titan-202412"),
+    (r"^titan: .*whitefiber", "titan-h200"),
+    (r"^titan: .*quantization/", "titan-blackwell"),
+)
+
 # Attention of runs that deny flash attention, where nothing else is said of their kernels.
 NO_FLASH = "fused-softmax"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ NOISY = ("nano",)
 # How the memory of a run was read where its error counts; elsewhere it is reported beside.
 STATED = ("nvidia-smi", "reserved", "allocated")
 # Notes of layouts that ran out of memory; other failures may have had other reasons.
-HARD = ("oom", "out of memory")
+HARD = r"\boom\b|out of memory"
 
 # How far over a device's memory an estimate may be of a run that is known to have fitted.
 TOLERANCE = 1.15
@@ -206,8 +207,7 @@ def known_to_fit(ran: Scored) -> Scored:
 
 def is_hard(case: Case) -> bool:
     """Whether a failed run is known to have run out of memory."""
-    text = case.run.text
-    return any(word in text for word in HARD) and "crashed or" not in text
+    return re.search(HARD, case.run.text) is not None and "crashed or" not in case.run.text
 
 
 def fit_scores(ran: Scored, failed: Scored) -> dict[str, float | int | None]:

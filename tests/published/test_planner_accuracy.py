@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 import planner_accuracy
 import pytest
+from planner_experiments import POOL
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -99,6 +101,22 @@ def test_the_bars_that_are_reached_stay_reached():
     assert summary["memory_mean_abs_error"] <= 0.08
     assert summary["fits_recall"] >= 0.98
     assert summary["oom_recall"] >= 0.9
+
+
+def test_every_scored_row_is_written_with_what_was_measured_and_predicted(tmp_path):
+    runs = table(tmp_path / "runs.csv", lambda row: row["id"] in ("bloom-0001", "bloom-0110", "vtrain-s-0001"))
+    planner_accuracy.accuracy(runs, runs, estimator=slow, rows=tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["outcome"] for row in rows] == ["ran"] * 3 + ["failed"] * 3
+    assert {row["experiment"] for row in rows} == {POOL}
+    for row in rows:
+        ratio = float(row["measured_seconds"]) / float(row["predicted_seconds"])
+        assert float(row["log_time"]) == pytest.approx(math.log(ratio), abs=1e-4)
+        if row["measured_bytes"]:
+            ratio = float(row["measured_bytes"]) / float(row["predicted_reading_bytes"])
+            assert float(row["log_memory"]) == pytest.approx(math.log(ratio), abs=1e-4)
+    assert {row["memory_reading"] for row in rows if row["measured_bytes"]} == {"nvidia-smi"}
 
 
 def test_another_estimator_is_scored_alike(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from planner_defaults import ENGINE_OF, NODE_OF, engine_of, first
+from planner_experiments import LEAST_ROWS, POOL, campaign_of, experiments_of
 from planner_jobs import Case, case_of
 from planner_models import parameters
 from planner_rows import read, run_of
@@ -129,3 +130,19 @@ def test_every_trainer_and_every_node_of_the_tables_exists_and_says_where_it_was
         assert (CLUSTERS / "nodes" / f"{name}.toml").is_file()
     assert first(NODE_OF, "nvidia a100-sxm4-40gb") == "a100-sxm-40gb"
     assert first(NODE_OF, "h100-96gb-hbm2e-500w") == "h100-96gb"
+
+
+def test_an_experiment_is_a_campaign_and_small_ones_are_pooled():
+    def runs(name, count, **cells):
+        return [run_of(PLAIN | {"id": f"{name}-{number}"} | cells) for number in range(count)]
+
+    assert {campaign_of(run) for name in ("nano", "nano-dp", "nano-tp", "nano-fail") for run in runs(name, 1)} == {
+        "nanotron"
+    }
+    assert {campaign_of(run) for name in ("vtrain-m", "vtrain-s") for run in runs(name, 1)} == {"vtrain"}
+    assert campaign_of(*runs("hag-oom", 1)) == "hag"
+    assert [campaign_of(*runs("mbridge", 1, gpu=gpu)) for gpu in ("B200", "GB200")] == ["mbridge-b200", "mbridge-gb200"]
+    assert [campaign_of(*runs("dgxc", 1, source=name)) for name in ("MaxText", "NeMo")] == ["dgxc-xla", "dgxc"]
+    experiments = experiments_of([*runs("one", LEAST_ROWS), *runs("two", LEAST_ROWS - 1), *runs("three", 1)])
+    assert set(experiments.values()) == {"one", POOL}
+    assert [experiments[name] for name in ("one-0", "two-0", "three-0")] == ["one", POOL, POOL]
