@@ -108,7 +108,7 @@ def _rows(scored: Scored, is_failure: bool, experiments: Mapping[str, str]) -> I
             "predicted_bytes": _number(float(size)),
             "predicted_reserved_bytes": _number(reserved),
             "predicted_allocated_bytes": _number(allocated),
-            "usable_bytes": usable_memory(job.cluster.device),
+            "usable_bytes": usable_memory(job),
         }
 
 

@@ -192,7 +192,7 @@ def memory_scores(scored: Scored) -> dict[str, float | int | None]:
 
 
 def fits(scored: Scored) -> NDArray[np.bool_]:
-    return np.array([size <= usable_memory(c.job.cluster.device) for size, c in zip(scored.memory, scored.cases)], bool)
+    return np.array([size <= usable_memory(c.job) for size, c in zip(scored.memory, scored.cases)], bool)
 
 
 def known_to_fit(ran: Scored) -> Scored:

@@ -39,7 +39,7 @@ def machines(ranks=1, memory="1 GiB", reserved="0 B"):
 
 
 def config(**overrides):
-    machines = {"cluster.source": "cpu.toml", "cluster.network": "25gbe"}
+    machines = {"cluster.source": "cpu.toml", "cluster.network": "25gbe", "plan.margin": 0.02}
     return load(RUN, machines | {key.replace("__", "."): value for key, value in overrides.items()})
 
 

@@ -28,6 +28,8 @@ GPU = Device(
 INSTANT = replace(GPU, peak=(("bfloat16", 1e24),), memory_bandwidth=0.0, launch=0.0)
 LINKS = (Link("inside", 4, 300e9, 3e-6), Link("network", 1 << 30, 25e9, 10e-6))
 NO_HOST = Host()
+# Share of a device that plans of these jobs leave free, so that the tests know which layouts fit.
+MARGIN = 0.02
 # Has room and bandwidth for offloading, NVMe included.
 HOST = Host(1 << 38, 25e9, 2e9, 1 << 40)
 
@@ -60,7 +62,15 @@ def job(
     """Return a job of `sequences` sequences per step on `nodes` nodes of four devices with `memory` bytes each."""
     device = device if memory is None else replace(device, memory=int(memory))
     cluster = ClusterSpec("test", device, 4, nodes, links=links if nodes > 1 else links[:1], host=host)
-    return Job(of or model(), cluster, BatchSpec(seq_len, seq_len * sequences), PRECISIONS[kind], Optim(), engine)
+    return Job(
+        of or model(),
+        cluster,
+        BatchSpec(seq_len, seq_len * sequences),
+        PRECISIONS[kind],
+        Optim(),
+        engine,
+        margin=MARGIN,
+    )
 
 
 def every_layout(job: Job, **pinned: Any) -> Iterator[Layout]:

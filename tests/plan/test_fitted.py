@@ -20,6 +20,7 @@ def alone():
     overrides = [
         "cluster.nodes=1",
         "cluster.devices_per_node=1",
+        "plan.margin=0.02",
         f"model.source={RUN.parents[1] / 'models/llama-3-8b'}",
     ]
     return job(load_plan(str(RUN), overrides))

@@ -328,5 +328,7 @@ def test_an_estimate_for_the_cpu_has_no_allocator_and_no_libraries():
     assert gpu.reserved > 0
 
 
-def test_an_estimate_may_fill_most_of_a_device():
-    assert 0.9 * 80 * GIB < usable_memory(Device("GPU", "cuda", 80 * GIB)) < 80 * GIB
+def test_an_estimate_may_fill_all_of_a_device_but_the_margin():
+    device = Device("GPU", "cuda", 80 * GIB)
+    assert usable_memory(replace(job_of(LLAMA_8B, device=device), margin=0.25)) == 60 * GIB
+    assert 0.85 * 80 * GIB < usable_memory(job_of(LLAMA_8B, device=device)) < 0.98 * 80 * GIB

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small import HOST, every_layout, job, model
+from small import HOST, MARGIN, every_layout, job, model
 
 from kumi.plan.estimate import estimate, estimate_many
 from kumi.plan.layout_batch import CHOICES
@@ -32,7 +32,7 @@ def tried():
 
 def with_memory(usable):
     """Return the small job on devices with `usable` bytes that a plan may fill."""
-    return job(**SMALL, memory=np.ceil(usable / device_memory.USABLE_SHARE))
+    return job(**SMALL, memory=np.ceil(usable / (1 - MARGIN)))
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 1.0])
@@ -45,7 +45,7 @@ def test_the_best_of_all_layouts_that_fit(tried, share):
     usable = float(np.quantile([item.peak_memory for item in tried], share))
     limited = with_memory(usable)
     result = search(limited, PINNED, top=4)
-    fitting = [item for item in tried if item.peak_memory <= device_memory.usable_memory(limited.cluster.device)]
+    fitting = [item for item in tried if item.peak_memory <= device_memory.usable_memory(limited)]
     searched = [item for item in tried if item.layout.schedule != "gpipe"]
     fit = sum(item.layout.schedule != "gpipe" for item in fitting)
     assert result.count == len(searched)
@@ -238,8 +238,6 @@ def test_experts_are_sharded_if_they_fill_the_devices():
     of, pinned = model(8, experts=64, hidden=2048), {"zero": 1, "pp": 1, "tp": 1, "offload": "none"}
     unsharded, least = (estimate_smallest(job(of=of), pinned | pin) for pin in ({"ep": 1}, {}))
     assert least.peak_memory < 0.9 * unsharded.peak_memory
-    result = search(
-        job(of=of, memory=(unsharded.peak_memory + least.peak_memory) / 2 / device_memory.USABLE_SHARE), pinned
-    )
+    result = search(job(of=of, memory=(unsharded.peak_memory + least.peak_memory) / 2 / (1 - MARGIN)), pinned)
     assert result.plans
     assert all(item.layout.ep > 1 for item in result.plans)

@@ -12,11 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
 
-from small import GPU, HOST, LINKS, job, model
+from small import GPU, HOST, LINKS, MARGIN, job, model
 
 from kumi.errors import FitError, LayoutError
 from kumi.plan.estimate import estimate
-from kumi.plan.memory.device_memory import USABLE_SHARE
 from kumi.plan.search.diagnose import any_layout_fits
 from kumi.plan.search.search_layouts import estimate_smallest, search
 from kumi.plan.session import plan
@@ -94,7 +93,7 @@ def tight(share, of=BIG, seq_len=4096):
     """A job on one node of devices with `share` of the least memory that it needs."""
     least = estimate_smallest(job(1, of=of, seq_len=seq_len), {})
     assert least is not None
-    return job(1, of=of, seq_len=seq_len, memory=share * least.peak_memory / USABLE_SHARE)
+    return job(1, of=of, seq_len=seq_len, memory=share * least.peak_memory / (1 - MARGIN))
 
 
 def test_what_is_advised_where_nothing_fits_makes_something_fit():
@@ -118,7 +117,7 @@ def test_whether_anything_fits_is_decided_as_by_a_search(pinned):
     """With the smallest microbatches alone, where these need the least."""
     least = estimate_smallest(job(of=BIG, seq_len=4096), pinned)
     for share, enough in ((1.001, True), (0.999, False)):
-        wanted = job(of=BIG, seq_len=4096, memory=share * least.peak_memory / USABLE_SHARE)
+        wanted = job(of=BIG, seq_len=4096, memory=share * least.peak_memory / (1 - MARGIN))
         assert any_layout_fits(wanted, pinned) == enough
 
 

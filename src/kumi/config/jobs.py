@@ -53,6 +53,7 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
         optim=choose_optim(config.optim, None if config.train is None else config.train.steps),
         engine=engine_for(comm_spec(config)),
         numerics=numerics,
+        margin=None if config.plan.margin == "auto" else float(config.plan.margin),
         cluster_of_nodes=partial(cluster_with_nodes, config.cluster),
     )
 

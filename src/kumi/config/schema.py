@@ -392,6 +392,16 @@ class SampleSection(Section):
     temperature: Number = Field(0.0, ge=0, description="Sampling temperature; 0 always takes the most likely token.")
 
 
+class PlanSection(Section):
+    """How the layout is chosen."""
+
+    margin: Literal["auto"] | Annotated[Number, Field(ge=0, lt=1)] = Field(
+        "auto",
+        description="Share of device memory that the chosen layout leaves free. auto: as much as estimates of memory "
+        "may be too low, so that 9 of 10 plans fit.",
+    )
+
+
 class PlanConfig(Section):
     """A run file for planning: data and steps are optional."""
 
@@ -405,6 +415,7 @@ class PlanConfig(Section):
     optim: OptimSection = OptimSection()
     precision: PrecisionSection = PrecisionSection()
     layout: LayoutSection = LayoutSection()
+    plan: PlanSection = PlanSection()
     comm: CommSection = CommSection()
     train: TrainSection | None = None
     eval: EvalSection = EvalSection()

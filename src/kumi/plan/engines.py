@@ -19,6 +19,7 @@ from kumi.spec.engine import KUMI, Engine
 # float32 master weights to the optimizer. The loss saves float32 probabilities, bfloat16 logits and their gradient.
 _MEGATRON = Engine(
     name="megatron-lm",
+    stack="megatron",
     recompute_whole=True,
     half_weights=True,
     kernels="fused",
@@ -174,6 +175,7 @@ ENGINES: dict[str, Engine] = {
     # grid with data parallelism take the sum of compute and communication time.
     "nanotron": Engine(
         name="nanotron",
+        stack="megatron",
         recompute_whole=True,
         half_weights=True,
         half_grads=True,

@@ -67,7 +67,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
     return Estimate(
         layout,
         tuple(_memory(memory, rank) for rank in range(layout.pp)),
-        device_memory.usable_memory(job.cluster.device),
+        device_memory.usable_memory(job),
         sum(kinds.values()),
         tuple(kinds.items()),
         stages,

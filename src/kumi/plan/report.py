@@ -8,6 +8,7 @@ from typing import Any
 from kumi.plan.estimates import Estimate
 from kumi.plan.pipeline.timeline import Timeline
 from kumi.plan.search.sizing import TrainingCost
+from kumi.plan.uncertainty.intervals import Uncertainty
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import num_params
@@ -43,6 +44,7 @@ class Report:
     `front`: the Pareto front over step time, memory and devices.
     `lacking`: layouts faster than `best` that do not fit, fastest first.
     `training`: time and cost of training on the requested number of tokens.
+    `uncertainty`: how far the estimate of `best` may be off.
     """
 
     job: Job
@@ -55,6 +57,7 @@ class Report:
     front: tuple[Estimate, ...] = ()
     lacking: tuple[Estimate, ...] = ()
     training: TrainingCost | None = None
+    uncertainty: Uncertainty | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report without its timeline as plain data, for --json; the model as a summary."""
@@ -79,6 +82,7 @@ class Report:
             "lacking": [other.as_dict() for other in self.lacking],
             "searched": self.searched,
             "fitting": self.fitting,
+            "uncertainty": None if self.uncertainty is None else asdict(self.uncertainty),
             "training": None if self.training is None else asdict(self.training),
         }
 

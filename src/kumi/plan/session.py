@@ -28,6 +28,7 @@ from kumi.plan.search.select import (
 )
 from kumi.plan.search.sizing import training_cost
 from kumi.plan.standard_layouts import estimate_standard_layouts
+from kumi.plan.uncertainty.of_estimate import estimate_uncertainty
 from kumi.spec.job import Job
 
 
@@ -75,6 +76,7 @@ def plan(
         front=result.pareto,
         lacking=_faster_but_too_large(job, result, best),
         training=None if tokens is None else training_cost(tokens, best, job.cluster),
+        uncertainty=estimate_uncertainty(job, best),
     )
 
 

@@ -121,7 +121,7 @@ def _best_of_groups(job: Job, groups: list[list[Layout]]) -> Iterator[Layout]:
     layouts = [layout for group in groups for layout in group]
     if not layouts:
         return
-    estimates, capacity, start = estimate_many(job, layouts), usable_memory(job.cluster.device), 0
+    estimates, capacity, start = estimate_many(job, layouts), usable_memory(job), 0
     for group in groups:
         rows = range(start, start + len(group))
         fitting = [row for row in rows if estimates.memory[row] <= capacity]

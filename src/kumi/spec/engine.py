@@ -55,10 +55,12 @@ class Engine:
     - `tokens_once`: a token is sent once to a node, or a rank, that has several of its experts.
     - `wide_ring`: ring attention sends gradients of keys and values in float32, else in the compute dtype.
 
+    `stack`: "fsdp" if the trainer builds on PyTorch's FSDP or its like, "megatron" if on Megatron-LM's 3D parallelism.
     `source` names the origin of these facts.
     """
 
     name: str = "kumi"
+    stack: str = "fsdp"
     half_weights: bool = False
     grad_itemsize: int = 4
     half_grads: bool = False

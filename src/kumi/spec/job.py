@@ -19,6 +19,7 @@ class Job:
     """A model, a cluster, a batch and the precision, trained by `engine`.
 
     - `numerics`: kernels of a CPU; None before they are measured.
+    - `margin`: share of device memory that a plan must leave free; None for the default (`plan.uncertainty.margin`).
     - `cluster_of_nodes`: returns the cluster with another number of nodes; None if the links between nodes are unknown.
     """
 
@@ -29,6 +30,7 @@ class Job:
     optim: Optim
     engine: Engine = KUMI
     numerics: Numerics | None = None
+    margin: float | None = None
     cluster_of_nodes: Callable[[int], ClusterSpec] | None = field(default=None, compare=False, repr=False)
 
     @property

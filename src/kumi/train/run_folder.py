@@ -56,6 +56,7 @@ RUN_FILES = (
 _CHANGEABLE_KEYS = (
     "cluster",
     "layout",
+    "plan",
     "eval",
     "checkpoint",
     "log",

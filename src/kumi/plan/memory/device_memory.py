@@ -29,7 +29,7 @@ from kumi.plan.memory.states import (
     update_copy_bytes,
 )
 from kumi.plan.pipeline.stages import RankStages, rank_stages
-from kumi.spec.cluster import Device
+from kumi.plan.uncertainty.margin import memory_margin
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import CHUNK_LOGITS, MIN_CHUNK_TOKENS, unique_layer_ops
@@ -53,14 +53,10 @@ _STATES = ("params", "grads", "optimizer")
 # (NVIDIA/nccl issue 964). A group that runs all-to-all takes 3.3 GB on eight H100 (issue 1685).
 _GROUP_BYTES, _ALL_TO_ALL_GROUP_BYTES = 0.65e9, 3.3e9
 
-# Share of a device's memory that an estimate may fill: of 3,700 published runs whose tables state their layout, 1.5 %
-# were estimated above it, and of 263 layouts that ran out of memory 92 % (benchmarks/planner_accuracy.py).
-USABLE_SHARE = 0.98
 
-
-def usable_memory(device: Device) -> int:
-    """Return the bytes of `device` that an estimate may fill."""
-    return int(USABLE_SHARE * device.memory)
+def usable_memory(job: Job) -> int:
+    """Return the bytes of a device that an estimate for `job` may fill: all but the margin."""
+    return int((1 - memory_margin(job)) * job.cluster.device.memory)
 
 
 @dataclass(frozen=True)

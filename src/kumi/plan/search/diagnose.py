@@ -142,7 +142,7 @@ def explain_no_fit(job: Job, pinned: Pins, result: SearchResult, fixed: Pins = M
             f"per node and {format_bytes(host.nvme)} on drives; offload less, or use more nodes"
         )
     least = estimate(job, result.smallest)
-    need, usable = format_bytes(least.peak_memory), format_bytes(device_memory.usable_memory(job.cluster.device))
+    need, usable = format_bytes(least.peak_memory), format_bytes(device_memory.usable_memory(job))
     changes = remedies(job, pinned, least, fixed)
     pins = f" with {_format_pins(pinned)}" if pinned else ""
     return (

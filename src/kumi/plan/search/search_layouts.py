@@ -124,7 +124,7 @@ def _layouts_to_time(candidates: Candidates, pinned: Pins, tally: _Tally) -> Ite
     For each candidate and each variant, it is the layout that fits with the fewest recomputed layers. A candidate that
     fits without recomputation and offloading has no faster variant.
     """
-    capacity = device_memory.usable_memory(candidates.job.cluster.device)
+    capacity = device_memory.usable_memory(candidates.job)
     done = np.zeros(len(candidates.layouts), np.bool_)
     for variant in variants(candidates, pinned):
         fit = fit_variant(candidates, variant, capacity)
@@ -139,7 +139,7 @@ def _layouts_to_time(candidates: Candidates, pinned: Pins, tally: _Tally) -> Ite
 def estimate_smallest(job: Job, pinned: Pins) -> Estimate | None:
     """Return the estimate of the layout with the least memory, whether it fits or not; None if none is legal."""
     tally = _Tally()
-    capacity = device_memory.usable_memory(job.cluster.device)
+    capacity = device_memory.usable_memory(job)
     for _, chunk in layout_chunks(job, pinned, CHUNK_ROWS):
         candidates = make_candidates(job, chunk)
         for variant in variants(candidates, pinned):

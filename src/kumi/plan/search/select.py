@@ -116,7 +116,7 @@ def training_problems(job: Job, layout: Layout, *, memory: bool) -> list[str]:
     if reasons or not memory or search_single(job := _job_with_peak_flops(job), layout).plans:
         return reasons
     need, device = format_bytes(estimate(job, layout).peak_memory), job.cluster.device
-    return [f"the layout needs {need} per device, and {device.name} has {format_bytes(usable_memory(device))} usable"]
+    return [f"the layout needs {need} per device, and {device.name} has {format_bytes(usable_memory(job))} usable"]
 
 
 def _job_with_peak_flops(job: Job) -> Job:

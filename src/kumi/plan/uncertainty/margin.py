@@ -1,0 +1,31 @@
+"""The share of device memory that a plan leaves free, since estimates of memory may be too low."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import exp
+
+from kumi.plan.uncertainty.error_table import ErrorSample, published_runs, sample_of
+from kumi.spec.job import Job
+
+# The probability that a plan fits which the default margin is made for. Of 263 layouts that ran out of memory, the
+# default margin refuses 95 % or more, and few that ran (benchmarks/planner_intervals.py, docs/accuracy.md).
+FIT_PROBABILITY = 0.9
+
+
+def memory_margin(job: Job) -> float:
+    """Return the share of device memory that a plan of `job` leaves free: `job.margin`, or the default."""
+    return _default_margin(job.engine.stack) if job.margin is None else job.margin
+
+
+@lru_cache(maxsize=8)
+def _default_margin(stack: str) -> float:
+    return margin_for(sample_of(published_runs("memory"), "memory", stack), FIT_PROBABILITY)
+
+
+def margin_for(sample: ErrorSample, probability: float) -> float:
+    """Return the margin with which a rank's measured memory fits with `probability`, by the errors in `sample`.
+
+    An estimate that fills 1 - margin of the device then fits with an error up to the quantile `probability`.
+    """
+    return 1 - exp(-max(0.0, sample.quantile(probability)))

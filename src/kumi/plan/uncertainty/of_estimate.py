@@ -1,0 +1,16 @@
+"""The uncertainty of an estimate."""
+
+from __future__ import annotations
+
+from kumi.plan.estimates import Estimate
+from kumi.plan.uncertainty.intervals import Uncertainty, uncertainty
+from kumi.plan.uncertainty.margin import memory_margin
+from kumi.plan.uncertainty.traits import run_traits
+from kumi.spec.job import Job
+
+
+def estimate_uncertainty(job: Job, estimate: Estimate) -> Uncertainty:
+    """Return how far `estimate`, of `job`, may be off."""
+    traits = run_traits(job, estimate.layout, dict(estimate.time))
+    memory, capacity = estimate.peak_memory, job.cluster.device.memory
+    return uncertainty(traits, estimate.step_seconds, memory, capacity, memory_margin(job))
