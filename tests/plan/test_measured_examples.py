@@ -110,8 +110,8 @@ def test_llama_3_405b_as_it_was_trained(devices, seq_len, layout, published):
 def with_contiguous(result, count):
     """Return the peak bytes of `result` if `count` microbatches, not pp, pass through a stage before the next stage.
 
-    The interleaved schedule then has (stages - 1) x count + 2 (pp - 1 - rank) + 1 microbatches of a stage in flight on a
-    rank; the allocator's overhead falls with its activations.
+    A rank of the interleaved schedule then has (stages - 1) x count + 2 (pp - 1 - rank) + 1 microbatches of a stage in
+    flight. The allocator's overhead falls with the activations.
     """
     layout, peaks = result.layout, []
     for rank, memory in enumerate(result.memory):
