@@ -30,12 +30,12 @@ from kumi.plan.search.fitting import (
     pinned_recompute_layers,
     variants,
 )
+from kumi.plan.search.ranking import TIE_TOLERANCE, cautious_seconds, complexity, rank_plans
 from kumi.plan.time.step_time import step_times
 from kumi.plan.unique_rows import unique_rows
 from kumi.spec.checks import illegal
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.schedules import SCHEDULES
 from kumi.spec.sharding import stage_bounds
 
 # Whether a layout may be planned; None: any layout.
@@ -47,8 +47,6 @@ _ESTIMATED = 8
 _REFINED = 3
 # Arrangements slower than the fastest of their chunk by more than this factor are dropped.
 _KEPT_FACTOR = 5.0
-# Estimates within this fraction of each other count as equally fast: their order is uncertain (docs/accuracy.md).
-TIE_TOLERANCE = 0.05
 
 # The search shows one plan for each combination of the first fields. It keeps the best layout for each combination of
 # the second fields and of the axes in use, since a trainer may not support all of them.
@@ -217,7 +215,8 @@ class _Best:
         `_REFINED` simplest that tie with the fastest.
         """
         groups: dict[object, list[tuple[float, Layout]]] = {}
-        for seconds, layout in sorted(self.fastest_of.values(), key=lambda row: row[0]):
+        rows = [(cautious_seconds(layout, seconds), layout) for seconds, layout in self.fastest_of.values()]
+        for seconds, layout in sorted(rows, key=lambda row: row[0]):
             group = groups.setdefault(_shown_key(layout), [])
             if not group or seconds <= (1 + TIE_TOLERANCE) * group[0][0]:
                 # A trainer that cannot recompute in some layers only may recompute in all: that fits, too.
@@ -244,8 +243,7 @@ def _refine(
 ) -> tuple[Estimate, ...]:
     """Return full estimates, with simulated pipelines, of at most `top` of the `layouts` that fit.
 
-    Each of the `_REFINED` fastest is replaced by its fastest neighbour, if that is faster. The simplest of the layouts
-    that tie with the fastest comes first; the others follow by time.
+    Each of the `_REFINED` fastest is replaced by its fastest neighbour, if that is faster. `rank_plans` orders them.
     """
     fitting = [item for item in (_estimate_fitting(job, layout, pinned) for layout in layouts) if item.fits]
     fitting.sort(key=lambda item: item.step_seconds)
@@ -254,13 +252,7 @@ def _refine(
         legal = [item for item in neighbours if (accept is None or accept(item)) and not _problems(job, item)]
         estimates = [item for item in (estimate(job, layout) for layout in legal) if item.fits]
         fitting[place] = min([plan, *estimates], key=lambda item: item.step_seconds)
-    if not fitting:
-        return ()
-    least = min(item.step_seconds for item in fitting)
-    ties = [item for item in fitting if item.step_seconds <= (1 + TIE_TOLERANCE) * least]
-    best = min(ties, key=lambda item: (complexity(item.layout), item.step_seconds))
-    rest = sorted((item for item in fitting if item is not best), key=lambda item: item.step_seconds)
-    return (best, *rest)[:top]
+    return rank_plans(job, fitting, top)
 
 
 def _estimate_fitting(job: Job, layout: Layout, pinned: Pins) -> Estimate:
@@ -287,25 +279,6 @@ def _most_layers(job: Job, layout: Layout) -> int:
 
 def _problems(job: Job, layout: Layout) -> list[str]:
     return illegal(job.model, layout, job.cluster, job.batch)
-
-
-def complexity(layout: Layout) -> int:
-    """Return how many techniques `layout` uses, to prefer the simplest of equally fast layouts.
-
-    Offloading counts twice, since other processes use the host and the bus, too; so do schedules that few trainers
-    have.
-    """
-    used = (
-        layout.pp > 1,
-        layout.cp > 1,
-        layout.tp > 1,
-        layout.ep > 1,
-        layout.offload != "none",
-        layout.dp_replicate > 1 and layout.dp_shard > 1,
-        layout.recompute != "none",
-    )
-    rare = (layout.offload != "none", not SCHEDULES[layout.schedule].common)
-    return 4 * sum((*used, *rare)) + layout.zero + (layout.stages > 1) + bool(layout.stage_layers)
 
 
 def _neighbours(job: Job, plan: Estimate, pinned: Pins) -> Iterator[Layout]:

@@ -15,12 +15,17 @@ FIT_PROBABILITY = 0.9
 
 def memory_margin(job: Job) -> float:
     """Return the share of device memory that a plan of `job` leaves free: `job.margin`, or the default."""
-    return _default_margin(job.engine.stack) if job.margin is None else job.margin
+    return margin_for(memory_errors(job), FIT_PROBABILITY) if job.margin is None else job.margin
+
+
+def memory_errors(job: Job) -> ErrorSample:
+    """Return the errors of memory estimates that stand for `job`."""
+    return _memory_errors(job.engine.stack)
 
 
 @lru_cache(maxsize=8)
-def _default_margin(stack: str) -> float:
-    return margin_for(sample_of(published_runs("memory"), "memory", stack), FIT_PROBABILITY)
+def _memory_errors(stack: str) -> ErrorSample:
+    return sample_of(published_runs("memory"), "memory", stack)
 
 
 def margin_for(sample: ErrorSample, probability: float) -> float:
