@@ -37,7 +37,7 @@ def use_float8(decoder: Decoder, device: torch.device) -> None:
 
 
 def swap_matmuls(decoder: Decoder) -> list[str]:
-    """Make the linear layers with sides of the right multiples multiply in float8, and return their names."""
+    """Make the linear layers whose sides are multiples of `_SIDE` multiply in float8, and return their names."""
     try:
         convert = importlib.import_module("torchao.float8").convert_to_float8_training
     except ImportError:

@@ -121,14 +121,14 @@ def _embed(
     decoder: Decoder,
     vocabulary: VocabularyShard,
     group: dist.ProcessGroup,
-    divide: bool,
+    scatter: bool,
     input_ids: Tensor,
     table: Tensor,
 ) -> Tensor:
-    """Return hidden states (B, S, D), or this rank's tokens (T/n, D) if `divide`, from a sharded token table."""
+    """Return hidden states (B, S, D), or this rank's tokens (T/n, D) if `scatter`, from a sharded token table."""
     rows, here = vocabulary.rows(input_ids)
     hidden = F.embedding(rows, table).to(decoder.compute_dtype) * here[..., None]
-    return reduce_scatter(hidden.flatten(0, 1), group) if divide else all_reduce(hidden, group)
+    return reduce_scatter(hidden.flatten(0, 1), group) if scatter else all_reduce(hidden, group)
 
 
 def _local_positions(group: dist.ProcessGroup, position_ids: Tensor, table: Tensor) -> Tensor:
@@ -182,19 +182,19 @@ class ShardedProjections(Projections):
 
 
 class _RowLinear(torch.autograd.Function):
-    """A row-parallel matmul whose result is all-reduced, or reduce-scattered over tokens if `divide`."""
+    """A row-parallel matmul whose result is all-reduced, or reduce-scattered over tokens if `scatter`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Linear, group: dist.ProcessGroup, divide: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Linear, group: dist.ProcessGroup, scatter: bool) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.layer, ctx.group, ctx.divide, ctx.shape = layer, group, divide, x.shape
-        out: Tensor = ROW_LINEAR(x, weight, divide, group.size(), group.group_name)
+        ctx.layer, ctx.group, ctx.scatter, ctx.shape = layer, group, scatter, x.shape
+        out: Tensor = ROW_LINEAR(x, weight, scatter, group.size(), group.group_name)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad = (all_gather_no_grad(grad, ctx.group) if ctx.divide else grad).flatten(0, -2)
+        grad = (all_gather_no_grad(grad, ctx.group) if ctx.scatter else grad).flatten(0, -2)
         grad_x = (grad @ weight).view(ctx.shape)
         if x is None:  # the weight is frozen
             return grad_x, None, None, None, None
@@ -271,21 +271,21 @@ def _column_linears_flops(
 register_flop_formula(torch.ops.kumi.gathered_linears)(_column_linears_flops)
 
 
-def _row_linear(x: Tensor, weight: Tensor, divide: bool, size: int, group: str) -> Tensor:
-    out = F.linear(x.flatten(0, -2) if divide else x, weight)
-    summed: Tensor = REDUCE_SCATTER(out, size, group) if divide else ALL_REDUCE(out, group)
+def _row_linear(x: Tensor, weight: Tensor, scatter: bool, size: int, group: str) -> Tensor:
+    out = F.linear(x.flatten(0, -2) if scatter else x, weight)
+    summed: Tensor = REDUCE_SCATTER(out, size, group) if scatter else ALL_REDUCE(out, group)
     return summed
 
 
-def _fake_row_linear(x: Tensor, weight: Tensor, divide: bool, size: int, group: str) -> Tensor:
-    rows = (x.shape[:-1].numel() // size,) if divide else x.shape[:-1]
+def _fake_row_linear(x: Tensor, weight: Tensor, scatter: bool, size: int, group: str) -> Tensor:
+    rows = (x.shape[:-1].numel() // size,) if scatter else x.shape[:-1]
     return x.new_empty(*rows, weight.shape[0])
 
 
 # One operator, so that selective recomputation saves the sum over ranks and not its terms.
 ROW_LINEAR = define_collective(
     "summed_linear",
-    "(Tensor x, Tensor weight, bool divide, int size, str group) -> Tensor",
+    "(Tensor x, Tensor weight, bool scatter, int size, str group) -> Tensor",
     _row_linear,
     _fake_row_linear,
 )

@@ -46,7 +46,7 @@ class TensorShard:
 class MatrixEntry:
     """A parameter in a bucket.
 
-    `shape`: unsharded.
+    `shape`: unsharded, with the experts of this rank only.
     `shards`: of all ranks of the axes; the first axis varies fastest.
     `owner`: index of the owner on each of the bucket's axes.
     `sizes`: for each axis, the elements that each of its ranks sends after the exchanges over the previous axes.
