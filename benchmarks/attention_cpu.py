@@ -26,7 +26,7 @@ MEANS = (None, 300, 40)
 
 
 def bounds(rows: int, length: int, mean: int | None) -> list[int]:
-    """Return the tokens at which documents begin, and the number of tokens; a row begins a document."""
+    """Return the first token of each document, and the number of tokens; every row begins a document."""
     tokens, begins = rows * length, set(range(0, rows * length + 1, length))
     draw, place = random.Random(0), 0
     while mean is not None and place < tokens:

@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
 
 
 def load_model(args: argparse.Namespace) -> torch.nn.Module:
-    """The model on its device, in training mode."""
+    """Return the model on its device, in training mode."""
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     if args.random:
         with torch.device(args.device):
@@ -134,7 +134,7 @@ def main() -> None:
         torch.distributed.init_process_group("gloo")
     train(args, load_model(args), rank, world)
     if world > 1:
-        torch.distributed.barrier()  # gloo aborts a rank whose neighbour has left already
+        torch.distributed.barrier()  # gloo aborts a rank if its neighbour has left
         torch.distributed.destroy_process_group()
 
 

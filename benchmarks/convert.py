@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 
 CUT = {"to": "kumi", "layout": "tp=2,pp=2,dp_shard=2,zero=3"}
 
-# The name of each case, what it reads and writes below the scratch folder, its options for kumi, and what it imports.
+# The name of each case, its source and target below the scratch folder, its options for kumi, and its imports.
 CASES = {
     "copy": ("copy", "hf", "copy", {}, ""),
     "copy, on the disk": ("copied", "hf", "copy", {}, ""),
@@ -77,8 +77,8 @@ def main():
         Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
-def chosen(only):
-    """The cases that contain `only`, the copies, and those that write what these read."""
+def select_cases(only):
+    """Return the cases whose name contains `only`, the copies, and the cases that write their sources."""
     names = [name for name in CASES if not only or only in name or "copy" in name]
     read = {CASES[name][1] for name in names}
     writers = {target: name for name, (_, _, target, _, _) in CASES.items() if target in read}
@@ -89,7 +89,7 @@ def measure(folder, arguments):
     size, largest = make_llama(folder / "hf", arguments.gigabytes * 1e9)
     rows, missing = {}, {}
     for _ in range(arguments.rounds):
-        for name, case in (chosen(arguments.only) | (BRIDGE if arguments.bridge else {})).items():
+        for name, case in (select_cases(arguments.only) | (BRIDGE if arguments.bridge else {})).items():
             if name in missing:
                 continue
             try:
@@ -109,10 +109,10 @@ def measure(folder, arguments):
 
 
 def run_in_process(folder, name, case, bridge):
-    """Seconds, CPU seconds and bytes of memory of one case, in a new process."""
+    """Return seconds, CPU seconds and bytes of memory of one case, in a new process."""
     what, source, target, options, imports = case
     shutil.rmtree(folder / target, ignore_errors=True)
-    warm(folder / source)
+    read_into_page_cache(folder / source)
     subprocess.run(["sync", "-f", str(folder)], check=True)
     paths = [str(folder / source), str(folder / target)]
     if name in BRIDGE:
@@ -124,8 +124,8 @@ def run_in_process(folder, name, case, bridge):
     return json.loads(completed.stdout.splitlines()[-1]) | {"load": load}
 
 
-def warm(folder):
-    """Reads every file, so that it is in the page cache."""
+def read_into_page_cache(folder):
+    """Read every file into the page cache."""
     buffer = bytearray(2**22)
     for path in folder.iterdir():
         with path.open("rb", buffering=0) as file:
@@ -134,7 +134,7 @@ def warm(folder):
 
 
 def make_llama(folder, size):
-    """The bytes of the weights, and of the largest of them, of a new folder with a random Llama in bfloat16."""
+    """Make a folder with a random Llama in bfloat16; return the bytes of its weights and of its largest tensor."""
     import torch
 
     from kumi.convert.hf import write_folder
@@ -166,7 +166,7 @@ def make_llama(folder, size):
 
     def tensors():
         for param in params(spec):
-            # Any fraction, and always the exponent of 1/128: quicker than normal numbers, and as hard to copy.
+            # Random fractions with the exponent of 1/128: quicker to draw than normal numbers, and as costly to copy.
             bits = torch.empty(param.shape, dtype=torch.int16).random_(generator=generator)
             value = (bits & -0x7F81 | 0x3C00).view(torch.bfloat16)
             yield param.name, value if len(param.shape) > 1 else torch.ones_like(value)
@@ -198,8 +198,8 @@ def run_case(what, source, target, options, imports):
 
 
 def timed(work):
-    """Seconds, CPU seconds, and most bytes resident over those before, of `work()`; and CPU seconds until now."""
-    Path("/proc/self/clear_refs").write_text("5")  # from here on, the kernel counts the peak anew
+    """Run `work()`; return its seconds, CPU seconds and peak growth of resident bytes, and CPU seconds before it."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's peak
     before, cpu, begun = resident("VmRSS"), time.process_time(), time.perf_counter()
     work()
     seconds = time.perf_counter() - begun

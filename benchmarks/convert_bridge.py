@@ -38,7 +38,7 @@ FUSIONS = (
     "gradient_accumulation_fusion",
     "cross_entropy_loss_fusion",
 )
-# What Megatron-Core decides on by whether TransformerEngine is there is imported before the stand-ins.
+# Megatron-Core modules that test for TransformerEngine: imported before the fake modules.
 FIRST = (
     "models.gpt.gpt_layer_specs",
     "models.mamba",
@@ -55,7 +55,7 @@ FIRST = (
 
 
 class StandIn(types.ModuleType):
-    """A fake module that has every name, with functions that do nothing."""
+    """A fake module that has every name, as functions without effect."""
 
     __path__ = ()
 

@@ -60,13 +60,15 @@ def check_packages() -> dict[str, str]:
 
 
 def python(*args: str, limit: float, ranks: int = 1) -> subprocess.CompletedProcess[str] | None:
-    """What a Python process with kumi on its path did, or of `ranks` that form a group the first that failed, or else
-    the first; None when they took longer than `limit` seconds."""
+    """Run a Python process with kumi on its path, or `ranks` of them as a group.
+
+    Return the first one that failed, else the first; None if they took longer than `limit` seconds.
+    """
     code = f"import sys, runpy; sys.path[:0] = {[str(HERE), str(ROOT / 'src')]}; sys.argv = sys.argv[1:]; "
     code += "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
     env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     command = [sys.executable, "-c", code, *args]
-    until, shared = time.monotonic() + limit, {} if ranks == 1 else group_of(ranks)
+    until, shared = time.monotonic() + limit, {} if ranks == 1 else group_environment(ranks)
     with ExitStack() as stack, TemporaryDirectory() as folder:
         files = [Path(folder) / f"{rank}.{name}" for rank in range(ranks) for name in ("out", "err")]
         pipes = [stack.enter_context(file.open("w")) for file in files]
@@ -81,25 +83,25 @@ def python(*args: str, limit: float, ranks: int = 1) -> subprocess.CompletedProc
             )
             for rank in range(ranks)
         ]
-        in_time = all_end(started, until)
+        in_time = wait_for_all(started, until)
         done = [
             subprocess.CompletedProcess(command, process.returncode, *(file.read_text() for file in pair))
             for process, pair in zip(started, zip(files[::2], files[1::2], strict=True), strict=True)
         ]
-    # Of ranks that failed, one that was killed because another had failed says nothing.
+    # A rank that was killed after another failed does not tell the reason.
     return next((one for one in done if one.returncode > 0), done[0]) if in_time else None
 
 
-def group_of(ranks: int) -> dict[str, str]:
-    """What processes on this machine must know to form a group."""
+def group_environment(ranks: int) -> dict[str, str]:
+    """Return the environment variables with which processes on this machine form a group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
 
 
-def all_end(started: list[subprocess.Popen], until: float) -> bool:
-    """Waits for processes, whose failure ends the others; whether they ended of themselves before `until`."""
+def wait_for_all(started: list[subprocess.Popen], until: float) -> bool:
+    """Wait for processes, killing all if one fails; return True if they ended before `until`."""
     while time.monotonic() < until and any(process.poll() is None for process in started):
         if any(process.poll() for process in started):
             break
@@ -125,7 +127,7 @@ def run_tests(limit: float) -> dict:
 
 
 def run_case(case: Case, device: str, limit: float, devices: int = 1) -> dict:
-    """Return the measurement of benchmarks/gpu_case.py on some of the `devices`, or the reason for none."""
+    """Return the measurement of benchmarks/gpu_case.py on some of the `devices`, or the reason why there is none."""
     if case.ranks > devices:
         return {"status": "skipped", "reason": f"takes {case.ranks} devices, and there are {devices}"}
     with TemporaryDirectory() as folder:
@@ -148,7 +150,7 @@ def run_cases(
     left: Callable[[], float],
     save: Callable[[dict], None],
 ) -> None:
-    """Runs `cases` in order while `left()` seconds allow it; `save` gets the entry of every case, run or not."""
+    """Run `cases` in order while `left()` seconds remain; call `save` with the entry of every case, run or not."""
     slowest = 0.0
     for case in cases:
         entry = {"name": case.name, **asdict(case), "ranks": case.ranks}
@@ -163,7 +165,7 @@ def run_cases(
 
 
 def describe_device(device: str) -> dict:
-    """The machine, and on CUDA the GPU with its data-sheet peak and the measured rate of a large bf16 product."""
+    """Return the machine, and on CUDA the GPU with its data-sheet peak and the measured rate of a large bf16 matmul."""
     description = machine.describe() | {"device": "cpu"}
     if device == "cuda":
         done = python("gpu_device", limit=60)
@@ -174,8 +176,8 @@ def describe_device(device: str) -> dict:
     return description
 
 
-def line(entry: dict, peak: float | None) -> str:
-    """One line of the table."""
+def table_line(entry: dict, peak: float | None) -> str:
+    """Return one line of the table."""
     if entry["status"] != "ok":
         return f"{entry['name']:<52} {entry['status']}: {entry.get('reason', '').strip().splitlines()[-1][:80]}"
     mfu = f"{100 * entry['flops_per_s'] / peak / entry.get('ranks', 1):5.1f}" if peak else "  n/a"
@@ -189,7 +191,7 @@ def line(entry: dict, peak: float | None) -> str:
 
 
 def result_file(description: dict) -> Path:
-    """A new file under benchmarks/results, named after the device and the day."""
+    """Return a new path under benchmarks/results, named after the device and the day."""
     name = "".join(letter if letter.isalnum() else "-" for letter in description["device"].lower())
     return HERE / "results" / f"gpu_{name}_{datetime.now(UTC):%Y-%m-%d_%H%M}.json"
 
@@ -215,7 +217,7 @@ def main() -> None:
         result["cases"].append(entry)
         result["seconds"] = time.monotonic() - began
         out.write_text(json.dumps(result, indent=1) + "\n")
-        print(line(entry, device_description.get("peak_flops")), flush=True)
+        print(table_line(entry, device_description.get("peak_flops")), flush=True)
 
     if not args.no_tests:
         result["tests"] = run_tests(min(TEST_LIMIT, left()))

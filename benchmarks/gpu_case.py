@@ -1,4 +1,4 @@
-"""One case of benchmarks/gpu.py, in a process of its own: builds, warms up, measures, writes a JSON file.
+"""Run one case of benchmarks/gpu.py in this process: build, warm up, measure, write a JSON file.
 
 python benchmarks/gpu_case.py '{"system": "kumi", "shape": "1b", "microbatch": 4}' OUT.json [--device cpu]
 """
@@ -23,14 +23,14 @@ GROUPS = 3
 
 
 def kumi_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], int]:
-    """kumi's own train step on random weights, and its estimate of the peak memory in bytes."""
-    from kumi_parts import make_parts, synthetic
+    """Return kumi's train step on random weights, and its estimate of the peak memory in bytes."""
+    from random_state import make_rank_state, synthetic
 
     from kumi.spec.layout import Layout
     from kumi.train.step import StepBatch, train_step
     from kumi.train.train_state import TrainState
 
-    parts = make_parts(
+    parts = make_rank_state(
         case.config(),
         device,
         seq_len=case.seq_len,
@@ -50,7 +50,7 @@ def kumi_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tens
 
 
 def bare_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], None]:
-    """The bare loop's step on random weights."""
+    """Return the bare loop's step on random weights."""
     import bare_loop
 
     args = argparse.Namespace(
@@ -69,21 +69,21 @@ def bare_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tens
         model = bare_loop.load_model(args)
     optimizer = bare_loop.make_optimizer(args, model)
     batch = bare_loop.Batches(args, case.config()["vocab_size"], rank=0, world=1)(0)
-    if case.compile:  # layer by layer, as kumi does: the whole model in one graph takes minutes to compile
+    if case.compile:  # layer by layer, as kumi does: compiling the model as one graph takes minutes
         for layer in model.model.layers.values():
             layer.compile()
     return (lambda: bare_loop.train_step(args, model, optimizer, batch)), None
 
 
 def timed(step: Callable[[], torch.Tensor], device: torch.device, seconds: float) -> dict:
-    """Seconds a step: the median and the range of a few groups of steps, after a warm-up that is not counted."""
+    """Return seconds a step after a warm-up: the median and the range of a few groups of steps."""
     began = time.perf_counter()
     first_loss = step().item()
     first = time.perf_counter() - began
     step().item()
     began = time.perf_counter()
     step().item()
-    size = agreed(max(1, round(seconds / GROUPS / max(time.perf_counter() - began, 1e-6))))
+    size = max_over_ranks(max(1, round(seconds / GROUPS / max(time.perf_counter() - began, 1e-6))))
     groups = []
     for _ in range(GROUPS):
         began = time.perf_counter()
@@ -101,8 +101,8 @@ def timed(step: Callable[[], torch.Tensor], device: torch.device, seconds: float
     }
 
 
-def agreed(steps: int) -> int:
-    """The largest of what ranks say, so that all do as many steps."""
+def max_over_ranks(steps: int) -> int:
+    """Return the largest value of all ranks, so that they run equally many steps."""
     if torch.distributed.is_initialized():
         most = torch.tensor(steps)
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
@@ -111,14 +111,14 @@ def agreed(steps: int) -> int:
 
 
 def memory(device: torch.device) -> dict:
-    """Peak bytes that tensors took, and that the allocator held."""
+    """Return peak bytes of tensors, and of the allocator's reserved memory."""
     if device.type != "cuda":
         return {"peak_bytes": None, "reserved_bytes": None}
     return {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
 
 
 def run(case: Case, device: torch.device, seconds: float = 3.0) -> dict:
-    """What was measured of `case`; running out of memory is a result, too."""
+    """Return the measurements of `case`; running out of memory is a result, too."""
     from kumi.spec import families, ledger
     from kumi.spec.layout import Layout
 

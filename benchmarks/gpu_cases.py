@@ -1,4 +1,4 @@
-"""Which cases benchmarks/gpu.py measures, the most important first."""
+"""The cases of benchmarks/gpu.py, the most important first."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Case:
 
     `system` is "kumi" (bf16 compute, float32 master weights and states), "amp" (the bare loop under bf16 autocast, with
     float32 weights and states) or "bf16" (the bare loop with weights and states in bf16, which is half the memory and
-    another numeric result). `layers` cuts the model where the whole does not fit. With `documents` > 1 every sequence
-    holds that many documents that must not see one another; the bare loop cannot do that. `layout` are fields of
-    kumi's Layout; a rank then has `microbatches` a step, and with `async_tp` overlaps products with messages.
+    another numeric result). `layers` shortens a model that does not fit. With `documents` > 1 every sequence
+    has that many documents without attention between them; the bare loop does not support that. `layout` has fields
+    of kumi's Layout; a rank then has `microbatches` a step, and with `async_tp` overlaps matmuls with messages.
     """
 
     system: str
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """How many devices it takes."""
+        """The number of devices."""
         return prod(self.layout.get(axis, 1) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
 
     @property
@@ -58,13 +58,13 @@ class Case:
         return ", ".join(parts)
 
     def config(self) -> dict:
-        """The config.json of its model."""
+        """The config.json of the model."""
         shape = SHAPES[self.shape]
         return shape if self.layers is None else shapes.with_layers(shape, self.layers)
 
 
 def all_cases() -> list[Case]:
-    """Every case, most important first; what is to be compared stands together, so that it is measured in turn."""
+    """Return every case, the most important first; cases to compare are neighbours, so they are measured in turn."""
     return [
         *_pair(Case("kumi", "1b", 4)),
         *_pair(Case("kumi", "1b", 4, compile=True)),
@@ -78,7 +78,7 @@ def all_cases() -> list[Case]:
         *on_several(),
         *_pair(Case("kumi", "1b", 1)),
         *_pair(Case("kumi", "1b", 8)),
-        # The whole model with float32 master weights: 16 bytes a parameter and more, on the edge of 141 GB.
+        # The full model with float32 master weights: 16 bytes a parameter and more, close to 141 GB.
         Case("kumi", "8b", 1, "full"),
         Case("bf16", "8b", 1, "full"),
         Case("kumi", "8b", 1, "selective", layers=16),
@@ -91,7 +91,7 @@ def all_cases() -> list[Case]:
 
 
 def on_several() -> list[Case]:
-    """Every dimension on two GPUs, beside the same work on one, and two that need four."""
+    """Return cases of every axis on two GPUs, the same work on one, and two layouts that need four."""
     dense, experts = Case("kumi", "8b", 1, "full", layers=8), Case("kumi", "30b-a3b", 1, layers=4)
     of_dense: list[dict[str, Any]] = [
         {"dp_shard": 2, "zero": 3},
@@ -116,7 +116,7 @@ def _pair(case: Case) -> list[Case]:
 
 
 def tiny(case: Case) -> Case:
-    """The same case with a shape that any machine runs at once."""
+    """Return the case with a shape that any machine runs at once."""
     shape = "tiny-experts" if case.shape == "30b-a3b" else "tiny"
     layers = None if case.layers is None else case.layout.get("pp", 1) * case.layout.get("stages", 1)
     return replace(case, shape=shape, seq_len=64, layers=layers)

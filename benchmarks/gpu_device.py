@@ -12,7 +12,7 @@ from kumi.config.schema import ClusterSection
 
 
 def matmul_flops(size: int = 8192, repeats: int = 20) -> float:
-    """FLOP/s of the median bf16 product of two random square matrices."""
+    """Return FLOP/s of the median bf16 matmul of two random square matrices."""
     left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     times = []
     for _ in range(repeats):
@@ -26,7 +26,7 @@ def matmul_flops(size: int = 8192, repeats: int = 20) -> float:
 
 
 def copy_bytes_per_s(count: int = 2**32, repeats: int = 10) -> float:
-    """Bytes per second, read and written, of the median copy within the device."""
+    """Return bytes per second, read and written, of the median copy within the device."""
     source = torch.empty(count, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     times = []

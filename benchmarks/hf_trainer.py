@@ -1,4 +1,4 @@
-"""The same training with the Hugging Face Trainer, with its defaults unless the comparison needs other values.
+"""Train the benchmark's model with the Hugging Face Trainer, with its defaults unless the comparison needs others.
 
 python benchmarks/hf_trainer.py --model FOLDER --batches FILE --metrics FILE [--dtype amp]
 """
@@ -45,7 +45,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 class WriteSteps(TrainerCallback):
-    """Writes a line whenever the Trainer logs a step's loss."""
+    """A callback that writes a line whenever the Trainer logs a step's loss."""
 
     def __init__(self, path: Path) -> None:
         self.out = path.open("w")
@@ -58,7 +58,7 @@ class WriteSteps(TrainerCallback):
 
 
 def _distributed() -> dict:
-    """Settings that may only be given when torchrun started several processes."""
+    """Return settings that are allowed only in processes of torchrun."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return {}
     return {"ddp_backend": "gloo", "ddp_find_unused_parameters": False}

@@ -55,7 +55,7 @@ MODEL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-# When a kill falls: while the command starts, while its ranks build and restore, while they train, while they save.
+# Moments of kills: while the command starts, while ranks build and restore, while they train, while they save.
 MOMENTS = ("start", "ranks", "training", "save")
 PATIENCE_S = 300.0
 TORCH_CACHE = "torchinductor_"
@@ -63,7 +63,7 @@ TORCH_CACHE = "torchinductor_"
 
 @dataclass
 class Kill:
-    """One kill: of `victim` ("launcher" or "rank N"), `in_save` where a checkpoint was being written just then."""
+    """One kill of `victim` ("launcher" or "rank N"); `in_save`: during the writing of a checkpoint."""
 
     layout: str
     moment: str
@@ -77,7 +77,7 @@ class Kill:
 
 @dataclass
 class Outcome:
-    """A layout: its kills, and everything that does not hold, in sentences."""
+    """The kills of a layout, and failed checks as sentences."""
 
     layout: str
     kills: list[Kill] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Outcome:
 
 
 class Command:
-    """`kumi train` in `folder`, in a session of its own; every process of it bears `mark` in its environment."""
+    """`kumi train` in `folder`, in a session of its own; all its processes have `mark` in their environment."""
 
     def __init__(self, folder: Path, temporary: Path) -> None:
         self.mark = f"KUMI_STORM={uuid.uuid4().hex}"
@@ -106,14 +106,14 @@ class Command:
             )
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks, in order: the children that the launcher has forked."""
+        """Return the process ids of the ranks, in order: the children of the launcher."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         with contextlib.suppress(OSError):
             return sorted(int(word) for word in children.read_text().split())
         return []
 
-    def left(self) -> list[int]:
-        """Process ids of what is left of this command."""
+    def remaining(self) -> list[int]:
+        """Return the ids of the remaining processes of this command."""
         pids = []
         for environ in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
@@ -122,8 +122,8 @@ class Command:
         return pids
 
     def end(self) -> None:
-        """Kill whatever is left."""
-        for pid in self.left():
+        """Kill the remaining processes."""
+        for pid in self.remaining():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
@@ -139,7 +139,7 @@ def training(folder: Path, temporary: Path) -> Iterator[Command]:
 
 
 def write_run(folder: Path, layout: dict[str, int]) -> None:
-    """The run file and its data in the new `folder`."""
+    """Write the run file and its data into the new `folder`."""
     folder.mkdir(parents=True)
     draw = random.Random(0)
     words = [f"word{number}" for number in range(50)]
@@ -174,28 +174,28 @@ def last_step(folder: Path) -> int:
 
 
 def newest(folder: Path) -> int | None:
-    """The step of the newest complete checkpoint."""
+    """Return the step of the newest complete checkpoint."""
     folder_of_step = latest(folder / "run" / "checkpoints")
     return None if folder_of_step is None else step_of(folder_of_step)
 
 
-def saving(root: Path, since: float) -> bool:
-    """Whether a checkpoint under `root` is being written by a command that was started at `since`."""
+def is_saving(root: Path, since: float) -> bool:
+    """Return True while a command that was started at `since` writes a checkpoint under `root`."""
     for folder in root.glob("step_*.tmp"):
-        with contextlib.suppress(FileNotFoundError):  # it has its name now
+        with contextlib.suppress(FileNotFoundError):  # it was renamed
             if folder.stat().st_mtime > since:
                 return True
     return False
 
 
 def losses(folder: Path) -> list[tuple[int, str]]:
-    """Step and loss, bit for bit, of every line of the metrics, twice where a step is there twice."""
+    """Return step and loss, bit for bit, of every line of the metrics; a repeated step is there twice."""
     entries = read_metrics(folder / "run" / "metrics.jsonl")
     return [(entry["step"], float(entry["train/loss"]).hex()) for entry in entries if "train/loss" in entry]
 
 
 def weights(folder: Path) -> str:
-    """A digest of the exported weights, and of all that the last checkpoint holds: weights and optimizer states."""
+    """Return a digest of the exported weights, and of all tensors of the last checkpoint."""
     digest = hashlib.sha256()
     last = step_folder(folder / "run" / "checkpoints", STEPS)
     for file in (folder / "run" / "hf" / "model.safetensors", *sorted(last.glob("*.safetensors"))):
@@ -204,7 +204,7 @@ def weights(folder: Path) -> str:
 
 
 def finish(folder: Path, temporary: Path) -> str:
-    """What the command prints that runs to its end. Raises RuntimeError when it does not."""
+    """Run the command to its end and return its output. Raise RuntimeError if it fails."""
     with training(folder, temporary) as command:
         try:
             code: int | None = command.process.wait(timeout=PATIENCE_S)
@@ -216,13 +216,13 @@ def finish(folder: Path, temporary: Path) -> str:
 
 
 def resumed_after(text: str) -> int | None:
-    """The step after which a command that printed `text` went on; None where it began anew or did not get there."""
+    """Return the step after which a command that printed `text` resumed; None if it did not resume."""
     step = text.partition("resumed after step ")[2].split(" ", 1)[0]
     return int(step) if step.isdecimal() else None
 
 
 def kill_once(folder: Path, temporary: Path, layout: str, draw: random.Random, outcome: Outcome) -> bool:
-    """Start the command and kill it; False when it ended before."""
+    """Start the command and kill it; return False if it ended before."""
     moment, root, started = draw.choice(MOMENTS), folder / "run" / "checkpoints", time.time()
     before = newest(folder)
     with training(folder, temporary) as command:
@@ -231,16 +231,16 @@ def kill_once(folder: Path, temporary: Path, layout: str, draw: random.Random, o
         if moment == "training":
             ready = lambda: last_step(folder) > begun  # noqa: E731
         if moment == "save":  # after the preflight check, which saves into another folder
-            ready = lambda: saving(root, started) and last_step(folder) > begun  # noqa: E731
+            ready = lambda: is_saving(root, started) and last_step(folder) > begun  # noqa: E731
         if moment != "start" and not _wait(ready, command.process):
             return False
         if moment != "save":
             time.sleep(draw.uniform(0.0, 3.0))
         ranks = command.ranks()
-        # Children that come and go while a command starts are no ranks, but may be killed, too.
+        # Short-lived children of a starting command are not ranks, but may be killed, too.
         number = draw.randrange(-1, len(ranks))
         pid, victim = (command.process.pid, "launcher") if number < 0 else (ranks[number], f"rank {number}")
-        in_save, step, checkpoint = saving(root, started), last_step(folder), newest(folder)
+        in_save, step, checkpoint = is_saving(root, started), last_step(folder), newest(folder)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         try:
@@ -263,9 +263,9 @@ def kill_once(folder: Path, temporary: Path, layout: str, draw: random.Random, o
         _check_resumed(kill, before, outcome)
         outcome.kills.append(kill)
         until = time.monotonic() + 30
-        while command.left() and time.monotonic() < until:
+        while command.remaining() and time.monotonic() < until:
             time.sleep(0.05)
-        outcome.faults += [f"{layout}: process {pid} outlived the kill of {victim}" for pid in command.left()]
+        outcome.faults += [f"{layout}: process {pid} outlived the kill of {victim}" for pid in command.remaining()]
         if (newest(folder) or 0) < (checkpoint or 0):
             outcome.faults.append(f"{layout}: checkpoint {checkpoint} is gone after the kill of {victim}")
         expected = -signal.SIGKILL if victim == "launcher" else 7
@@ -278,13 +278,13 @@ def kill_once(folder: Path, temporary: Path, layout: str, draw: random.Random, o
 
 
 def _check_resumed(kill: Kill, before: int | None, outcome: Outcome) -> None:
-    """Note a fault where a command that said from where it goes on did not take the newest checkpoint."""
+    """Add a fault if a command resumed from another checkpoint than the newest."""
     if kill.resumed_after is not None and kill.resumed_after != before:
         outcome.faults.append(f"{kill.layout}: went on after step {kill.resumed_after}, not {before}")
 
 
 def _wait(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> bool:
-    """Whether `ready` before the process ended."""
+    """Return True if `ready()` became true before the process ended."""
     until = time.monotonic() + PATIENCE_S
     while not ready():
         if process.poll() is not None or time.monotonic() > until:
@@ -294,7 +294,7 @@ def _wait(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> bool:
 
 
 def storm(layout: str, kills: int, seed: int, work: Path, killed: Callable[[], None]) -> Outcome:
-    """`kills` kills of a run on `layout`, beside a run without any. A run that ends early makes way for another."""
+    """Kill runs on `layout` `kills` times, and compare with an undisturbed run. A new run follows a run that ends."""
     began, outcome, draw = time.monotonic(), Outcome(layout), random.Random(f"{seed} {layout}")
     base, temporary = work / layout.replace(" ", "_"), work / "tmp"
     write_run(base / "uninterrupted", LAYOUTS[layout])
@@ -325,7 +325,7 @@ def storm(layout: str, kills: int, seed: int, work: Path, killed: Callable[[], N
 
 
 def leftovers(temporary: Path, shared_before: set[str]) -> list[str]:
-    """What the storm left in its temporary folder, but for torch's cache, and what is new in /dev/shm for good."""
+    """Return the remaining files in the temporary folder, except torch's cache, and lasting new files in /dev/shm."""
     until = time.monotonic() + 30  # semaphores of other programs come and go
     while shared_memory() - shared_before and time.monotonic() < until:
         time.sleep(0.2)
@@ -337,13 +337,13 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-def shares(kills: int, names: list[str]) -> dict[str, int]:
-    """`kills` dealt to the layouts as evenly as they go."""
+def kills_per_layout(kills: int, names: list[str]) -> dict[str, int]:
+    """Distribute `kills` over the layouts as evenly as possible."""
     return {name: kills // len(names) + (number < kills % len(names)) for number, name in enumerate(names)}
 
 
 def summary(outcomes: list[Outcome], left: list[str], seed: int) -> dict[str, Any]:
-    """The whole storm, for JSON."""
+    """Return the results of all layouts, for JSON."""
     kills = [kill for outcome in outcomes for kill in outcome.kills]
     faults = [fault for outcome in outcomes for fault in outcome.faults] + [f"{name} was left" for name in left]
     return {
@@ -378,7 +378,7 @@ def main(argv: list[str] | None = None) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=args.kills)
-        for layout, kills in shares(args.kills, args.only).items():
+        for layout, kills in kills_per_layout(args.kills, args.only).items():
             bar.update(task, description=layout)
             outcomes.append(storm(layout, kills, args.seed, work, lambda: bar.advance(task)))
     result = summary(outcomes, leftovers(work / "tmp", shared_before), args.seed)

@@ -1,10 +1,10 @@
-"""What dividing a model over two processes costs: CPU seconds a token of every layout beside those of one process.
+"""The cost of layouts on two processes: their CPU seconds per token, relative to those of one process.
 
     python benchmarks/layouts_cpu.py [--only "cp 2" ...] [--repeats 3] [--steps 3] [--seq-len 1024] [--json FILE]
 
 Every row trains the same model on as many tokens a step, its processes started anew for each repeat, in turn with one
-process alone, so that what else happens on the machine meets all of them. CPU seconds are those of all threads of all
-ranks, in steps after the first. A rank has as many tokens in a microbatch whatever the layout.
+process alone, so that other load on the machine affects all rows. CPU seconds are those of all threads of all
+ranks, in steps after the first. A rank's microbatch has equally many tokens in every layout.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ WARM = 1
 
 @dataclass(frozen=True)
 class Row:
-    """A layout, and how many times one process's CPU seconds a token it may take at most: of a dense model, or of one
-    with experts."""
+    """A layout of a dense model, or of one with experts.
+
+    `bar`: the largest accepted ratio of its CPU seconds per token to those of one process."""
 
     layout: Layout
     bar: float
@@ -41,14 +42,14 @@ class Row:
 
     @property
     def alone(self) -> str:
-        """The row that this one is compared with."""
-        return ALONE_EXPERTS if self.experts else ALONE
+        """The row of one process that this one is compared with."""
+        return ONE_PROCESS_EXPERTS if self.experts else ONE_PROCESS
 
 
-ALONE, ALONE_EXPERTS = "one process", "one, experts"
+ONE_PROCESS, ONE_PROCESS_EXPERTS = "one process", "one, experts"
 ROWS = {
-    ALONE: Row(Layout(), 1.0),
-    ALONE_EXPERTS: Row(Layout(), 1.0, experts=True),
+    ONE_PROCESS: Row(Layout(), 1.0),
+    ONE_PROCESS_EXPERTS: Row(Layout(), 1.0, experts=True),
     "dp 2": Row(Layout(dp_replicate=2), 1.15),
     "fsdp 2": Row(Layout(dp_shard=2, zero=3), 1.15),
     "cp 2": Row(Layout(cp=2), 1.15),
@@ -65,7 +66,7 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of the steps of one run, of CPU time over all ranks and of the clock."""
+    """Seconds of the steps of one run: CPU time over all ranks, and wall clock."""
 
     row: str
     cpu: list[float]
@@ -120,12 +121,12 @@ def main() -> None:
 
 
 def tokens(args: argparse.Namespace) -> int:
-    """Tokens of a step, over all ranks."""
+    """Return the tokens of a step, over all ranks."""
     return int(args.sequences * args.seq_len)
 
 
 def run_row(name: str, args: argparse.Namespace) -> Measured:
-    """One run of the row's layout. Raises SystemExit with what a rank said when one fails."""
+    """Measure one run of the row's layout. Raise SystemExit with a rank's output if one fails."""
     ranks = ROWS[name].layout.world_size
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
@@ -173,7 +174,7 @@ def _start(name: str, rank: int, ranks: int, port: int, out: Path, args: argpars
 
 
 def train(args: argparse.Namespace) -> dict[str, list[float]]:
-    """On a rank: seconds of CPU and of the clock of every step that counts."""
+    """Train on this rank; return CPU and wall-clock seconds of every step after the warm-up."""
     import torch
 
     from kumi.nn.cpu_matmul import enable_fast_float32
@@ -196,7 +197,7 @@ def train(args: argparse.Namespace) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     enable_fast_float32()
     layout = ROWS[args.rank_of].layout
-    # As many tokens in a microbatch of a rank, whatever the layout.
+    # Equally many tokens in a rank's microbatch in every layout.
     layout = replace(layout, microbatch=args.sequences // 2 * layout.cp)
     mesh = build_mesh(layout, init_distributed())
     shape = shapes.W1_EXPERTS if ROWS[args.rank_of].experts else shapes.W1
@@ -225,7 +226,7 @@ def train(args: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def batch(args: argparse.Namespace, vocab_size: int, step: int) -> dict:
-    """The step's random tokens, the same on all ranks."""
+    """Return the step's random tokens, the same on all ranks."""
     import torch
 
     random = torch.Generator().manual_seed(step)
@@ -239,7 +240,7 @@ def _cpu() -> float:
 
 
 def summary(runs: list[Measured], args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Of every row, the median of its steps per token, the ratio to one process's, and what that may be at most."""
+    """Return for every row the median of its steps per token, the ratio to one process's, and the accepted ratio."""
     ratios: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(run.row for run in runs):
         steps = [(cpu, wall) for run in runs if run.row == name for cpu, wall in zip(run.cpu, run.wall, strict=True)]
@@ -251,7 +252,7 @@ def summary(runs: list[Measured], args: argparse.Namespace) -> dict[str, dict[st
 
 
 def table(result: dict) -> str:
-    """The rows as text."""
+    """Return the rows as text."""
     lines = [f"{'layout':16} {'CPU s/1000 tokens':>18} {'ratio':>7} {'at most':>8} {'tokens/s':>9}"]
     for name, row in result["rows"].items():
         lines.append(

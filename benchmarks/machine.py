@@ -12,7 +12,7 @@ PACKAGES = ("kumi", "torch", "transformers", "accelerate", "tokenizers", "numpy"
 
 
 def describe() -> dict:
-    """CPU, memory, operating system, package versions and commit; nothing that names the machine or its user."""
+    """Return CPU, memory, operating system, package versions and commit; no names of the machine or its user."""
     return {
         "cpu": cpu_name(),
         "cpu_flags": matrix_flags(),
@@ -33,7 +33,7 @@ def cpu_name() -> str:
 
 
 def matrix_flags() -> list[str]:
-    """The CPU's instruction sets that decide how fast it multiplies matrices."""
+    """Return the CPU's instruction sets for matmuls."""
     relevant = {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16", "sve", "bf16"}
     flags = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), "")
     return sorted(relevant & set(flags.split()))
@@ -45,7 +45,7 @@ def _cpuinfo() -> list[str]:
 
 
 def package_version(name: str) -> str | None:
-    """The installed version of `name`, None when it is not installed."""
+    """Return the installed version of `name`, None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -53,7 +53,7 @@ def package_version(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+" when tracked files differ from it; None outside a checkout."""
+    """Return the checkout's commit, with "+" if tracked files differ from it; None outside a checkout."""
     root = Path(__file__).parent
     asked = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:

@@ -1,11 +1,11 @@
-"""What this machine's matrix products reach: GFLOP/s in float32, float32 through oneDNN, and bf16.
+"""Measure this machine's matmuls: GFLOP/s in float32, float32 through oneDNN, and bf16.
 
     python benchmarks/matmul_peak.py [--threads N] [--json FILE]
 
-Large square products give the peak that a training step is compared with; the shapes of the benchmark's own model tell
-how much of it products of that size can reach at all. "fp32 medium" is `set_float32_matmul_precision("medium")`, which
-sends float32 products to oneDNN; the relative error against float64 is printed beside it, because on a CPU with AMX
-that setting may round the operands to bf16.
+Large square matmuls give the peak that a training step is compared with; the shapes of the benchmark's own model tell
+how much of it matmuls of that size can reach. "fp32 medium" is `set_float32_matmul_precision("medium")`, which sends
+float32 matmuls to oneDNN; the relative error to float64 is printed, too, because on a CPU with AMX that setting may
+round the operands to bf16.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from statistics import median
 
 import torch
 
-# (rows, in, out): large squares, then W1's products of a forward pass over 4,096 tokens.
+# (rows, in, out): large squares, then W1's matmuls of a forward pass over 4,096 tokens.
 LARGE = [(2048, 2048, 2048), (3072, 3072, 3072)]
 W1_SHAPES = [(4096, 384, 384), (4096, 384, 128), (4096, 384, 1024), (4096, 1024, 384), (4096, 384, 8192)]
 KINDS = {
@@ -44,7 +44,7 @@ def cpu_seconds() -> float:
 
 
 def rate(shape: tuple[int, int, int], dtype: torch.dtype, seconds: float) -> dict[str, float]:
-    """GFLOP/s by the wall clock (the median product and the best one) and per CPU second, of x @ w.T."""
+    """Return GFLOP/s of x @ w.T by the wall clock (the median and the best) and per CPU second."""
     rows, inner, out = shape
     x = torch.randn(rows, inner).to(dtype)
     weight = torch.randn(out, inner).to(dtype)
@@ -61,7 +61,7 @@ def rate(shape: tuple[int, int, int], dtype: torch.dtype, seconds: float) -> dic
 
 
 def relative_error(dtype: torch.dtype) -> float:
-    """Frobenius-norm error of a 1024-cube product against float64."""
+    """Return the relative Frobenius-norm error of a matmul of 1024 x 1024 matrices against float64."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(1024, 1024, generator=generator, dtype=torch.float64) for _ in range(2))
     exact = x @ weight.T
@@ -70,7 +70,7 @@ def relative_error(dtype: torch.dtype) -> float:
 
 
 def measure(threads: int, seconds: float) -> dict:
-    """For each kind its rates at every shape, the large peak and the numeric error."""
+    """Return for each kind its rates at every shape, the peak of large shapes and the numeric error."""
     torch.set_num_threads(threads)
     result: dict = {"threads": threads, "kinds": {}}
     for kind, (dtype, precision) in KINDS.items():
@@ -88,7 +88,7 @@ def measure(threads: int, seconds: float) -> dict:
 
 
 def report(result: dict) -> str:
-    """The result as a table of GFLOP/s (median)."""
+    """Return the result as a table of GFLOP/s (median)."""
     kinds = list(result["kinds"])
     lines = [
         f"GFLOP/s of x @ w.T with {result['threads']} threads (median); rows x in x out",

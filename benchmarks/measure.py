@@ -1,6 +1,6 @@
 """Run a command and measure it from outside, in the same way for every trainer.
 
-    run(command, metrics=FILE)  ->  Measured: when each step ended, the CPU seconds spent until then, peak memory
+    run(command, metrics=FILE)  ->  Measured: the end of each step, the CPU seconds spent until then, peak memory
 
 CPU time and memory are the kernel's figures for the whole tree of processes (Linux, /proc). A step ends when its line
 appears in the JSONL file that the command writes; the file is looked at every 20 ms.
@@ -59,11 +59,11 @@ class Measured:
     output: str
 
     def first_step(self) -> Mark:
-        """The end of the first step."""
+        """Return the end of the first step."""
         return self.marks[0]
 
     def steady(self, drop: int) -> Steady:
-        """Seconds a step over the steps after the first `drop`."""
+        """Return seconds a step over the steps after the first `drop`."""
         if len(self.marks) < drop + 2:
             raise ValueError(f"{len(self.marks)} steps were seen; with {drop} dropped at least {drop + 2} are needed")
         marks = self.marks[drop - 1 :] if drop else self.marks
@@ -104,7 +104,7 @@ class _Tree:
             self.largest_rss = max(self.largest_rss, _status_bytes(pid, "VmHWM"))
 
     def sample(self) -> None:
-        """Adds up CPU seconds (live processes and the children they reaped) and resident memory."""
+        """Add up CPU seconds (live processes and the children they reaped) and resident memory."""
         stats = [stat for stat in map(_stat, list(self.pids)) if stat]
         # A process that just ended and is not yet counted in its parent must not make the sum go back.
         self.cpu = max(self.cpu, sum(cpu for cpu, _ in stats))
@@ -115,7 +115,7 @@ class _Tree:
 
 
 def _read(path: str) -> str:
-    """The text of a /proc file, empty when its process is gone."""
+    """Return the text of a /proc file, empty if its process is gone."""
     try:
         with open(path) as file:
             return file.read()
@@ -124,7 +124,7 @@ def _read(path: str) -> str:
 
 
 def _stat(pid: int) -> tuple[float, int] | None:
-    """CPU seconds, its reaped children's included, and resident bytes of `pid`; None when it is gone."""
+    """Return CPU seconds, with those of reaped children, and resident bytes of `pid`; None if it is gone."""
     text = _read(f"/proc/{pid}/stat")
     if not text:
         return None
@@ -147,7 +147,7 @@ def _pss(pid: int) -> int:
 
 
 def descendants(root: int) -> set[int]:
-    """The process ids below `root`, at any depth."""
+    """Return the process ids below `root`, at any depth."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (text := _read(f"/proc/{name}/stat")):
@@ -179,14 +179,14 @@ class _Lines:
 
 
 def step_and_loss(line: Mapping) -> tuple[int, float] | None:
-    """Step number and training loss of a metrics line; None when the line is about something else."""
+    """Return step number and training loss of a metrics line; None if the line has neither."""
     step = next((line[key] for key in _STEP_KEYS if key in line), None)
     loss = next((line[key] for key in _LOSS_KEYS if key in line), None)
     return None if step is None or loss is None else (int(step), float(loss))
 
 
 def run(command: Sequence[str], *, metrics: Path, env: Mapping[str, str], log: Path, limit: float = 600.0) -> Measured:
-    """What was seen of `command`, run with exactly `env`; its output goes to the file `log`.
+    """Run `command` with exactly `env` and measure it; its output goes to the file `log`.
 
     The command is killed after `limit` seconds. A non-zero return code is reported, not raised.
     """
@@ -217,7 +217,7 @@ def run(command: Sequence[str], *, metrics: Path, env: Mapping[str, str], log: P
 
 
 def _watch(tree: _Tree, lines: _Lines, began: float, limit: float) -> tuple[list[Mark], int, resource.struct_rusage]:
-    """The steps seen until the root process ended, its wait status and what the kernel counted for it."""
+    """Return the steps until the root process ended, its wait status and the kernel's counts for it."""
     marks: list[Mark] = []
     scanned = weighed = float("-inf")
     while True:
@@ -241,7 +241,7 @@ def _watch(tree: _Tree, lines: _Lines, began: float, limit: float) -> tuple[list
 
 
 def _kill(tree: _Tree) -> None:
-    """Ends the tree's processes, children first so that none is left without a parent that waits for it."""
+    """Kill the tree's processes, children first so that every one has a parent that waits for it."""
     for pid in sorted({tree.root} | descendants(tree.root), reverse=True):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,14 +1,13 @@
-"""Every way in which this CPU can compute, forced in turn, beside the way that kumi chooses by its measurement.
+"""Time all numerics of this CPU, forced in turn, and the ones that kumi chooses by its measurement.
 
     python benchmarks/numerics_cpu.py [--threads 2] [--only W1 experts ...] [--repeats 3] [--steps 2] [--json FILE]
 
-A row is a whole training step of one process: forward, backward, clipping, AdamW. With experts, Mamba or long rows the
-last two rows are those of benchmarks/bare_loop.py, a plain loop on transformers' model, in a process of its own; for
-the other shapes benchmarks/train_cpu.py has them. The rows follow one another
-within a repeat, so that what else happens on the machine meets all of them. A way whose first step takes three times as
-long as the best one's is not timed any further, and bfloat16 not at all where a single product takes that much longer
-than in float32. Prints, for every shape, the seconds of wall clock and of CPU of each row, and those over the chosen
-way's: below 1 is faster than what was chosen.
+A row is a training step of one process: forward, backward, clipping, AdamW. With experts, Mamba or long rows the last
+two rows are those of benchmarks/bare_loop.py, a plain loop on transformers' model, in a process of its own; for the
+other shapes benchmarks/train_cpu.py has them. The rows alternate within a repeat, so that other load on the machine
+affects all of them. Numerics whose first step takes three times as long as the best one's are not timed any further,
+and bfloat16 not at all if a single matmul takes that much longer than in float32. Prints, for every shape, the seconds
+of wall clock and of CPU of each row, and their ratio to those of the chosen numerics: below 1 is faster.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ SHAPES: dict[str, tuple[dict[str, Any], int, int]] = {
     "rows of 16384": (shapes.with_layers(shapes.W1, 2), 1, 16384),
     "tiny": (shapes.TINY, 2, 64),
 }
-HOPELESS = 3.0
+TOO_SLOW = 3.0
 # Row -> number format of benchmarks/bare_loop.py, and the shapes that have these rows.
 BARE = {"bare fp32": "fp32", "bare amp": "amp"}
 COMPARED = ("experts", "Mamba", "rows of 16384")
@@ -82,7 +81,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Trained:
-    """A model in one number format, with all that a step needs."""
+    """A model in one number format, with its optimizer and batch."""
 
     def __init__(self, kind: str, config: dict[str, Any], rows: int, length: int) -> None:
         self.mesh = build_mesh(Layout(microbatch=rows), init_distributed())
@@ -93,7 +92,7 @@ class Trained:
         self.batch = {"input_ids": ids, "labels": labels, "token_weights": torch.full(ids.shape, -1.0 / ids.numel())}
 
     def step(self) -> tuple[float, float]:
-        """The seconds of wall clock and of CPU of a step."""
+        """Run a step and return its seconds of wall clock and of CPU."""
         wall, cpu = time.perf_counter(), _cpu()
         pipeline.train_microbatches(self.model, self.mesh, [self.batch])
         clip_gradients(self.model, 1.0, self.mesh)
@@ -108,24 +107,25 @@ def _cpu() -> float:
 
 
 def slowdown(measured: MeasuredNumerics) -> float:
-    """How many times as long a product takes in bf16 as in fp32; 1 where there was no time to measure it."""
+    """Return the time of a bf16 matmul relative to fp32; 1 if there was no time to measure it."""
     formats = measured.seconds.get("formats")
     return formats["bf16"] / formats["fp32"] if formats else 1.0
 
 
-def ways(measured: MeasuredNumerics, name: str) -> list[Numerics]:
-    """What is chosen, and all that can be forced on the shape `name`. Only float32 has products of several kinds, and
-    only with experts do those of experts differ."""
+def numerics_to_time(measured: MeasuredNumerics, name: str) -> list[Numerics]:
+    """Return the chosen numerics, and all others for the shape `name`.
+
+    Only float32 has several kinds of matmuls, and only models with experts have their own."""
     chosen = measured.numerics
     every = [Numerics("fp32", products, flash) for products, flash in product(MATMUL_LIBRARIES, ((), FLASH_CASES))]
-    if slowdown(measured) < HOPELESS:
+    if slowdown(measured) < TOO_SLOW:
         every += [Numerics("bf16", chosen.products, flash) for flash in ((), FLASH_CASES)]
     forced = {_same(way, name): way for way in every}
     return list((forced | {_same(chosen, name): chosen}).values())
 
 
 def _same(way: Numerics, name: str) -> tuple[str, ...]:
-    """What of `way` matters to the shape `name`, whose rows hold one document each, in its number format."""
+    """Return the settings of `way` that matter to the shape `name`, whose rows have one document each."""
     case = attention_case(4 if way.kind == "fp32" else 2, SHAPES[name][2])
     flash = [case] if case in way.flash else []
     products = way.products if name == "experts" else way.products.replace("mixed", "onednn")
@@ -133,7 +133,7 @@ def _same(way: Numerics, name: str) -> tuple[str, ...]:
 
 
 def bare(row: str, name: str, args: argparse.Namespace) -> list[tuple[float, float]]:
-    """The seconds of wall clock and of CPU of the steps of a plain loop in a new process, but of its first."""
+    """Return the seconds of wall clock and of CPU of the steps of a plain loop in a new process, without its first."""
     config, rows, length = SHAPES[name]
     with tempfile.TemporaryDirectory() as folder:
         model, metrics, log = (Path(folder) / file for file in ("model", "metrics.jsonl", "log.txt"))
@@ -159,7 +159,7 @@ def bare(row: str, name: str, args: argparse.Namespace) -> list[tuple[float, flo
 
 
 def measured_steps(name: str, forced: list[Numerics], args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
-    """The timed steps of each row, by its words; of a way that is hopeless, its first."""
+    """Return the timed steps of each row, by its label; numerics that are too slow have only the first step."""
     models = {kind: Trained(kind, *SHAPES[name]) for kind in dict.fromkeys(way.kind for way in forced)}
     plain = [row for row in BARE if name in COMPARED and (row == "bare fp32" or "bf16" in models)]
     steps_of: dict[str, list[tuple[float, float]]] = {str(way): [] for way in [*forced, *plain]}
@@ -171,7 +171,7 @@ def measured_steps(name: str, forced: list[Numerics], args: argparse.Namespace) 
             use_numerics(way)
             if repeat == 0:
                 first = models[way.kind].step()
-                if first[0] > HOPELESS * best:
+                if first[0] > TOO_SLOW * best:
                     steps_of[str(way)].append(first)
                     hopeless.add(str(way))
                     continue
@@ -184,7 +184,7 @@ def measured_steps(name: str, forced: list[Numerics], args: argparse.Namespace) 
 
 
 def table(name: str, steps_of: dict[str, list[tuple[float, float]]], chosen: str) -> str:
-    """The medians of each way, and their ratios to the chosen way's."""
+    """Return the medians of all numerics, and their ratios to the chosen one's."""
     medians = {way: [median(each) for each in zip(*steps, strict=True)] for way, steps in steps_of.items()}
     lines = [f"{name}: seconds of a step, wall clock / CPU, and over those of the chosen way"]
     for way, (wall, cpu) in medians.items():
@@ -213,7 +213,7 @@ def main() -> None:
         "shapes": {},
     }
     for name in args.only:
-        steps_of = measured_steps(name, ways(measured, name), args)
+        steps_of = measured_steps(name, numerics_to_time(measured, name), args)
         print(table(name, steps_of, str(measured.numerics)), flush=True)
         result["shapes"][name] = steps_of
     if args.json:

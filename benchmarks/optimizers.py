@@ -1,14 +1,14 @@
-"""The optimizers beside AdamW on the quickstart, and what gathering costs Muon.
+"""Compare the optimizers with AdamW on the quickstart, and time the gathering of Muon's matrices.
 
     python benchmarks/optimizers.py loss [--kinds adamw muon ...] [--rates 5e-4 1e-3 ...] [--steps 300] [--json FILE]
                                          [--set model.config.hidden_size=128 ...]
     python benchmarks/optimizers.py gather [--steps 10] [--json FILE]
 
 `loss`: every kind with every learning rate, on one process; each kind's best rate is the one with the lowest validation
-loss at the end. FILE keeps what has been run: a second start goes on where the first one ended. `--set` changes keys of
+loss at the end. FILE keeps finished runs: a second start continues after them. `--set` changes keys of
 the run file, for a smaller model.
 
-`gather`: the seconds of Muon's update on two processes, and those in which matrices travel to their owners and back.
+`gather`: the seconds of Muon's update on two processes, and the share of gathering matrices to their owners and back.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def train(kind: str, rate: float, args: argparse.Namespace, folder: Path) -> dic
 
 
 def best(rows: dict[str, dict[str, Any]], kind: str) -> dict[str, Any] | None:
-    """The run of `kind` with the lowest validation loss at the end."""
+    """Return the run of `kind` with the lowest validation loss at the end."""
     mine = [row for row in rows.values() if row["kind"] == kind]
     return min(mine, key=lambda row: row["eval/loss"][-1], default=None)
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """Each kind's best rate and last validation loss, beside AdamW's."""
+    """Return each kind's best rate and last validation loss, next to AdamW's."""
     lines, adamw = [f"{'optimizer':12}{'rate':>10}{'loss':>9}{'of AdamW':>10}{'as AdamW at':>13}"], best(rows, "adamw")
     for kind in KINDS:
         run = best(rows, kind)
@@ -89,7 +89,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def losses(args: argparse.Namespace) -> None:
-    """Run what the file does not have yet, and print the table after each run."""
+    """Run the pairs that the file does not have yet, and print the table after each run."""
     file = Path(args.json) if args.json else None
     results = json.loads(file.read_text()) if file and file.exists() else {}
     results = {"machine": machine.describe(), "steps": args.steps, "set": args.set, **results}
@@ -123,7 +123,7 @@ def gather(args: argparse.Namespace) -> None:
 
 
 def _rank(rank: int, ranks: int, fields: dict[str, int], steps: int, folder: str) -> None:
-    """On a rank: the seconds of an update and the share of them in messages, the median over steps."""
+    """Return this rank's seconds of an update and their share in messages, the median over steps."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT="29533", GLOO_SOCKET_IFNAME="lo")
     import torch

@@ -1,12 +1,12 @@
-"""How long the ranks of a pipeline wait, measured on CPU processes, beside what the planner's simulation says.
+"""Compare pipeline bubbles measured on CPU processes with the planner's simulation.
 
     python benchmarks/pipeline_bubble.py [--only "1f1b 4" ...] [--steps 8] [--json FILE]
 
 Two processes train a model of equal stages (a small vocabulary, so that embedding and head weigh little) under every
-schedule; a row is a schedule and its microbatches. The bubble is the share of a step that a rank does not compute. It
+schedule; a row is a schedule and its microbatches. The bubble is the share of a step in which ranks wait. It
 is simulated with the medians of the measured seconds of each stage's forwards and backwards, and messages that take no
-time. Of all steps the shortest counts, for whatever else runs on the machine makes steps longer only; on fewer cores
-than processes the figures mean nothing.
+time. The shortest step counts, because other load on the machine only makes steps longer; on fewer cores than
+processes the figures mean nothing.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ def main() -> None:
 
 
 def layout_of(row: str) -> tuple[Layout, int]:
-    """The layout of a row, and its microbatches."""
+    """Return the layout of a row, and its microbatches."""
     schedule, microbatches = row.split()
     return Layout(pp=2, schedule=schedule, stages=STAGES[schedule]), int(microbatches)
 
 
 def run_ranks(out: Path, args: argparse.Namespace) -> None:
-    """Two processes that measure all rows. Raises SystemExit with what they said when one fails."""
+    """Run two processes that measure all rows. Raise SystemExit with their output if one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -133,7 +133,7 @@ def run_ranks(out: Path, args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    """On a rank: trains every row; the first writes what all did in every step that counts."""
+    """Train every row on this rank; the first rank writes the actions of all in every step after the warm-up."""
     import torch
 
     from kumi.parallel import build, build_mesh, close_distributed, init_adamw, init_distributed, pipeline, unwrap
@@ -167,7 +167,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def bubble(row: str, timelines: list[Timeline]) -> Bubble:
-    """The bubble of the shortest of `timelines`, and that of the same list with each stage's own seconds."""
+    """Return the bubble of the shortest of `timelines`, and that of a simulation with each stage's own seconds."""
     layout, microbatches = layout_of(row)
     best = min(timelines, key=lambda timeline: timeline.seconds)
     lists = actions(layout.schedule, layout.pp, layout.stages, microbatches)
@@ -177,19 +177,19 @@ def bubble(row: str, timelines: list[Timeline]) -> Bubble:
 
 
 def _durations(timeline: Timeline, stage: int) -> tuple[float, float, float]:
-    """Median seconds of a forward, of the input gradients and of the weight gradients of a stage."""
+    """Return median seconds of a forward, of the input gradients and of the weight gradients of a stage."""
     forward, whole, inputs, weights = (_median(timeline, stage, kind) for kind in "FBIW")
     return (forward, inputs, weights) if inputs else (forward, whole / 2, whole / 2)
 
 
 def _median(timeline: Timeline, stage: int, kind: str) -> float:
-    """Median seconds of a stage's actions of `kind`; 0 where there are none."""
+    """Return median seconds of a stage's actions of `kind`; 0 if there are none."""
     took = [span.end - span.start for rank in timeline.spans for span in rank if span.action[:2] == (kind, stage)]
     return statistics.median(took) if took else 0.0
 
 
 def _waiting(timeline: Timeline) -> float:
-    """The share of the time that ranks wait, on average."""
+    """Return the share of the time that ranks wait, on average."""
     return sum(timeline.idle) / len(timeline.idle) / timeline.seconds
 
 

@@ -40,7 +40,7 @@ def _machine(result: dict) -> str:
 
 
 def peak(result: dict, kind: str, key: str = "peak") -> float:
-    """The best GFLOP/s of `kind` ("peak", by the wall clock) over all measurements, or "peak_per_cpu_second"."""
+    """Return the best `key` of `kind` over all measurements: "peak" by the wall clock, or "peak_per_cpu_second"."""
     return max(found["kinds"][kind][key] for found in result["peaks"])
 
 
@@ -53,7 +53,7 @@ def _peaks(result: dict) -> str:
 
 
 def runs_of(result: dict, setup: dict) -> dict[str, list[Measured]]:
-    """The runs of every row in `setup`."""
+    """Return the runs of every row in `setup`."""
     runs: dict[str, list[Measured]] = {}
     for entry in result["runs"]:
         if entry["setup"] == setup["name"]:
@@ -64,7 +64,7 @@ def runs_of(result: dict, setup: dict) -> dict[str, list[Measured]]:
 
 
 def spread(values: list[float], form: str) -> str:
-    """The median, and the range where there is one."""
+    """Return the median, and the range if values differ."""
     low, high, middle = (format(value, form) for value in (min(values), max(values), median(values)))
     return middle if low == high else f"{middle} ({low}-{high})"
 
@@ -98,7 +98,7 @@ def _setup(result: dict, setup: dict) -> str:
 
 
 def train_flops(shape: dict, tokens: int) -> int:
-    """Model FLOPs of a step of a model of `shape`, from kumi's ledger."""
+    """Return model FLOPs of a step of a model of `shape`, from kumi's ledger."""
     from kumi.spec import families, ledger
 
     return ledger.train_flops(families.from_hf(shape), tokens, shapes.W1["max_position_embeddings"])
@@ -113,7 +113,7 @@ def _share(result: dict, row: str, measured: list[Measured], flops: int) -> str:
 
 
 def aligned(table: list[list[str]]) -> str:
-    """The rows of `table` in columns, the first to the left and the others to the right."""
+    """Return the rows of `table` in columns, the first left-aligned and the others right-aligned."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     first, *rest = widths
     return "\n".join(
@@ -135,7 +135,7 @@ PAIRS = (
 
 
 def _default(runs: dict[str, list[Measured]], drop: int, setup: dict) -> list[str]:
-    """How kumi chose to compute, and its default format beside the faster of the two bare loops."""
+    """Return kumi's chosen numerics, and its default format compared with the faster of the two bare loops."""
     if "chosen" not in setup:
         return []
     how, lines = setup["chosen"], []
@@ -161,7 +161,7 @@ def _default(runs: dict[str, list[Measured]], drop: int, setup: dict) -> list[st
 
 
 def _ratios(runs: dict[str, list[Measured]], drop: int) -> list[str]:
-    """Speed ratios of the pairs."""
+    """Return the speed ratios of the pairs."""
     lines = []
     for fast, slow in PAIRS:
         if fast in runs and slow in runs:
@@ -172,14 +172,14 @@ def _ratios(runs: dict[str, list[Measured]], drop: int) -> list[str]:
 
 
 def speedups(fast: list[Measured], slow: list[Measured], seconds: Callable[[Measured], float]) -> list[float]:
-    """How many times faster `fast` is, run by run where both have as many, else of the medians."""
+    """Return the speed of `fast` relative to the other, run by run if both have equally many, else of the medians."""
     if len(fast) == len(slow):
         return [seconds(b) / seconds(a) for a, b in zip(fast, slow, strict=True)]
     return [median(map(seconds, slow)) / median(map(seconds, fast))]
 
 
 def _least(runs: dict[str, list[Measured]]) -> list[str]:
-    """kumi's start-up and memory beside the least of the other rows."""
+    """Return kumi's start-up time and memory next to the least of the other rows."""
     figures: tuple[tuple[str, Callable[[Measured], float]], ...] = (
         ("CPU seconds to the first step", lambda run: run.first_step().cpu),
         ("peak RSS in GiB", lambda run: run.peak_rss / GIB),
@@ -196,7 +196,7 @@ def _least(runs: dict[str, list[Measured]]) -> list[str]:
 
 
 def loss_difference(run: list[float], reference: list[float]) -> float:
-    """The largest relative difference between two loss curves."""
+    """Return the largest relative difference between two loss curves."""
     return max(abs(a - b) / b for a, b in zip(run, reference))
 
 

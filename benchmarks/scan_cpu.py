@@ -4,7 +4,7 @@
 
 One row of each length in float32, with 16 heads of 64 channels in two groups, states of 128 and chunks of 128: an
 eighth of a layer of Nemotron-H 8B. Each case runs in a process of its own on one thread; the fastest of the repeats
-counts, in CPU seconds, and the most memory that the process took beyond what it had before.
+counts, in CPU seconds, and the growth of the process's peak memory.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def main() -> None:
     print("| positions | | forward, us a token | backward, us a token | memory, MiB |\n|---|---|---|---|---|")
     for length in args.lengths:
         for case in ("kumi", "transformers"):
-            result = alone(case, length, args.repeats)
+            result = in_new_process(case, length, args.repeats)
             print(
                 f"| {length:,} | {case} | {result['forward']:.0f} | {result['backward']:.0f} | {result['memory']:.0f} |"
             )
 
 
-def alone(case: str, length: int, repeats: int) -> dict[str, float]:
-    """`measure` in a process of its own."""
+def in_new_process(case: str, length: int, repeats: int) -> dict[str, float]:
+    """Run `measure` in a process of its own."""
     command = [sys.executable, __file__, "--case", case, "--lengths", str(length), "--repeats", str(repeats)]
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True, text=True
@@ -51,7 +51,7 @@ def alone(case: str, length: int, repeats: int) -> dict[str, float]:
 
 
 def measure(case: str, length: int, repeats: int) -> dict[str, float]:
-    """Microseconds of CPU time a token, forward and backward, and MiB that the process grew by."""
+    """Return microseconds of CPU time a token, forward and backward, and the MiB by which the process grew."""
     import torch
 
     torch.set_num_threads(1)
@@ -73,7 +73,7 @@ def measure(case: str, length: int, repeats: int) -> dict[str, float]:
 
 
 def recurrence(case: str, leaves: list) -> Callable:
-    """The recurrence of `leaves` (x, b, c, dt, dt_bias, a_log, d), as a function without arguments."""
+    """Return the recurrence of `leaves` (x, b, c, dt, dt_bias, a_log, d) as a function without arguments."""
     x, b, c, dt, dt_bias, a_log, d = leaves
     if case == "kumi":
         from kumi.nn.mamba_scan import ScanInputs, scan
@@ -87,7 +87,7 @@ def recurrence(case: str, leaves: list) -> Callable:
 
 
 def peak() -> float:
-    """The most MiB that this process has had."""
+    """Return the peak MiB of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

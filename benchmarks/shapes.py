@@ -162,12 +162,12 @@ TINY_EXPERTS = W1_EXPERTS | {
 
 
 def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """`config` with another number of layers: the same matrix shapes in less memory."""
+    """Return `config` with another number of layers: the same matrix shapes in less memory."""
     return config | {"num_hidden_layers": layers}
 
 
 def write_config(config: dict[str, Any], folder: Path) -> Path:
-    """`folder`, which then holds `config` as config.json."""
+    """Write `config` into `folder` as config.json, and return `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder

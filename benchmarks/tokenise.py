@@ -56,7 +56,7 @@ def write_copies(path, copies):
 
 
 def encode_alone(path, tokens):
-    """CPU seconds of the tokenizer on all texts, in batches of 256 Ki characters as prepare makes them."""
+    """Return CPU seconds of the tokenizer on all texts, in batches of 256 Ki characters as in `prepare`."""
     spent, batch, size = 0.0, [], 0
     for item in read(path):
         batch.append(item.text)

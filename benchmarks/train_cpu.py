@@ -1,4 +1,4 @@
-"""kumi beside a bare PyTorch loop and the Hugging Face Trainer on this machine's CPU, measured in turn.
+"""Compare kumi with a bare PyTorch loop and the Hugging Face Trainer on this machine's CPU, in turn.
 
     python benchmarks/train_cpu.py [--work build/benchmark] [--repeats 2] [--only "kumi bf16" ...] [--json FILE]
 
@@ -30,7 +30,7 @@ DROP = 3
 
 @dataclass(frozen=True)
 class Setup:
-    """How many processes with how many threads each, and the steps of one run."""
+    """Processes, threads of each, and steps of one run."""
 
     name: str
     processes: int
@@ -60,7 +60,7 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kumi bf16 packed": ("kumi", ("bf16", "packed")),
 }
 DEFAULT_ROWS = tuple(ROWS)[:5]
-# Slow, and no ratio with them decides anything: measured once, after all repeats of the others.
+# Slow, and in no ratio of interest: measured once, after all repeats of the others.
 ONCE = ("trainer fp32", "trainer amp")
 
 
@@ -90,7 +90,10 @@ def arguments() -> argparse.Namespace:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The same for every row. Waiting threads sleep: spinning ones would count as CPU time and slow others."""
+    """Return the environment of every row.
+
+    Waiting threads sleep: spinning ones would count as CPU time and slow others.
+    """
     extra = {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -102,8 +105,8 @@ def environment(threads: int) -> dict[str, str]:
     return {**os.environ, **extra}
 
 
-def missing(row: str) -> str | None:
-    """Why `row` cannot be measured here, None when it can."""
+def reason_missing(row: str) -> str | None:
+    """Return the reason why `row` cannot be measured here, None if it can."""
     script, _ = ROWS[row]
     needed = {"kumi": ("kumi",), "bare_loop.py": ("transformers",), "hf_trainer.py": ("transformers", "accelerate")}
     absent = [name for name in needed[script] if find_spec(name) is None]
@@ -111,7 +114,7 @@ def missing(row: str) -> str | None:
 
 
 def command(row: str, setup: Setup, work: Path, out: Path, size: str) -> tuple[list[str], Path]:
-    """The command of `row`, and the file in which it writes its steps."""
+    """Return the command of `row`, and the file to which it writes its steps."""
     script, options = ROWS[row]
     if script == "kumi":
         file = out / "run.toml"
@@ -147,7 +150,7 @@ def command(row: str, setup: Setup, work: Path, out: Path, size: str) -> tuple[l
 
 
 def run_row(row: str, setup: Setup, work: Path, repeat: int, size: str) -> measure.Measured:
-    """One run of `row` from an empty folder. Raises SystemExit with the end of its output when it fails."""
+    """Run `row` from an empty folder. Raise SystemExit with the end of its output if it fails."""
     out = work / "runs" / f"{row.replace(' ', '_')}_{setup.processes}_{repeat}"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -163,7 +166,7 @@ def run_row(row: str, setup: Setup, work: Path, repeat: int, size: str) -> measu
 
 
 def matmul_peak(threads: int) -> dict:
-    """What benchmarks/matmul_peak.py measures with `threads` threads."""
+    """Return the results of benchmarks/matmul_peak.py with `threads` threads."""
     file = Path(os.environ.get("TMPDIR", "/tmp")) / f"matmul_peak_{os.getpid()}.json"
     options = ["--threads", str(threads), "--seconds", "0.15", "--json", str(file)]
     subprocess.run(
@@ -177,8 +180,8 @@ def matmul_peak(threads: int) -> dict:
     return rates
 
 
-def chosen(setup: Setup) -> dict:
-    """How kumi chooses to compute with the threads of `setup`, and the seconds that measuring took, imports apart."""
+def chosen_numerics(setup: Setup) -> dict:
+    """Return kumi's chosen numerics with the threads of `setup`, and the seconds of measuring, without imports."""
     program = (
         f"import json; from kumi.train.measure_numerics import measure_here; found = measure_here({setup.processes})\n"
         "print(json.dumps({'numerics': str(found.numerics), 'kind': found.numerics.kind, 'seconds': found.took}))"
@@ -190,14 +193,14 @@ def chosen(setup: Setup) -> dict:
 
 
 def order(rows: list[str], setups: list[Setup], repeats: int) -> list[tuple[str, Setup, int]]:
-    """Row, setup and number of every run: the rows in turn, setup after setup, again and again."""
+    """Return row, setup and number of every run: the rows in turn, setup after setup, for each repeat."""
     again = [row for row in rows if row not in ONCE]
     once = [(row, setup, 0) for setup in setups for row in rows if row in ONCE]
     return [(row, setup, repeat) for repeat in range(repeats) for setup in setups for row in again] + once
 
 
 def measure_all(args: argparse.Namespace, setups: list[Setup], rows: list[str], began: float) -> tuple[dict, list[str]]:
-    """(row, setup name) -> its runs, and what the budget, counted from `began`, left out."""
+    """Return (row, setup name) -> its runs, and the runs left out by the budget, which counts from `began`."""
     measured: dict[tuple[str, str], list[measure.Measured]] = {}
     left_out = []
     for row, setup, repeat in order(rows, setups, args.repeats):
@@ -220,12 +223,12 @@ def main() -> None:
     setups = [setup for setup in SETUPS if setup.processes in args.setups]
     if args.steps:
         setups = [Setup(setup.name, setup.processes, setup.threads, args.steps) for setup in setups]
-    skipped = {row: reason for row in args.only if (reason := missing(row))}
+    skipped = {row: reason for row in args.only if (reason := reason_missing(row))}
     rows = [row for row in ROWS if row in args.only and row not in skipped]
     args.size = "tiny" if args.tiny else "w1"
     sequences = max(setup.processes * setup.steps * workload.MICROBATCH for setup in setups)
     workload.prepare(args.work, sequences, args.size)
-    choices = {setup.name: chosen(setup) for setup in setups}
+    choices = {setup.name: chosen_numerics(setup) for setup in setups}
     began = time.monotonic()
     peaks = [matmul_peak(2)]
     measured, left_out = measure_all(args, setups, rows, began)

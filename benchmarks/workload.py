@@ -2,7 +2,7 @@
 
 WORK/kumi/data/      tokenizer and tokens of the standard library's sources, made by `kumi data prepare`
 WORK/model/          config.json and one set of random weights, from which everyone starts
-WORK/batches.npz     the sequences, in kumi's order, for the others to read; documents may see one another
+WORK/batches.npz     the sequences, in kumi's order, for the others to read; attention crosses documents
 WORK/packed.npz      the same of rows that keep documents apart
 
 python benchmarks/workload.py --work build/benchmark [--sequences 512]
@@ -26,7 +26,7 @@ SEQ_LEN, MICROBATCH, SEED = 512, 8, 0
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and the files of the standard library that it is trained on."""
+    """A model, and the files of the standard library as its training data."""
 
     shape: dict[str, Any]
     text: str
@@ -42,7 +42,7 @@ SIZES = {
 def run_file(
     work: Path, *, ranks: int, steps: int, precision: str, out: Path, cross_document: bool = True, size: str = "w1"
 ) -> str:
-    """A kumi run file for the workload: everything that is not stated is kumi's default."""
+    """Return a kumi run file for the workload, with kumi's defaults for all other keys."""
     tokens = SEQ_LEN * MICROBATCH * ranks
     return f"""\
 name = "benchmark"
@@ -93,7 +93,7 @@ enabled = false
 
 
 def write_model(folder: Path, size: str) -> None:
-    """Random weights from one seed, as transformers initialises and saves them."""
+    """Write random weights from one seed, initialised and saved by transformers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -103,7 +103,7 @@ def write_model(folder: Path, size: str) -> None:
 
 
 def write_batches(work: Path, sequences: int) -> None:
-    """The first `sequences` sequences of the run, in the order in which kumi trains on them."""
+    """Write the first `sequences` sequences of the run, in the order in which kumi trains on them."""
     from kumi.data import open_store
 
     for name, cross_document in (("batches", True), ("packed", False)):

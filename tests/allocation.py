@@ -11,19 +11,19 @@ from torch.autograd.profiler import profile
 
 
 @dataclass
-class Held:
+class Allocated:
     """Bytes of tensors that were allocated and not freed."""
 
     bytes: int = 0
 
 
 @contextmanager
-def held() -> Iterator[Held]:
+def count_allocated() -> Iterator[Allocated]:
     """Count the bytes that the block allocates and does not free.
 
-    Nothing that was made before is freed in the block, for no garbage is collected.
+    Garbage collection is off in the block, so earlier allocations are not freed in it.
     """
-    result = Held()
+    result = Allocated()
     gc.disable()
     try:
         # One cycle has nothing to accumulate, but PyTorch before 2.13 warns unless `acc_events` is set.

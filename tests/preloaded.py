@@ -7,5 +7,5 @@ import importlib
 for name in ("pytest", "kumi.parallel", "kumi.train.loop", "kumi.dryrun", "steps", "planned"):
     with contextlib.suppress(Exception):
         importlib.import_module(name)
-# Else every rank would copy what is shared with it, for its own collections look at all of it.
+# Otherwise every rank would copy the memory shared with it, because its garbage collections visit all objects.
 gc.freeze()

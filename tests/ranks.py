@@ -129,8 +129,8 @@ def _threads(process: BaseProcess) -> int:
 
 @contextlib.contextmanager
 def _found_here() -> Iterator[None]:
-    """Has a server that starts meanwhile find `preloaded`, too: it is not told `sys.path`, and leaves out what it does
-    not find."""
+    """Have a server that starts in the block find `preloaded`, too: it does not get `sys.path`, and skips modules that
+    it does not find."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [before]), str(Path(__file__).parent)])
     try:

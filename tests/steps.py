@@ -188,7 +188,7 @@ class Trace:
     grads: list[list[Part]]  # this rank's gradients per step
     params: list[Part]  # at the end
     counters: set[float]  # the optimizer's step counters, at the end
-    held: tuple[int, int, int]  # bytes of parameters, gradients and optimizer states before the last update
+    state_bytes: tuple[int, int, int]  # bytes of parameters, gradients and optimizer states before the last update
 
 
 @cache

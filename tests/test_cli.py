@@ -85,9 +85,9 @@ def test_config_keys_are_frozen():
             [sys.executable, "-m", "kumi", "describe", "--schema"], check=True, capture_output=True, text=True
         ).stdout
     )
-    found = {name: sorted(section["properties"]) for name, section in schema["$defs"].items()}
+    keys = {name: sorted(section["properties"]) for name, section in schema["$defs"].items()}
     frozen = json.loads((Path(__file__).parent / "config_keys.json").read_text())
-    assert found == frozen
+    assert keys == frozen
 
 
 @pytest.mark.parametrize("verb", ["init", "describe", "plan", "data", "train", "convert", "vocab", "push", "bench"])
@@ -119,10 +119,10 @@ def test_kumi_alone_prints_help(module):
 
 def test_describe_as_json(capsys):
     assert main(["describe", QUICKSTART, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["layout"]["dp_replicate"] == 2
-    assert 5e6 < found["model"]["parameters"] < 10e6
-    assert found["memory"]["total"] == sum(size for kind, size in found["memory"].items() if kind != "total")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["layout"]["dp_replicate"] == 2
+    assert 5e6 < printed["model"]["parameters"] < 10e6
+    assert printed["memory"]["total"] == sum(size for kind, size in printed["memory"].items() if kind != "total")
 
 
 def test_describe_resolved_is_a_run_file(capsys, tmp_path):

@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 # Its runs are compared with each other, in test_tutorial.py.
 TUTORIAL = ROOT / "docs" / "parallelism" / "tutorial.md"
 
-# What makes the quickstart small: a few files, a shallow model, a handful of steps.
+# Overrides that make the quickstart small: a few files, a shallow model, a handful of steps.
 SMALL = [
     'data.sources=[{path="{stdlib}/email/*.py"}]',
     "data.validation=0.2",
@@ -34,12 +34,12 @@ SMALL = [
 STEPS, MORE = 4, 6  # MORE: of commands that train a finished run on
 # These train a model that is there, with its tokenizer.
 GIVEN = ("examples/lora.toml", "first-run.toml")
-# What a page's own run file names: the reader's texts, and a model from the hub.
+# Instead of the reader's texts and a model from the hub, which a page's own run file names.
 OWN = ["model.source=runs/quickstart/hf", "data.tokenizer=runs/quickstart/hf", "batch.seq_len=64"]
 
 
 def made():
-    """What each target of the Makefile runs of kumi, as lines of text."""
+    """Return the kumi command of each target of the Makefile."""
     return dict(re.findall(r"^(\w+):.*\n\t\$\(BIN\)/(kumi .*)$", (ROOT / "Makefile").read_text(), re.M))
 
 
@@ -59,7 +59,7 @@ def shrunk(words):
     words = [word.replace("step_000400", f"step_{STEPS:06d}") for word in words[1:]]
     if words[0] not in ("train", "describe", "data") or not any(word.endswith(".toml") for word in words):
         return words
-    if any(word.startswith("examples/plan/") for word in words):  # nothing is run that could be shortened
+    if any(word.startswith("examples/plan/") for word in words):  # a plan runs no steps
         return words
     words = [word.replace("train.steps=500", f"train.steps={MORE}") for word in words]
     words = [re.sub(r"train.steps=\d{2,}", f"train.steps={STEPS}", word) for word in words]
@@ -83,13 +83,13 @@ def test_the_readme_s_commands_run_in_order(tmp_path):
     (tmp_path / "first-run.toml").write_text(run_file(ROOT / "docs" / "guides" / "first-run.md"))
     texts = [{"text": page.read_text()} for page in PAGES]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
-    found = sorted(
+    lines = sorted(
         dict.fromkeys(tuple(command) for page in PAGES if page != TUTORIAL for command in commands(page)),
         key=lambda words: words[1] != "train",
     )
-    assert len(found) >= 6
+    assert len(lines) >= 6
     with contextlib.chdir(tmp_path):
-        for words in found:
+        for words in lines:
             assert main(shrunk(list(words))) == 0, words
         (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
         names = {"token_ids": torch.zeros((2, 5), dtype=torch.int64)}

@@ -1,4 +1,4 @@
-"""Imports only go down, and what answers at once never imports torch."""
+"""Imports only go down, and commands that answer at once never import torch."""
 
 import ast
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "kumi"
 
-# From the bottom up; a module may import its own package and what stands before it.
+# From the bottom up; a module may import its own package and the ones before it.
 ORDER = [
     "errors",
     "deprecated",
@@ -68,7 +68,7 @@ TORCH_FREE = [
 def _imports(file: Path, names: Collection[str] = ()) -> list[tuple[str, bool]]:
     """(module, whether at the top level) of every import outside of `if TYPE_CHECKING`.
 
-    What is imported from a package is the package's, unless `names` has a module of that name.
+    Names imported from a package count as the package, unless `names` has a module of that name.
     """
     tree = ast.parse(file.read_text())
     hidden = {
@@ -77,20 +77,20 @@ def _imports(file: Path, names: Collection[str] = ()) -> list[tuple[str, bool]]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
     }
-    found = []
+    results = []
     for node in ast.walk(tree):
         if id(node) in hidden:
             continue
         if isinstance(node, ast.Import):
-            found += [(alias.name, node in tree.body) for alias in node.names]
+            results += [(alias.name, node in tree.body) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             below = [f"{node.module}.{alias.name}" for alias in node.names]
             modules = (
                 below if node.module == "kumi" else [name if name in names else node.module or "" for name in below]
             )
-            found += [(name, node in tree.body) for name in modules]
-    return found
+            results += [(name, node in tree.body) for name in modules]
+    return results
 
 
 def _package(file: Path) -> str:

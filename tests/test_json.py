@@ -61,11 +61,11 @@ def test_every_verb_prints_one_object(tmp_path, monkeypatch, capsys):
     for words, keys in COMMANDS:
         assert main([*words, "--json"]) == 0, words
         output = capsys.readouterr()
-        if words[0] == "bench":  # measuring takes minutes; tests/bench has what it prints
+        if words[0] == "bench":  # measuring takes minutes; tests/bench checks its output
             continue
-        found = json.loads(output.out)
-        assert keys <= set(found), (words, sorted(found))
-    assert found["url"] == "https://hub/org/name"
+        printed = json.loads(output.out)
+        assert keys <= set(printed), (words, sorted(printed))
+    assert printed["url"] == "https://hub/org/name"
 
 
 def test_a_run_says_how_it_ended_and_its_lines_go_to_standard_error(tmp_path):
@@ -89,10 +89,10 @@ def test_an_error_prints_no_object(capsys):
     assert "no machines are given" in output.err
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_descriptors_are_as_before_afterwards(wanted, capfd):
+@pytest.mark.parametrize("format", [True, False])
+def test_descriptors_are_as_before_afterwards(format, capfd):
     before = os.fstat(1).st_ino
-    with json_output(wanted) as write_json:
+    with json_output(format) as write_json:
         write_json({"a": 1})
     assert os.fstat(1).st_ino == before
     assert json.loads(capfd.readouterr().out) == {"a": 1}

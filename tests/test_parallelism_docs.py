@@ -93,7 +93,7 @@ W, G = 2, 4
 
 
 def listed(job, layout, kind, *axes, when="", what="", rank=0):
-    """Bytes of whole tensors in the messages of a kind along axes in a step."""
+    """Return the bytes of unsharded tensors in a step's messages of a kind along axes."""
     return sum(
         one.bytes * one.count
         for one in collectives(job, layout, rank)
@@ -110,8 +110,8 @@ def test_traffic_of_the_data_axes(figures, m):
     total = num_params(job.model)
     sizes = [sum(param.numel for param in unit.params) for unit in fsdp_units(ops(job.model))]
     again = sum(sizes[1:-2])  # all layers but the last; the embedding comes before them, the root after
-    one = Layout(dp_replicate=8)
-    assert listed(job, one, "all_reduce", "dp") == G * total
+    replicated = Layout(dp_replicate=8)
+    assert listed(job, replicated, "all_reduce", "dp") == G * total
     for zero, gathers, reduces in ((1, total, 1), (2, total, m), (3, m * (total + again), m)):
         layout = Layout(dp_shard=8, zero=zero)
         assert listed(job, layout, "all_gather", "dp_shard") == W * gathers
@@ -123,27 +123,27 @@ def test_traffic_of_the_data_axes(figures, m):
 def test_states_take_16_bytes_a_parameter(figures):
     job = figures.llama()
     for layout, parts in ((Layout(dp_replicate=8), 1), (Layout(dp_shard=8, zero=2), 8), (Layout(cp=8, zero=3), 8)):
-        held = figures.states(estimate(job, layout).memory[0])
-        assert held == pytest.approx(16 * num_params(job.model) / parts, rel=1e-6)
+        state_bytes = figures.states(estimate(job, layout).memory[0])
+        assert state_bytes == pytest.approx(16 * num_params(job.model) / parts, rel=1e-6)
 
 
 def test_what_is_whole_during_a_step(figures):
     """`zero` 1 and 2 gather all parameters, 1 adds up all gradients where there are several microbatches."""
     once, several = figures.llama(tokens=8 * 8192), figures.llama()
-    found = {
+    gathered = {
         (zero, name): estimate(job, Layout(dp_shard=8, zero=zero)).memory[0].gathered
         for zero in (1, 2, 3)
         for name, job in (("once", once), ("several", several))
     }
     total = num_params(once.model)
-    assert found[1, "several"] - found[1, "once"] == G * total
+    assert gathered[1, "several"] - gathered[1, "once"] == G * total
     layer = W * max(
         sum(param.numel for param in unit.params) for unit in fsdp_units(ops(once.model))[1:-1]
     )  # peaks are at other moments
-    assert found[2, "several"] == pytest.approx(found[2, "once"], abs=layer)
-    assert found[2, "once"] == found[1, "once"] > W * total
-    assert found[3, "several"] == pytest.approx(found[3, "once"], abs=layer)
-    assert found[3, "once"] < W * total
+    assert gathered[2, "several"] == pytest.approx(gathered[2, "once"], abs=layer)
+    assert gathered[2, "once"] == gathered[1, "once"] > W * total
+    assert gathered[3, "several"] == pytest.approx(gathered[3, "once"], abs=layer)
+    assert gathered[3, "once"] < W * total
 
 
 @pytest.mark.parametrize("tp", [2, 8])
@@ -151,10 +151,10 @@ def test_messages_of_tensor_parallelism(figures, tp):
     job = figures.llama()
     for layout in (Layout(dp_shard=8 // tp, tp=tp, zero=1), Layout(cp=8 // tp, tp=tp, zero=1, microbatch=2)):
         tokens = layout.microbatch * job.batch.seq_len / layout.cp
-        found = [one for one in collectives(job, layout) if one.axis == "tp"]
-        special = {one.what: one for one in found if one.what in ("log-probs", "gradients of replicated parameters")}
-        assert {one.bytes for one in found if one.what not in special} == {W * tokens * job.model.hidden_size}
-        (head,) = (one for one in found if one.what == "head" and one.when == "forward")
+        messages = [one for one in collectives(job, layout) if one.axis == "tp"]
+        special = {one.what: one for one in messages if one.what in ("log-probs", "gradients of replicated parameters")}
+        assert {one.bytes for one in messages if one.what not in special} == {W * tokens * job.model.hidden_size}
+        (head,) = (one for one in messages if one.what == "head" and one.when == "forward")
         assert listed(job, layout, "all_gather", "tp", what="log-probs") == 2 * tp * G * tokens * head.count
         norms = (2 * job.model.num_hidden_layers + 1) * job.model.hidden_size
         copies = special["gradients of replicated parameters"]
@@ -195,12 +195,12 @@ def test_messages_of_a_pipeline(figures):
 )
 def test_how_long_pipelines_wait(figures, name, stages, bubble):
     """Three others times F + I + W = 3, or that over the stages, or F + I - W = 1."""
-    found = figures.timeline(name, stages)
-    assert found.seconds == pytest.approx(3 * figures.MICROBATCHES + bubble)
+    simulated = figures.timeline(name, stages)
+    assert simulated.seconds == pytest.approx(3 * figures.MICROBATCHES + bubble)
     if bubble == 9:
-        assert figures.waiting(found) == pytest.approx(3 / (figures.MICROBATCHES + 3))
-        kept = [figures.in_flight(name, stages, rank) for rank in range(figures.PP)]
-        assert kept == [figures.MICROBATCHES if name == "gpipe" else figures.PP - rank for rank in range(figures.PP)]
+        assert figures.waiting(simulated) == pytest.approx(3 / (figures.MICROBATCHES + 3))
+        most = [figures.in_flight(name, stages, rank) for rank in range(figures.PP)]
+        assert most == [figures.MICROBATCHES if name == "gpipe" else figures.PP - rank for rank in range(figures.PP)]
 
 
 def test_which_stages_ranks_have():
@@ -268,8 +268,8 @@ def test_experts_are_cut_by_ep_and_expert_tp_and_divided_over_expert_dp(figures)
         parts = layout.ep * layout.expert_tp * axis(layout, "expert_dp").degree
         assert parts == 64
         assert sum(local_numel(param, layout, 0) for param in experts) == sum(p.numel for p in experts) / parts
-        whole, kept = figures.expert_elements(job, layout)
-        assert whole == kept * axis(layout, "expert_dp").degree
+        whole, resident = figures.expert_elements(job, layout)
+        assert whole == resident * axis(layout, "expert_dp").degree
     param = Param("w", (Dim("experts", 8), Dim("ffn", 64), Dim("embed", 6)))
     assert local_shape(param, Layout(dp_shard=16, ep=4, zero=1), 0) == (2, 16, 6)
 
@@ -279,7 +279,7 @@ def test_full_recomputation_keeps_the_input_of_a_layer(figures):
     assert model_activations(job, batch_layouts([Layout()])).layers[0].full[0] == W * job.model.hidden_size
 
 
-# Rules: what pages say is refused is refused, and what they say is enough is enough.
+# Rules: the layouts that pages call illegal are illegal, and the remedies that they name suffice.
 
 LLAMA_BATCH = BatchSpec(8192, 2**18)
 
@@ -316,8 +316,8 @@ LLAMA_BATCH = BatchSpec(8192, 2**18)
 )
 def test_rules_of_layouts(figures, layout, refused):
     job = figures.llama()
-    found = illegal(job.model, layout, job.cluster, LLAMA_BATCH)
-    assert (found == []) if not refused else any(refused in said for said in found), found
+    messages = illegal(job.model, layout, job.cluster, LLAMA_BATCH)
+    assert (messages == []) if not refused else any(refused in said for said in messages), messages
 
 
 @pytest.mark.parametrize(
@@ -331,8 +331,8 @@ def test_rules_of_layouts(figures, layout, refused):
 )
 def test_rules_of_sequences(figures, layout, seq_len, refused):
     job = figures.llama()
-    found = illegal(job.model, layout, job.cluster, BatchSpec(seq_len, 32 * seq_len))
-    assert (found == []) if not refused else any(refused in said for said in found), found
+    messages = illegal(job.model, layout, job.cluster, BatchSpec(seq_len, 32 * seq_len))
+    assert (messages == []) if not refused else any(refused in said for said in messages), messages
 
 
 @pytest.mark.parametrize(
@@ -347,15 +347,15 @@ def test_rules_of_sequences(figures, layout, seq_len, refused):
 )
 def test_rules_of_experts(figures, layout, refused):
     job = figures.mixtral()
-    found = illegal(job.model, layout, job.cluster, job.batch)
-    assert (found == []) if not refused else any(refused in said for said in found), found
+    messages = illegal(job.model, layout, job.cluster, job.batch)
+    assert (messages == []) if not refused else any(refused in said for said in messages), messages
 
 
 def test_heads_are_dealt_as_wholes(figures):
     job = figures.llama()
     cluster = replace(job.cluster, devices_per_node=64)
-    found = illegal(job.model, Layout(cp=64, context="ulysses"), cluster, job.batch)
-    assert any("context='ulysses' cannot distribute the 32 heads" in said for said in found)
+    messages = illegal(job.model, Layout(cp=64, context="ulysses"), cluster, job.batch)
+    assert any("context='ulysses' cannot distribute the 32 heads" in said for said in messages)
     assert illegal(job.model, Layout(cp=32, dp_replicate=2, context="ulysses"), cluster, job.batch) == []
 
 

@@ -51,22 +51,22 @@ def plan(run, *words):
 
 def test_json_has_every_figure(run, capsys):
     assert plan(run, "--json", "--top", "3") == 0
-    said = json.loads(capsys.readouterr().out)
-    best = said["best"]
+    printed = json.loads(capsys.readouterr().out)
+    best = printed["best"]
     assert best["fits"]
     assert sum(best["time"].values()) == pytest.approx(best["step_seconds"])
     assert best["tokens_per_second"] == pytest.approx(131_072 / best["step_seconds"])
-    assert len(said["others"]) == 3
-    assert said["searched"] >= said["fitting"] > 0
-    assert {"model", "cluster", "expected"} <= set(said)
+    assert len(printed["others"]) == 3
+    assert printed["searched"] >= printed["fitting"] > 0
+    assert {"model", "cluster", "expected"} <= set(printed)
 
 
 def test_the_report_names_the_layout_and_what_decides(run, capsys):
     assert plan(run) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for heading in ("tokens/s", "memory", "time of a step", "runners-up", "standard layouts for comparison"):
-        assert heading in said.lower(), heading
-    assert not [line for line in said.splitlines() if line != line.rstrip()], "blanks that only fill lines"
+        assert heading in output.lower(), heading
+    assert not [line for line in output.splitlines() if line != line.rstrip()], "blanks that only fill lines"
 
 
 def test_pages_pictures_and_traces_are_written_anew_each_time(run, tmp_path, capsys):
@@ -87,11 +87,11 @@ def test_pages_pictures_and_traces_are_written_anew_each_time(run, tmp_path, cap
 
 
 def test_a_trace_needs_a_pipeline(run, tmp_path, capsys):
-    """What was found is told all the same."""
+    """The plan is printed all the same."""
     assert plan(run, "layout.pp=1", "--trace", str(tmp_path / "trace.json")) == 2
-    said = capsys.readouterr()
-    assert "pin layout.pp to see one" in said.err
-    assert "tokens/s" in said.out
+    printed = capsys.readouterr()
+    assert "pin layout.pp to see one" in printed.err
+    assert "tokens/s" in printed.out
 
 
 def test_a_timeline_of_millions_of_microbatches_is_not_drawn(run, tmp_path, capsys):
@@ -141,36 +141,36 @@ def test_half_a_day_is_one():
 
 def test_sizes_are_those_of_the_trainer_that_is_named(run, capsys):
     pins = [*PINS, "layout.zero=2", "layout.recompute=full"]
-    found = []
+    results = []
     for words in ([], ["--engine", "deepspeed"]):
         assert plan(run, *pins, "--tokens", "1T", "--days", "30", *words, "--json") == 0
-        found.append(json.loads(capsys.readouterr().out)[-1]["days"])
-    assert found[0] != found[1]
+        results.append(json.loads(capsys.readouterr().out)[-1]["days"])
+    assert results[0] != results[1]
 
 
 def test_sizes_as_a_table(run, capsys):
     assert plan(run, *PINS, "--tokens", "1T", "--days", "2") == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("1T tokens in 2 days: ")
-    nodes = int(said[0].split(": ")[1].split()[0])
-    assert {"nodes", "days", "cost", "MWh", "layout"} <= set(said[1].split())
-    rows = [int(line.split()[0]) for line in said[2:] if line.strip() and line.split()[0].isdigit()]
+    output = capsys.readouterr().out.splitlines()
+    assert output[0].startswith("1T tokens in 2 days: ")
+    nodes = int(output[0].split(": ")[1].split()[0])
+    assert {"nodes", "days", "cost", "MWh", "layout"} <= set(output[1].split())
+    rows = [int(line.split()[0]) for line in output[2:] if line.strip() and line.split()[0].isdigit()]
     assert rows == sorted(rows)
     assert rows[-1] == nodes > 1
 
 
 def test_sizes_as_json(run, capsys):
     assert plan(run, *PINS, "--tokens", "1e12", "--days", "2", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found[-1]["days"] <= 2 < found[0]["days"]
-    for one in found:
-        assert one["device_hours"] == pytest.approx(24 * one["days"] * one["devices"])
-        assert one["cost"] == pytest.approx(2.5 * one["device_hours"])
-        assert one["best"]["devices"] == one["devices"] == 8 * one["nodes"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed[-1]["days"] <= 2 < printed[0]["days"]
+    for size in printed:
+        assert size["device_hours"] == pytest.approx(24 * size["days"] * size["devices"])
+        assert size["cost"] == pytest.approx(2.5 * size["device_hours"])
+        assert size["best"]["devices"] == size["devices"] == 8 * size["nodes"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "errors"),
     [
         (["--days", "2"], "--days has no effect without --tokens"),
         (["layout.tp=3"], "tp=3"),
@@ -191,10 +191,10 @@ def test_sizes_as_json(run, capsys):
         (["--save", f"{__file__}/saved.toml"], "is not a writable folder"),
     ],
 )
-def test_what_cannot_be_planned_is_exit_code_2_and_one_sentence(run, words, said, capsys):
+def test_what_cannot_be_planned_is_exit_code_2_and_one_sentence(run, words, errors, capsys):
     assert plan(run, *words) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert errors in error
     assert error.count("\n") == 1
 
 
@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_exit_code_4_with_a_way_out(run, capsys):
 
 
 MODEL = str(ROOT / "examples" / "models" / "llama-3-8b")
-# What is pinned so that the search is short.
+# Pins that make the search short.
 SHORT = ["layout.pp=1", "layout.cp=1", "layout.tp=1", "layout.microbatch=1", "layout.recompute=full"]
 
 
@@ -317,7 +317,7 @@ def test_the_saved_plan_is_what_kumi_train_takes(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("trainer", sorted(TRAINERS))
 def test_exports_carry_the_warm_up_in_steps(run, tmp_path, trainer):
-    """Ten of 200 steps, or of the thousand that an export has where the run file says nothing of steps."""
+    """Ten of 200 steps, or of the thousand that an export has by default."""
     ones = [f"layout.{key}=1" for key in ("pp", "tp", "cp")] + ["layout.offload=none"]
     for name, keys in (
         ("run", ["optim.warmup_ratio=0.05", "train.steps=200", "train.out=x"]),

@@ -65,15 +65,15 @@ def test_pages_load_nothing_over_the_network(built):
 
 
 def test_links_out_of_the_documentation_become_absolute_or_text(site):
-    known = site.pages()
+    pages = site.pages()
     text = "[here](data.md#a) [an example](../examples/lora.toml) ![picture](images/x.svg) [web](https://x.org)\n```\n[a](b)\n```"
-    plain = site.rewritten(text, "docs/lora.md", known)
+    plain = site.rewritten(text, "docs/lora.md", pages)
     assert plain == text.replace("[an example](../examples/lora.toml)", "an example").replace(
         "![picture](images/x.svg)", "picture"
     )
-    home = site.rewritten(text, "docs/lora.md", known, "https://host/kumi")
+    home = site.rewritten(text, "docs/lora.md", pages, "https://host/kumi")
     assert "[an example](https://host/kumi/blob/main/examples/lora.toml)" in home
-    readme = site.rewritten("[data](docs/parallelism/data.md) [why](docs/decisions/)", "README.md", known)
+    readme = site.rewritten("[data](docs/parallelism/data.md) [why](docs/decisions/)", "README.md", pages)
     assert readme == "[data](parallelism/data.md) [why](decisions/index.md)"
-    deep = site.rewritten("[planning](../planning.md)", "docs/parallelism/README.md", known)
+    deep = site.rewritten("[planning](../planning.md)", "docs/parallelism/README.md", pages)
     assert deep == "[planning](../planning.md)"

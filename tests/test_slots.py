@@ -1,4 +1,4 @@
-"""No method of a built module is assigned or wrapped: what layouts change lies in slots that its class declares."""
+"""No method of a built module is assigned or wrapped: layouts replace only slots that its class declares."""
 
 from __future__ import annotations
 

@@ -57,10 +57,10 @@ def losses(folder: Path) -> list[float]:
 
 def test_all_layouts_of_the_tutorial_learn_the_same(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    found = commands()
-    assert {"train", "describe", "plan"} == {words[1] for words in found}
+    lines = commands()
+    assert {"train", "describe", "plan"} == {words[1] for words in lines}
     with contextlib.chdir(tmp_path):
-        for words in found:
+        for words in lines:
             assert main(shrunk(words)) == 0, words
     runs = {
         folder.name: losses(folder) for folder in (tmp_path / "runs" / "parallel").iterdir() if folder.name != "data"

@@ -9,7 +9,7 @@ import vulture
 
 SOURCE = Path(__file__).parents[1] / "src" / "kumi"
 
-# Callers that vulture does not see, by what calls them.
+# Functions with callers that vulture does not see, by caller.
 DECORATORS = ["@model_validator", "@field_validator", "@register_flop_formula"]
 ALLOWED = {
     "Python calls it": ["__dir__", "__call__", "__class__", "frame", "seekable", "readinto"],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "kumi"
 FILES = [file for file in sorted(SOURCE.rglob("*.py")) if "recipes" not in file.parts]
-# Words that say nothing of the value they name.
+# Names that do not describe their value.
 EMPTY = {"found", "one", "said", "held", "kept", "known", "wanted"}
 # Files of one name: the same thing on another floor, a command and its package, an old path.
 SAME_STEM = {"lora", "numerics", "push", "convert", "common"}

@@ -52,17 +52,17 @@ def tables() -> dict[str, str]:
     }  # fmt: skip
 
 
-def refreshed(page: str, found: dict[str, str]) -> str:
+def refreshed(page: str, computed: dict[str, str]) -> str:
     """The text of a page with its tables as computed."""
-    return BLOCK.sub(lambda block: f"{block[1]}\n\n{found[block[2]]}\n\n{block[3]}", page)
+    return BLOCK.sub(lambda block: f"{block[1]}\n\n{computed[block[2]]}\n\n{block[3]}", page)
 
 
 def llama(*, seq_len: int = 8192, tokens: int = 2**18) -> Job:
     """Llama 3 8B (3.1 where sequences are longer than 8,192) on one node of eight H100."""
     version = "3" if seq_len <= 8192 else "3.1"
     source = f"model.source=examples/models/llama-{version}-8b"
-    wanted = job(load_plan("examples/plan/llama-3-8b.toml", [source, "cluster.nodes=1"]))
-    return replace(wanted, batch=BatchSpec(seq_len, tokens))
+    example = job(load_plan("examples/plan/llama-3-8b.toml", [source, "cluster.nodes=1"]))
+    return replace(example, batch=BatchSpec(seq_len, tokens))
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -73,10 +73,10 @@ def commands(page: Path) -> list[list[str]]:
 
 def trained(words: Sequence[str]) -> tuple[str, Job, Layout]:
     """What a `kumi train` command of the tutorial trains: the folder of the run, the job, and the layout."""
-    found = load_plan(words[2], [word for word in words[3:] if not word.startswith("-") and "=" in word])
-    assert found.train is not None
-    name = Path(found.train.out).name
-    return name, job(found), Layout(**found.layout.model_dump(exclude_none=True))
+    config = load_plan(words[2], [word for word in words[3:] if not word.startswith("-") and "=" in word])
+    assert config.train is not None
+    name = Path(config.train.out).name
+    return name, job(config), Layout(**config.layout.model_dump(exclude_none=True))
 
 
 def mixtral() -> Job:
@@ -94,17 +94,17 @@ def states(memory: MemoryEstimate) -> int:
     return memory.params + memory.grads + memory.optimizer
 
 
-def sent(found: Iterable[Collective], *axes: str, kinds: Sequence[str] = ()) -> float:
+def sent(messages: Iterable[Collective], *axes: str, kinds: Sequence[str] = ()) -> float:
     """Bytes that a rank sends along `axes` in a step, but for the gradients' norm."""
-    return sum(wire_bytes(one) for one in found if one.axis in axes and (not kinds or one.kind in kinds))
+    return sum(wire_bytes(one) for one in messages if one.axis in axes and (not kinds or one.kind in kinds))
 
 
 def _placement() -> str:
     layout = Layout(pp=2, dp_shard=4, cp=2, tp=4, zero=3)
-    wanted = job(load_plan("examples/plan/llama-3-70b-aws.toml"))
-    found = placement(layout, wanted.cluster, experts=False)["axes"]
+    example = job(load_plan("examples/plan/llama-3-70b-aws.toml"))
+    placed = placement(layout, example.cluster, experts=False)["axes"]
     rows = [(f"`{one['axis']}`", one["degree"], one["stride"], " ".join(map(str, one["group"])), one["link"],
-             rate(one["bandwidth"])) for one in found if one["axis"] != "zero"]  # fmt: skip
+             rate(one["bandwidth"])) for one in placed if one["axis"] != "zero"]  # fmt: skip
     return _table(("axis", "degree", "stride", "the group of rank 0", "link", "a device"), rows)
 
 
@@ -115,9 +115,9 @@ def _zero() -> str:
         *((f"`dp_shard = 8`, `zero = {zero}`", Layout(dp_shard=8, zero=zero)) for zero in (1, 2, 3)),
         ("`dp_replicate = 2`, `dp_shard = 4`, `zero = 3`", Layout(dp_replicate=2, dp_shard=4, zero=3)),
     ):
-        memory, found = estimate(llama(), layout).memory[0], collectives(llama(), layout)
-        gathered = sent(found, "dp_shard", kinds=["all_gather"])
-        reduced = sent(found, "dp", "dp_shard", "dp_replicate", kinds=["reduce_scatter", "all_reduce"])
+        memory, messages = estimate(llama(), layout).memory[0], collectives(llama(), layout)
+        gathered = sent(messages, "dp_shard", kinds=["all_gather"])
+        reduced = sent(messages, "dp", "dp_shard", "dp_replicate", kinds=["reduce_scatter", "all_reduce"])
         rows.append((keys, format_bytes(states(memory)), format_bytes(memory.gathered + memory.weights),
                      volume(gathered), volume(reduced)))  # fmt: skip
     head = ("keys", "states at rest", "in passing", "parameters sent a step", "gradients sent a step")
@@ -125,29 +125,31 @@ def _zero() -> str:
 
 
 def _counts() -> str:
-    wanted = llama()
-    layers, rows = wanted.model.num_hidden_layers, []
+    job = llama()
+    layers, rows = job.model.num_hidden_layers, []
     for when in ("forward", "backward", "recompute"):
         row = []
         for layout in (Layout(tp=8, sequence_parallel=False, recompute="full"), Layout(tp=8, recompute="full")):
-            times = layers * wanted.batch.microbatches(layout)
+            times = layers * job.batch.microbatches(layout)
             counts: dict[str, int] = {}
-            for one in collectives(wanted, layout):
-                if one.axis == "tp" and one.when == when:
-                    counts[one.kind] = counts.get(one.kind, 0) + one.count // times
+            for message in collectives(job, layout):
+                if message.axis == "tp" and message.when == when:
+                    counts[message.kind] = counts.get(message.kind, 0) + message.count // times
             row.append(", ".join(f"{count} `{kind}`" for kind, count in counts.items() if count))
         rows.append((when if when != "recompute" else 'with `recompute = "full"`, besides', *row))
     return _table(("when", "`sequence_parallel = false`", "`sequence_parallel = true`"), rows)
 
 
 def _tensor() -> str:
-    rows, wanted = [], llama()
+    rows, job = [], llama()
     for tp in (1, 2, 4, 8):
         layout = Layout(dp_shard=8 // tp, tp=tp, zero=1 if tp < 8 else 0)
-        held = sum(local_numel(param, Layout(tp=tp), 0) for op in layer_ops(wanted.model, 0) for param in op.params)
-        kept = [estimate(wanted, replace(layout, sequence_parallel=on)).memory[0].activations for on in (False, True)]
-        rows.append((tp, f"{held / 1e6:.1f} M", *map(format_bytes, kept),
-                     volume(sent(collectives(wanted, layout), "tp"))))  # fmt: skip
+        elements = sum(local_numel(param, Layout(tp=tp), 0) for op in layer_ops(job.model, 0) for param in op.params)
+        activations = [
+            estimate(job, replace(layout, sequence_parallel=on)).memory[0].activations for on in (False, True)
+        ]
+        rows.append((tp, f"{elements / 1e6:.1f} M", *map(format_bytes, activations),
+                     volume(sent(collectives(job, layout), "tp"))))  # fmt: skip
     head = ("`tp`", "parameters of a layer on a rank", "activations, `sequence_parallel = false`",
             "activations, `sequence_parallel = true`", "sent a step along tp")  # fmt: skip
     return _table(head, rows)
@@ -155,13 +157,13 @@ def _tensor() -> str:
 
 def timeline(name: str, stages: int) -> Timeline:
     """A schedule with equal stages, where forward, gradient of inputs and gradient of weights take equally long."""
-    lists, held = schedule.actions(name, PP, stages, MICROBATCHES), schedule.stage_assignment(name, PP, stages)
-    return simulate(lists, held, [(1 / stages,) * 3] * (PP * stages))
+    lists, assignment = schedule.actions(name, PP, stages, MICROBATCHES), schedule.stage_assignment(name, PP, stages)
+    return simulate(lists, assignment, [(1 / stages,) * 3] * (PP * stages))
 
 
-def waiting(found: Timeline) -> float:
+def waiting(simulated: Timeline) -> float:
     """Share of the time in which ranks wait, on average."""
-    return sum(found.idle) / len(found.idle) / found.seconds
+    return sum(simulated.idle) / len(simulated.idle) / simulated.seconds
 
 
 def in_flight(name: str, stages: int, rank: int) -> float:
@@ -183,31 +185,31 @@ def _schedules() -> str:
 
 
 def _stages() -> str:
-    layout, wanted = Layout(pp=PP, dp_shard=2, zero=1, recompute="full"), llama()
-    found, bounds = estimate(wanted, layout), stage_bounds(layout, wanted.model.num_hidden_layers)
+    layout, job = Layout(pp=PP, dp_shard=2, zero=1, recompute="full"), llama()
+    estimated, bounds = estimate(job, layout), stage_bounds(layout, job.model.num_hidden_layers)
     rows = [
         (rank, f"{first} to {last - 1}", format_bytes(states(memory)), format_bytes(memory.activations),
-         volume(sent(collectives(wanted, layout, rank), "pp")))
-        for rank, (memory, (first, last)) in enumerate(zip(found.memory, bounds, strict=True))
+         volume(sent(collectives(job, layout, rank), "pp")))
+        for rank, (memory, (first, last)) in enumerate(zip(estimated.memory, bounds, strict=True))
     ]  # fmt: skip
     return _table(("pp rank", "layers", "states at rest", "activations", "sent a step along pp"), rows)
 
 
 def _context() -> str:
-    wanted, rows = llama(seq_len=131072, tokens=2**20), []
+    job, rows = llama(seq_len=131072, tokens=2**20), []
     for cp in (1, 2, 4, 8):
         layout = Layout(dp_shard=8 // cp, cp=cp, zero=3, recompute="full")
-        memory = estimate(wanted, layout).memory[0]
-        sizes = [sent(collectives(wanted, replace(layout, context=word)), "cp") for word in CONTEXT]
+        memory = estimate(job, layout).memory[0]
+        sizes = [sent(collectives(job, replace(layout, context=word)), "cp") for word in CONTEXT]
         rows.append((cp, f"{131072 // cp:,}", format_bytes(states(memory)), format_bytes(memory.activations),
                      *map(volume, sizes)))  # fmt: skip
     head = ("`cp`", "tokens of a sequence on a rank", "states at rest", "activations")
     return _table((*head, *(f'sent a step, `"{word}"`' for word in CONTEXT)), rows)
 
 
-def expert_elements(wanted: Job, layout: Layout) -> tuple[int, int]:
+def expert_elements(job: Job, layout: Layout) -> tuple[int, int]:
     """Elements of routed experts of a layer that rank 0 computes with, and that it keeps."""
-    params = [param for op in layer_ops(wanted.model, 0) for param in op.params if is_routed(param)]
+    params = [param for op in layer_ops(job.model, 0) for param in op.params if is_routed(param)]
     whole = 0
     for param in params:
         size = 1
@@ -218,47 +220,47 @@ def expert_elements(wanted: Job, layout: Layout) -> tuple[int, int]:
 
 
 def _experts() -> str:
-    wanted, rows = mixtral(), []
-    count = max(op.experts for op in layer_ops(wanted.model, 0))
+    job, rows = mixtral(), []
+    count = max(op.experts for op in layer_ops(job.model, 0))
     for tp, ep, expert_tp in ((1, 1, 1), (1, 4, 1), (1, 8, 1), (2, 8, 1), (2, 8, 2)):
         layout = Layout(dp_shard=64 // tp, tp=tp, ep=ep, expert_tp=expert_tp, zero=3)
-        used, kept = expert_elements(wanted, layout)
-        found = collectives(wanted, layout)
+        used, resident = expert_elements(job, layout)
+        messages = collectives(job, layout)
         rows.append((tp, ep, expert_tp, axis(layout, "expert_dp").degree, count // ep, f"{used / 1e6:,.0f} M",
-                     f"{kept / 1e6:.1f} M", volume(sent(found, "ep")) if ep > 1 else "-"))  # fmt: skip
+                     f"{resident / 1e6:.1f} M", volume(sent(messages, "ep")) if ep > 1 else "-"))  # fmt: skip
     return _table(("`tp`", "`ep`", "`expert_tp`", "expert_dp", "experts on a rank", "their elements a layer",
                    "kept by the rank", "sent a step along ep"), rows)  # fmt: skip
 
 
 def _recompute() -> str:
-    wanted, base = llama(), Layout(dp_shard=8, zero=3)
-    (layer,) = model_activations(wanted, batch_layouts([base])).layers
+    job, base = llama(), Layout(dp_shard=8, zero=3)
+    (layer,) = model_activations(job, batch_layouts([base])).layers
     sizes = {"none": (layer.none, 0 * layer.none), "selective": (layer.selective, layer.recomputed_selective),
              "full": (layer.full, layer.recomputed_full)}  # fmt: skip
     rows = []
-    for word, (kept, again) in sizes.items():
-        memory = estimate(wanted, replace(base, recompute=word)).memory[0]
-        rows.append((f'`recompute = "{word}"`', f"{kept[0]:,.0f}", f"{again[0]:,.0f}",
+    for word, (saved, again) in sizes.items():
+        memory = estimate(job, replace(base, recompute=word)).memory[0]
+        rows.append((f'`recompute = "{word}"`', f"{saved[0]:,.0f}", f"{again[0]:,.0f}",
                      format_bytes(memory.activations)))  # fmt: skip
     head = ("key", "bytes kept a token and layer", "bytes made again, one layer at a time", "activations of a rank")
     return _table(head, rows)
 
 
 def _offload() -> str:
-    wanted, rows = llama(), []
+    job, rows = llama(), []
     for word in OFFLOAD:
-        found = estimate(wanted, Layout(dp_shard=8, zero=3, offload=word))
-        memory = found.memory[0]
+        estimated = estimate(job, Layout(dp_shard=8, zero=3, offload=word))
+        memory = estimated.memory[0]
         rows.append((f'`offload = "{word}"`', format_bytes(states(memory)), format_bytes(memory.activations),
-                     format_bytes(found.host_memory)))  # fmt: skip
+                     format_bytes(estimated.host_memory)))  # fmt: skip
     return _table(("key", "states on the device", "activations on the device", "memory of the host a rank"), rows)
 
 
 def _tiles() -> str:
-    wanted, rows = llama(), []
+    job, rows = llama(), []
     for count in (1, 4, 16):
         layout = Layout(dp_shard=8, zero=3, tiles=count)
-        (layer,), memory = model_activations(wanted, batch_layouts([layout])).layers, estimate(wanted, layout).memory[0]
+        (layer,), memory = model_activations(job, batch_layouts([layout])).layers, estimate(job, layout).memory[0]
         rows.append((f"`tiles = {count}`", f"{layer.none[0]:,.0f}", format_bytes(memory.gathered),
                      format_bytes(memory.total)))  # fmt: skip
     return _table(("key", "bytes kept a token and layer", "gathered", "memory of a rank"), rows)
@@ -271,16 +273,24 @@ def _optim() -> str:
 
 def _precision() -> str:
     rows = []
-    for kind, one in PRECISIONS.items():
-        size = bytes_per_element(Optim(), ITEMSIZE[one.param])
-        rows.append((f'`kind = "{kind}"`', one.param, one.compute, one.reduce, f"{2 * ITEMSIZE[one.param] + size:.3g}"))
+    for kind, precision in PRECISIONS.items():
+        size = bytes_per_element(Optim(), ITEMSIZE[precision.param])
+        rows.append(
+            (
+                f'`kind = "{kind}"`',
+                precision.param,
+                precision.compute,
+                precision.reduce,
+                f"{2 * ITEMSIZE[precision.param] + size:.3g}",
+            )
+        )
     return _table(("`[precision]`", "parameters", "computing", "reduction",
                    "bytes a parameter at rest, with AdamW"), rows)  # fmt: skip
 
 
 def _logits() -> str:
-    wanted = llama()
-    vocab, chunk = wanted.model.vocab_size, logit_chunk(wanted.model.vocab_size, wanted.cluster.device.kind)
+    job = llama()
+    vocab, chunk = job.model.vocab_size, logit_chunk(job.model.vocab_size, job.cluster.device.kind)
     whole, parts = 4 * 8192 * vocab, 2 * 4 * chunk * vocab
     rows = [("all logits of a sequence, in float32", format_bytes(whole)),
             (f"{chunk:,} tokens at a time, and their gradients", format_bytes(parts))]  # fmt: skip
@@ -292,13 +302,13 @@ def _tutorial() -> str:
     for words in commands(PAGES / "tutorial.md"):
         if words[1] != "train" or "--dry-run" in words:
             continue
-        name, wanted, layout = trained(words)
-        found = [one for one in collectives(wanted, layout) if one.what != "norm"]
-        kinds = dict.fromkeys((one.axis, one.kind) for one in found)
-        counts = (f"{sum(one.count for one in found if (one.axis, one.kind) == kind)} {kind[1]} ({kind[0]})"
+        name, job, layout = trained(words)
+        messages = [one for one in collectives(job, layout) if one.what != "norm"]
+        kinds = dict.fromkeys((one.axis, one.kind) for one in messages)
+        counts = (f"{sum(one.count for one in messages if (one.axis, one.kind) == kind)} {kind[1]} ({kind[0]})"
                   for kind in kinds)  # fmt: skip
-        row = (f"`{name}`", layout.world_size, format_bytes(states(estimate(wanted, layout).memory[0])),
-               volume(sent(found, *{one.axis for one in found})), ", ".join(counts) or "-")  # fmt: skip
+        row = (f"`{name}`", layout.world_size, format_bytes(states(estimate(job, layout).memory[0])),
+               volume(sent(messages, *{one.axis for one in messages})), ", ".join(counts) or "-")  # fmt: skip
         rows.setdefault(name, row)  # a run that goes on under another layout has its first one's
     return _table(("run", "ranks", "states of rank 0", "sent by it a step", "messages a step (axis)"), rows.values())
 

@@ -1,9 +1,9 @@
-"""What the forward pass really holds for the backward pass, against the ledger's activations."""
+"""The bytes that the forward pass saves for the backward pass agree with the ledger's activations."""
 
 import pytest
 import torch
 
-from held import held
+from allocation import count_allocated
 from kumi.parallel import build, build_mesh
 from kumi.parallel.mesh import RankInfo
 from kumi.plan.layout_batch import batch_layouts
@@ -21,22 +21,22 @@ ROWS, LENGTH, LAYERS = 4, 128, len(MODEL.layers)
 
 
 def held_after_forward(layout, kind):
-    """Bytes allocated and not freed again in the forward pass."""
+    """Return the bytes that the forward pass allocates and does not free."""
     mesh = build_mesh(layout, RankInfo(0, 1, 0, torch.device("cpu")))
     model = build(MODEL, mesh, PRECISIONS[kind], weights=0)
     input_ids = torch.randint(0, MODEL.vocab_size, (ROWS, LENGTH))
     weights = torch.ones((ROWS, LENGTH))
-    with held() as found:
-        kept = model(input_ids, labels=input_ids, token_weights=weights)
-    assert kept[0].requires_grad
-    return found.bytes
+    with count_allocated() as allocated:
+        outputs = model(input_ids, labels=input_ids, token_weights=weights)
+    assert outputs[0].requires_grad
+    return allocated.bytes
 
 
-def said_kept(recompute, kind, count, tiles=1):
-    """Bytes a token that the planner's ledger says the model keeps when `count` layers recompute."""
-    kept = model_activations(job_of(MODEL, kind=kind), batch_layouts([Layout(tiles=tiles)]))
-    again, plain = getattr(kept.layers[0], recompute)[0], kept.layers[0].none[0]
-    return float(count * again + (LAYERS - count) * plain + kept.embedding[0] + kept.head[0])
+def planned_bytes(recompute, kind, count, tiles=1):
+    """Return the planned bytes of activations per token when `count` layers recompute."""
+    activations = model_activations(job_of(MODEL, kind=kind), batch_layouts([Layout(tiles=tiles)]))
+    again, plain = getattr(activations.layers[0], recompute)[0], activations.layers[0].none[0]
+    return float(count * again + (LAYERS - count) * plain + activations.embedding[0] + activations.head[0])
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
@@ -49,20 +49,20 @@ def test_what_the_forward_keeps(recompute, layers, kind):
     count = 0 if recompute == "none" else LAYERS if layers is None else layers
     tokens = ROWS * LENGTH
     job = job_of(MODEL, seq_len=LENGTH, sequences=ROWS, kind=kind, device=Device("", "cpu", 0))
-    # Of layers that are computed again they live in the backward only.
+    # Recomputed layers have these copies of weights only in the backward pass.
     copies = rank_memory(job, Layout(microbatch=ROWS)).weights * (LAYERS - count) / LAYERS
     head_gradient = 4 * MODEL.vocab_size * MODEL.hidden_size
-    said = said_kept(recompute, kind, count) * tokens + copies + head_gradient
+    planned = planned_bytes(recompute, kind, count) * tokens + copies + head_gradient
     # Above by the log-sum-exp of attention where it is computed in blocks, which keep none.
-    assert said * 0.97 <= held_after_forward(layout, kind) <= said
+    assert planned * 0.97 <= held_after_forward(layout, kind) <= planned
 
 
 def test_planned_activations_fall_with_every_layer():
     job = job_of(MODEL, seq_len=LENGTH, sequences=ROWS, device=Device("", "cpu", 0))
     layouts = [Layout(microbatch=ROWS, recompute="full", recompute_layers=count) for count in range(LAYERS + 1)]
-    found = [rank_memory(job, layout).activations for layout in layouts]
-    assert found[-1] == rank_memory(job, Layout(microbatch=ROWS, recompute="full")).activations
-    assert found[1:] == sorted(found[1:], reverse=True)
+    activations = [rank_memory(job, layout).activations for layout in layouts]
+    assert activations[-1] == rank_memory(job, Layout(microbatch=ROWS, recompute="full")).activations
+    assert activations[1:] == sorted(activations[1:], reverse=True)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
@@ -70,12 +70,12 @@ def test_what_tiles_keep(kind):
     layout = Layout(microbatch=ROWS, tiles=5)
     job = job_of(MODEL, seq_len=LENGTH, sequences=ROWS, kind=kind, device=Device("", "cpu", 0))
     head_gradient = 4 * MODEL.vocab_size * MODEL.hidden_size
-    said = said_kept("none", kind, 0, 5) * ROWS * LENGTH + rank_memory(job, layout).weights + head_gradient
-    assert said * 0.97 <= held_after_forward(layout, kind) <= said
+    planned = planned_bytes("none", kind, 0, 5) * ROWS * LENGTH + rank_memory(job, layout).weights + head_gradient
+    assert planned * 0.97 <= held_after_forward(layout, kind) <= planned
 
 
 def test_tiles_are_planned_to_pass_through_one_at_a_time():
-    """Of what ZeRO-3 puts together for a layer, attention stays; without, nothing changes but what is kept."""
+    """ZeRO-3 gathers only the attention of a tiled layer at once; without ZeRO-3, tiles change saved bytes only."""
     job = job_of(MODEL, seq_len=LENGTH, sequences=8 * ROWS)
     whole, tiled = (rank_memory(job, Layout(dp_shard=8, zero=3, tiles=tiles)) for tiles in (1, 5))
     assert tiled.params == whole.params

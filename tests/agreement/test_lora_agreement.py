@@ -1,4 +1,4 @@
-"""What the ledger and the planner say of adapters is what training them takes: states byte for byte, and FLOPs."""
+"""Planned states and FLOPs of adapters equal measured ones, states to the byte."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def _measured(layout):
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=2, zero=3), Layout(tp=2)], ids=["one", "zero3", "tp2"])
 def test_states_are_those_of_the_ledger(ranks, layout):
     spec = with_adapters(SPECS["qwen"], LORA)
-    for rank, found in enumerate(ranks(layout.world_size, _measured, layout)):
-        said = state_bytes(spec, layout, rank, PRECISIONS["bf16"], Optim())
-        assert found == (said.params, said.grads, said.optimizer)
+    for rank, measured in enumerate(ranks(layout.world_size, _measured, layout)):
+        planned = state_bytes(spec, layout, rank, PRECISIONS["bf16"], Optim())
+        assert measured == (planned.params, planned.grads, planned.optimizer)
 
 
 def test_flops_leave_out_gradients_of_frozen_matrices():
@@ -62,15 +62,15 @@ def test_flops_leave_out_gradients_of_frozen_matrices():
     weights = torch.full(ids.shape, 1.0)
     with FlopCounterMode(display=False) as counter:
         decoder(ids, labels=ids, token_weights=weights)[0].backward()
-    said = ledger.train_flops(spec, 64, 16)
+    planned = ledger.train_flops(spec, 64, 16)
     # The first layer's input needs no gradient, for the embedding below it is frozen, too.
     first = [op for op in ledger.layer_ops(spec, 0) if op.name.endswith(("q_proj", "k_proj", "v_proj"))]
     spared = sum(op.forward_flops(64, 16) for op in first)
     spared += sum(2 * 64 * 3 * op.source.size for op in first)
     attention = sum(op.forward_flops(64, 16) for op in ledger.ops(spec) if op.kind == "attention")
     counted = counter.get_total_flops()
-    # PyTorch counts attention's backward with the scores computed again.
-    assert said - spared <= counted <= said - spared + 0.5 * attention + 1
+    # PyTorch counts recomputed scores in attention's backward.
+    assert planned - spared <= counted <= planned - spared + 0.5 * attention + 1
 
 
 def _job(spec):
@@ -89,8 +89,8 @@ def test_plans_count_gradients_and_states_of_adapters_only():
         )
     )
     spec = with_adapters(SPECS["llama"], LORA)
-    said = state_bytes(spec, Layout(), 0, PRECISIONS["bf16"], Optim())
-    assert (adapted.params, adapted.grads, adapted.optimizer) == (said.params, said.grads, said.optimizer)
+    planned = state_bytes(spec, Layout(), 0, PRECISIONS["bf16"], Optim())
+    assert (adapted.params, adapted.grads, adapted.optimizer) == (planned.params, planned.grads, planned.optimizer)
     assert adapted.params < 0.6 * whole.params
     assert adapted.optimizer < 0.2 * whole.optimizer
     assert packed.params < adapted.params
@@ -111,8 +111,8 @@ def test_the_planner_lists_the_messages_that_a_dry_run_sends(layout):
     peak = (("bfloat16", 1e12),)
     cpu = Device("CPU", "cpu", 1 << 34, ("float32", "bfloat16"), peak)
     job = Job(spec, ClusterSpec("test", cpu, layout.world_size), BatchSpec(16, 16 * 8), PRECISIONS["bf16"], Optim())
-    (found,) = dry_run(job, layout, [0])["ranks"]
-    assert [row for row in found["collectives"] if not row["agrees"]] == []
+    (rank,) = dry_run(job, layout, [0])["ranks"]
+    assert [row for row in rank["collectives"] if not row["agrees"]] == []
     for kind in ("params", "optimizer"):
-        assert found["memory"]["kinds"][kind]["measured"] == found["memory"]["kinds"][kind]["planned"]
-    assert abs(found["memory"]["difference"]) < 0.2
+        assert rank["memory"]["kinds"][kind]["measured"] == rank["memory"]["kinds"][kind]["planned"]
+    assert abs(rank["memory"]["difference"]) < 0.2

@@ -85,7 +85,7 @@ CUT = [
     ("gemma", Layout(tp=2, recompute="full")),
     ("biased-moe", Layout(tp=2, expert_tp=2)),
 ]
-# What these send, the ones above send, too, together with more.
+# The layouts above send the messages of these, and others.
 LATER = [
     ("llama", Layout(tp=2)),
     ("qwen", Layout(tp=2, dp_shard=2, zero=3)),
@@ -124,7 +124,7 @@ def test_layouts_that_cut_the_model(ranks, family, layout):
     assert sent_sums == planned_sums
 
 
-# Of each kind of layer one: what the others hold test_state_bytes counts.
+# One model for each kind of layer; test_state_bytes counts the bytes of the others.
 OFTEN = ("deep-tied", "latent", "gpt", "biased-moe", "hybrid")
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds, measured, is what `kumi.spec.sharding` says, byte for byte."""
+"""The bytes that `kumi.spec.sharding` computes for a rank equal measured ones."""
 
 from __future__ import annotations
 
@@ -36,43 +36,43 @@ def _measured_states(layout, family, microbatches):
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS["bf16"], weights=0)
     optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(SPECS[family]), OPTIM)
-    found = []
+    measured = []
     for step in range(2):
         forward_backward(model, mesh, step, microbatches)
         parameters = list(model.parameters())
         states = [value for state in optimizer.state.values() for value in state.values()]
-        found.append((_bytes(parameters), _bytes(value.grad for value in parameters), _bytes(states)))
+        measured.append((_bytes(parameters), _bytes(value.grad for value in parameters), _bytes(states)))
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return measured
 
 
-# test_model_layouts compares the same bytes in every layout: here what half precision changes, in a few.
+# test_model_layouts compares the same bytes in every layout; here a few layouts in half precision.
 STATES = list(product([Layout(), Layout(dp_replicate=4), *DIVIDED], SPECS))
 
 
 @pytest.mark.parametrize(("layout", "family"), sampled(STATES, lambda place: place % 13 == 0))
 def test_states(ranks, layout, family):
-    for rank, found in enumerate(ranks(layout.world_size, _measured_states, layout, family, 3)):
-        said = state_bytes(SPECS[family], layout, rank, PRECISIONS["fp32"], OPTIM)
-        assert found == [(said.params, said.grads, said.optimizer)] * 2
+    for rank, measured in enumerate(ranks(layout.world_size, _measured_states, layout, family, 3)):
+        planned = state_bytes(SPECS[family], layout, rank, PRECISIONS["fp32"], OPTIM)
+        assert measured == [(planned.params, planned.grads, planned.optimizer)] * 2
 
 
 def _whole(model):
-    """Bytes of parameters that are put together at this moment, and of their whole gradients."""
-    found = [value for value in model.parameters() if not isinstance(value, DTensor)]
-    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in found}
-    grads = {id(value.grad): value.grad.nbytes for value in found if value.grad is not None}
+    """Return the bytes of currently unsharded parameters, and of their unsharded gradients."""
+    unsharded = [value for value in model.parameters() if not isinstance(value, DTensor)]
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in unsharded}
+    grads = {id(value.grad): value.grad.nbytes for value in unsharded if value.grad is not None}
     for module in model.modules():
         # Gradients that wait for the last microbatch in another dtype than the parameters.
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        kept = [value.unsharded_accumulated_grad for value in group.fsdp_params] if group else []
-        grads |= {id(grad): grad.nbytes for grad in kept if grad is not None}
+        accumulated = [value.unsharded_accumulated_grad for value in group.fsdp_params] if group else []
+        grads |= {id(grad): grad.nbytes for grad in accumulated if grad is not None}
     return sum(storages.values()), sum(grads.values())
 
 
 def _measured_gathered(layout, family, microbatches, kind):
-    """Most bytes of whole parameters, of whole gradients before a forward, and in a backward; all after the step."""
+    """Return peak bytes of unsharded parameters and gradients: before a forward, in a backward, and after the step."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS[kind], weights=0)
     forward, backward = [], []
@@ -100,27 +100,27 @@ def _often(place):
 @pytest.mark.parametrize(("layout", "family", "kind"), sampled(GATHERED, _often))
 def test_gathered(ranks, layout, family, kind):
     for microbatches in (1, 3):
-        said = gathered_of(SPECS[family], layout, kind, microbatches)
+        planned = gathered_of(SPECS[family], layout, kind, microbatches)
         for params, accumulated, grads, after in ranks(4, _measured_gathered, layout, family, microbatches, kind):
-            assert (params, accumulated) == (said.params, said.accumulated)
-            assert grads <= said.accumulated + said.grads
+            assert (params, accumulated) == (planned.params, planned.accumulated)
+            assert grads <= planned.accumulated + planned.grads
             assert after == (0, 0)
 
 
 def _units(layout, family):
     """The parameter names of each unit that FSDP gathers as one, the root last."""
     model = build(SPECS[family], mesh_of(layout), PRECISIONS["fp32"], weights=0)
-    found = {}
+    units = {}
     for prefix, module in reversed(list(model.named_modules())):
         if isinstance(module, FSDPModule):
             names = {f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters()}
             # Several modules, such as two tables, may be one unit.
             unit = id(module._get_fsdp_state())
-            found[unit] = found.get(unit, set()) | names.difference(*found.values())
-    return sorted(map(sorted, found.values()))
+            units[unit] = units.get(unit, set()) | names.difference(*units.values())
+    return sorted(map(sorted, units.values()))
 
 
 @pytest.mark.parametrize("family", SPECS)
 def test_units(ranks, family):
-    said = sorted(sorted(param.name for param in unit.params) for unit in fsdp_units(ops(SPECS[family])))
-    assert ranks(2, _units, Layout(dp_shard=2, zero=3), family)[0] == said
+    planned = sorted(sorted(param.name for param in unit.params) for unit in fsdp_units(ops(SPECS[family])))
+    assert ranks(2, _units, Layout(dp_shard=2, zero=3), family)[0] == planned

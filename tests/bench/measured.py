@@ -17,8 +17,8 @@ GPU = Device(
 LINK = Link("gloo", 4, 2e9, 3e-4, 1.0)
 
 
-def found(*, processors: int = 0, speed: float = 1e11, memory: float = 2e10, transfers=()) -> Measurements:
-    """Products at `speed` (twice in bfloat16), layers at 0.8 and 0.4 of it, sweeps of memory at `memory`."""
+def measurements(*, processors: int = 0, speed: float = 1e11, memory: float = 2e10, transfers=()) -> Measurements:
+    """Matmuls at `speed` FLOP/s (twice in bfloat16), layers at 0.8 and 0.4 of it, memory sweeps at `memory` bytes/s."""
     timings = [
         timing("launch", "float32", "one element", 1.0, 1 / 5e-6),
         timing("copy", "float32", "64 MiB", 1e8, memory / 2),
@@ -39,12 +39,12 @@ def found(*, processors: int = 0, speed: float = 1e11, memory: float = 2e10, tra
 
 
 def timing(kind: str, dtype: str, what: str, amount: float, rate: float) -> Timing:
-    """What takes as long as `amount` does at `rate`."""
+    """Return a timing of `amount` FLOPs or bytes at `rate` per second."""
     return Timing(kind, dtype, what, amount, amount / rate)
 
 
 def transfers(link: Link = LINK, device: Device = CPU) -> list[Transfer]:
-    """Collectives that take exactly as long as the planner says for `link` between devices like `device`."""
+    """Return collectives that take exactly the planned time over `link` between devices like `device`."""
     cluster = ClusterSpec("", device, link.span, links=(link,))
     return [
         Transfer(kind, degree, size, float(collective_seconds(cluster, kind, size, degree, 1)))

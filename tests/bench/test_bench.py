@@ -52,10 +52,10 @@ def tiny(monkeypatch):
     )
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    kept = dict(os.environ)
+    environ = dict(os.environ)
     yield
     os.environ.clear()
-    os.environ.update(kept)
+    os.environ.update(environ)
     torch.set_float32_matmul_precision("highest")
 
 
@@ -72,9 +72,9 @@ def test_one_rank_from_the_command_line(tiny, tmp_path, capsys):
 
 def test_json_holds_every_timing(tiny, capsys):
     assert main(["bench", "--ranks", "1", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    found = read_measurements(said["found"])
-    assert {one.kind for one in found.kernels} == {
+    printed = json.loads(capsys.readouterr().out)
+    measurements = read_measurements(printed["found"])
+    assert {one.kind for one in measurements.kernels} == {
         "launch",
         "copy",
         "update",
@@ -83,8 +83,8 @@ def test_json_holds_every_timing(tiny, capsys):
         "element-wise",
         "attention",
     }
-    assert all(one.seconds > 0 for one in found.kernels)
-    assert "[device]" in said["toml"]
+    assert all(one.seconds > 0 for one in measurements.kernels)
+    assert "[device]" in printed["toml"]
 
 
 def test_a_rank_of_a_launcher_is_refused(tiny, monkeypatch, capsys):
@@ -110,24 +110,24 @@ def _measured(quick):
         )
     )
     mesh = mesh_of(Layout(dp_replicate=torch.distributed.get_world_size()))
-    found = measuring_rank._measure(
+    measurements = measuring_rank._measure(
         measuring_rank.BenchRequest("cpu", ("float32", "float16"), "float16", quick, REFERENCE), mesh, StopFlag()
     )
     torch.set_float32_matmul_precision("highest")  # the rank lives on, for other tests
-    return found
+    return measurements
 
 
 @pytest.mark.parametrize(("world", "quick"), [(2, False), (4, True)])
 def test_ranks_measure_every_collective_in_every_group(ranks, world, quick):
-    found, *others = ranks(world, _measured, quick)
-    assert all((one.kernels, one.transfers) == (found.kernels, found.transfers) for one in others)  # they agree
+    first, *others = ranks(world, _measured, quick)
+    assert all((one.kernels, one.transfers) == (first.kernels, first.transfers) for one in others)  # they agree
     sizes = {2**12, 2**14, 2**16} if not quick else {2**12, 2**16}
-    wanted = {(kind, degree, size) for kind in time_collectives.KINDS for degree in {2, world} for size in sizes}
-    assert {(one.kind, one.degree, one.size) for one in found.transfers} == wanted
-    assert bool(found.of("attention", "float32")) is not quick
-    assert found.of("attention", "float16")
-    assert {one.dtype for one in found.of("product")} == {"float32", "float16"}
-    assert all(one.seconds > 0 for one in found.transfers)
+    expected = {(kind, degree, size) for kind in time_collectives.KINDS for degree in {2, world} for size in sizes}
+    assert {(one.kind, one.degree, one.size) for one in first.transfers} == expected
+    assert bool(first.of("attention", "float32")) is not quick
+    assert first.of("attention", "float16")
+    assert {one.dtype for one in first.of("product")} == {"float32", "float16"}
+    assert all(one.seconds > 0 for one in first.transfers)
 
 
 def _stopped():

@@ -1,4 +1,4 @@
-"""Latency and bandwidth are found again in times that were made from them."""
+"""Fitting recovers the latency and bandwidth from which times were computed."""
 
 import numpy as np
 import pytest
@@ -11,17 +11,17 @@ SIZES = [2.0**power for power in range(12, 26, 2)]
 
 
 def test_a_line_is_found_again():
-    found = fit_line(SIZES, [2e-4 + size / 3e9 for size in SIZES])
-    assert (found.latency, found.bandwidth) == (pytest.approx(2e-4), pytest.approx(3e9))
-    assert found.error == pytest.approx(0, abs=1e-9)
+    fitted = fit_line(SIZES, [2e-4 + size / 3e9 for size in SIZES])
+    assert (fitted.latency, fitted.bandwidth) == (pytest.approx(2e-4), pytest.approx(3e9))
+    assert fitted.error == pytest.approx(0, abs=1e-9)
 
 
 def test_noise_of_a_tenth_moves_a_line_by_less():
     noise = 1 + 0.1 * np.random.default_rng(0).uniform(-1, 1, len(SIZES))
-    found = fit_line(SIZES, noise * [2e-4 + size / 3e9 for size in SIZES])
-    assert found.latency == pytest.approx(2e-4, rel=0.1)
-    assert found.bandwidth == pytest.approx(3e9, rel=0.1)
-    assert 0.01 < found.error < 0.1
+    fitted = fit_line(SIZES, noise * [2e-4 + size / 3e9 for size in SIZES])
+    assert fitted.latency == pytest.approx(2e-4, rel=0.1)
+    assert fitted.bandwidth == pytest.approx(3e9, rel=0.1)
+    assert 0.01 < fitted.error < 0.1
 
 
 def test_neither_figure_is_negative():
@@ -36,7 +36,7 @@ def test_neither_figure_is_negative():
 @pytest.mark.parametrize("link", [LINK, Link("fast", 4, 4e11, 5e-6, 1.0), Link("slow", 4, 1e7, 2e-2, 1.0)])
 @pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "cuda"])
 def test_a_link_is_found_again_through_the_planner_s_formulas(link, device):
-    found, error = fit_link(link.name, 4, device.kind, transfers(link, device))
-    assert found.bandwidth == pytest.approx(link.bandwidth, rel=1e-4)
-    assert found.latency == pytest.approx(link.latency, rel=1e-3)
+    fitted, error = fit_link(link.name, 4, device.kind, transfers(link, device))
+    assert fitted.bandwidth == pytest.approx(link.bandwidth, rel=1e-4)
+    assert fitted.latency == pytest.approx(link.latency, rel=1e-3)
     assert error < 1e-4

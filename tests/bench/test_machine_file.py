@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from measured import CPU, GPU, LINK, found, transfers
+from measured import CPU, GPU, LINK, measurements, transfers
 
 from kumi.bench.cluster_toml import node_toml, refuse_existing, write_new
 from kumi.bench.describe_machine import node_of, remarks
@@ -21,11 +21,11 @@ def written(tmp_path, measured, base, ranks):
 
 
 def test_a_cpu_file_loads_with_what_was_measured(tmp_path):
-    cluster = written(tmp_path, found(transfers=transfers()), CPU, 4)
+    cluster = written(tmp_path, measurements(transfers=transfers()), CPU, 4)
     device, (link,) = cluster.device, cluster.links
     assert (device.name, device.kind, device.memory, cluster.devices_per_node) == ("Testor 3000", "cpu", CPU.memory, 4)
     assert device.peak_flops("bfloat16") == 2e11
-    assert device.matmul_share("bfloat16") == pytest.approx(2 / (1 / 0.8 + 1 / 0.4), rel=1e-3)  # what layers reach
+    assert device.matmul_share("bfloat16") == pytest.approx(2 / (1 / 0.8 + 1 / 0.4), rel=1e-3)  # the rate of layers
     assert device.memory_bandwidth == 2e10
     assert device.stream == pytest.approx(0.4)
     assert device.attention == (0.25, 0.2)
@@ -40,7 +40,7 @@ def test_a_cpu_file_loads_with_what_was_measured(tmp_path):
 @pytest.mark.parametrize(("base", "processors"), [(CPU, 0), (GPU, 80)])
 def test_no_share_is_above_one(base, processors, tmp_path):
     """Other work may hit one measurement and spare another."""
-    measured = found(processors=processors, speed=1e15, memory=3e12)
+    measured = measurements(processors=processors, speed=1e15, memory=3e12)
     slow = ("product", "copy", "update")
     kernels = tuple(one if one.kind in slow else replace(one, seconds=one.seconds / 100) for one in measured.kernels)
     device = written(tmp_path, replace(measured, kernels=kernels), base, 1).device
@@ -49,7 +49,7 @@ def test_no_share_is_above_one(base, processors, tmp_path):
 
 
 def test_a_gpu_keeps_its_data_sheet_and_shares_are_of_that(tmp_path):
-    cluster = written(tmp_path, found(processors=132, speed=4e14, memory=2e12), GPU, 1)
+    cluster = written(tmp_path, measurements(processors=132, speed=4e14, memory=2e12), GPU, 1)
     device = cluster.device
     assert device.peak_flops("bfloat16") == 1e15
     assert device.matmul_share("bfloat16") == pytest.approx(0.8)  # of the large squares alone
@@ -61,13 +61,13 @@ def test_a_gpu_keeps_its_data_sheet_and_shares_are_of_that(tmp_path):
 
 
 def test_what_was_not_measured_is_left_out(tmp_path):
-    measured = found(processors=80)
+    measured = measurements(processors=80)
     bare = replace(measured, kernels=tuple(one for one in measured.kernels if one.kind != "attention"))
     assert written(tmp_path, bare, GPU, 1).device.attention == Device("", "cuda", 1).attention
 
 
 def test_the_file_says_with_what_it_was_measured():
-    text = node_toml(node_of(found(), CPU, 1), remarks(found(), CPU, 1, 0.25))
+    text = node_toml(node_of(measurements(), CPU, 1), remarks(measurements(), CPU, 1, 0.25))
     assert text.startswith(
         "# Measured by kumi bench: 1 x Testor 3000, 1 thread per rank, torch 2.13.0; load before 0.2."
     )

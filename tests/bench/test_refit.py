@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from measured import CPU, found, transfers
+from measured import CPU, measurements, transfers
 
 from kumi.bench.cluster_toml import node_toml
 from kumi.bench.describe_machine import node_of
@@ -26,12 +26,12 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 def cluster_file(folder, ranks=2):
     """A cluster file of `ranks` CPU devices."""
     file = folder / f"cpu-{ranks}.toml"
-    file.write_text(node_toml(node_of(found(transfers=transfers() if ranks > 1 else ()), CPU, ranks)))
+    file.write_text(node_toml(node_of(measurements(transfers=transfers() if ranks > 1 else ()), CPU, ranks)))
     return str(file)
 
 
 def run_folder(folder, *, seconds=0.5, steps=WARM_UP + LEAST_STEPS, ranks=2, peak=2**20):
-    """A quickstart of which `steps` were trained; the first ones and every fourth took ten times as long."""
+    """A quickstart run after `steps` steps; the first ones and every fourth took ten times as long."""
     folder.mkdir()
     # "auto" would be another precision on CPUs that multiply bfloat16 slowly.
     overrides = [f"cluster.devices_per_node={ranks}", "precision.kind=bf16", f"train.out={folder}"]
@@ -79,8 +79,8 @@ def test_from_the_command_line(tmp_path, capsys):
     plan = ["plan", str(QUICKSTART), f"cluster.source={cluster_file(tmp_path)}"]
     words = [*plan, *(word for folder in folders for word in ("--calibrate", folder))]
     assert main([*words, "--out", str(tmp_path / "new.toml"), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [run["measured"] for run in said["runs"]] == [0.5, 0.6]
+    printed = json.loads(capsys.readouterr().out)
+    assert [run["measured"] for run in printed["runs"]] == [0.5, 0.6]
     assert read_node(str(tmp_path / "new.toml")).devices_per_node == 2
     assert main([*words, "--out", str(tmp_path / "new.toml")]) == 2
     assert main(words) == 2
@@ -103,10 +103,10 @@ def test_a_run_is_refitted_with_its_own_layout(tmp_path):
     run = read_run(folder, cluster_file(tmp_path))
     assert (run.layout, run.seconds, run.steps) == (own.layout, 0.8, LEAST_STEPS + 1)
     assert run.job.precision == own.precision
-    found = recalibrate([folder], cluster_file(tmp_path), tmp_path / "calibrated.toml")
+    calibrated = recalibrate([folder], cluster_file(tmp_path), tmp_path / "calibrated.toml")
     cluster = cluster_spec(ClusterSection(source=str(tmp_path / "calibrated.toml"), devices_per_node=2))
     assert estimate(replace(run.job, cluster=cluster), own.layout).step_seconds == pytest.approx(0.8, rel=0.01)
-    assert found.runs[0].steps == LEAST_STEPS + 1
+    assert calibrated.runs[0].steps == LEAST_STEPS + 1
 
 
 def test_a_run_is_its_median_step_after_the_warm_up(tmp_path):

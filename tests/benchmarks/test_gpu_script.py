@@ -9,8 +9,8 @@ from pathlib import Path
 
 import gpu_case
 import gpu_cases
-import kumi_parts
 import pytest
+import random_state
 import torch
 from gpu_cases import Case
 
@@ -35,11 +35,11 @@ CPU = torch.device("cpu")
     ids=lambda case: case.name,
 )
 def test_every_kind_of_case_trains(case):
-    found = gpu_case.run(case, CPU, seconds=0.02)
-    assert found["status"] == "ok"
-    assert found["tokens_per_s"] > 0
-    assert found["last_loss"] < found["first_loss"]
-    assert (found["estimated_bytes"] is None) == (case.system != "kumi")
+    result = gpu_case.run(case, CPU, seconds=0.02)
+    assert result["status"] == "ok"
+    assert result["tokens_per_s"] > 0
+    assert result["last_loss"] < result["first_loss"]
+    assert (result["estimated_bytes"] is None) == (case.system != "kumi")
 
 
 def test_running_out_of_memory_is_a_result(monkeypatch):
@@ -47,19 +47,19 @@ def test_running_out_of_memory_is_a_result(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")
 
     monkeypatch.setattr(gpu_case, "kumi_step", no_room)
-    found = gpu_case.run(Case("kumi", "tiny", 1), CPU)
-    assert found["status"] == "out of memory"
-    assert found["reason"] == "CUDA out of memory. Tried to allocate 20.00 GiB."
+    result = gpu_case.run(Case("kumi", "tiny", 1), CPU)
+    assert result["status"] == "out of memory"
+    assert result["reason"] == "CUDA out of memory. Tried to allocate 20.00 GiB."
 
 
 def test_cases_are_run_in_order_until_the_time_is_spent():
     cases, entries, clock = gpu_cases.all_cases(), [], [100.0]
 
-    def one(case: Case, limit: float) -> dict:
+    def run_one(case: Case, limit: float) -> dict:
         clock[0] -= 30.0
         return {"status": "ok"}
 
-    gpu.run_cases(cases, one, skipped={"amp": "no transformers"}, left=lambda: clock[0], save=entries.append)
+    gpu.run_cases(cases, run_one, skipped={"amp": "no transformers"}, left=lambda: clock[0], save=entries.append)
     statuses = [entry["status"] for entry in entries]
     assert len(entries) == len(cases)
     assert statuses[:6] == ["ok", "skipped", "ok", "skipped", "ok", "skipped"]
@@ -70,8 +70,8 @@ def test_the_first_cases_are_the_headline():
     cases = gpu_cases.all_cases()
     assert cases[0] == Case("kumi", "1b", 4)
     assert cases[1] == Case("amp", "1b", 4)
-    wanted = {(shape, recompute) for shape in ("1b", "8b") for recompute in ("none", "selective", "full")}
-    assert wanted <= {(case.shape, case.recompute) for case in cases}
+    expected = {(shape, recompute) for shape in ("1b", "8b") for recompute in ("none", "selective", "full")}
+    assert expected <= {(case.shape, case.recompute) for case in cases}
     assert {True, False} == {case.compile for case in cases}
     assert "8b/24 layers" in cases[4].name
 
@@ -88,23 +88,23 @@ def test_the_first_cases_are_the_headline():
     ids=lambda case: case.name,
 )
 def test_several_ranks_train_together(case):
-    found = gpu.run_case(case, "cpu", 100.0, devices=2)
-    assert found["status"] == "ok", found
-    assert found["last_loss"] != found["first_loss"]
-    assert found["tokens"] == 64
+    result = gpu.run_case(case, "cpu", 100.0, devices=2)
+    assert result["status"] == "ok", result
+    assert result["last_loss"] != result["first_loss"]
+    assert result["tokens"] == 64
     assert gpu.run_case(case, "cpu", 100.0, devices=1)["reason"] == "takes 2 devices, and there are 1"
 
 
 def test_a_rank_that_fails_ends_the_others():
     case = Case("kumi", "tiny", 1, seq_len=32, layout={"tp": 2}, async_tp=True)
-    found = gpu.run_case(case, "cpu", 100.0, devices=2)
-    assert found["status"] == "failed"
-    assert "comm.async_tp=true on cpu with tp=2" in found["reason"]
+    result = gpu.run_case(case, "cpu", 100.0, devices=2)
+    assert result["status"] == "failed"
+    assert "comm.async_tp=true on cpu with tp=2" in result["reason"]
 
 
 def test_layouts_are_legal():
     for case in gpu_cases.on_several():
-        run = kumi_parts.make_run(
+        run = random_state.make_run(
             case.config(),
             seq_len=case.seq_len,
             microbatch=case.microbatch,
@@ -134,10 +134,10 @@ def test_the_script_writes_its_results(tmp_path):
     ]
     done = subprocess.run([*command, "--only", "kumi, tiny, mb 1, recompute none"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
-    assert [entry["status"] for entry in found["cases"]] == ["ok"]
-    assert found["tests"]["status"] == "not run"
-    assert found["machine"]["packages"]["torch"]
+    results = json.loads(out.read_text())
+    assert [entry["status"] for entry in results["cases"]] == ["ok"]
+    assert results["tests"]["status"] == "not run"
+    assert results["machine"]["packages"]["torch"]
     assert "tok/s" in done.stdout
 
 

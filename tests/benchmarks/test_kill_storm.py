@@ -1,4 +1,4 @@
-"""The kill storm deals its kills, reads what a start says, and counts what is wrong; all of it runs with --all."""
+"""The kill storm distributes its kills, reads the output of a start, and counts faults; the storm runs with --all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESULT = Path(kill_storm.__file__).parent / "results" / "kill_storm.json"
 
 
 def test_kills_are_dealt_evenly():
-    assert list(kill_storm.shares(12, list(kill_storm.LAYOUTS)).values()) == [3, 3, 2, 2, 2]
+    assert list(kill_storm.kills_per_layout(12, list(kill_storm.LAYOUTS)).values()) == [3, 3, 2, 2, 2]
 
 
 def test_the_step_that_a_start_goes_on_from():
@@ -27,22 +27,24 @@ def test_whatever_is_wrong_is_in_the_summary(tmp_path):
     kill_storm._check_resumed(kill, 3, outcome)
     (tmp_path / "kumi-launch-x").mkdir()
     (tmp_path / f"{kill_storm.TORCH_CACHE}root").mkdir()
-    found = kill_storm.summary([outcome], kill_storm.leftovers(tmp_path, kill_storm.shared_memory()), seed=0)
-    assert found["faults"] == ["DDP: went on after step 2, not 3", f"{tmp_path / 'kumi-launch-x'} was left"]
-    assert (found["kills"], found["kills_in_saves"], found["kills_of_launchers"]) == (1, 1, 1)
+    summary = kill_storm.summary([outcome], kill_storm.leftovers(tmp_path, kill_storm.shared_memory()), seed=0)
+    assert summary["faults"] == ["DDP: went on after step 2, not 3", f"{tmp_path / 'kumi-launch-x'} was left"]
+    assert (summary["kills"], summary["kills_in_saves"], summary["kills_of_launchers"]) == (1, 1, 1)
 
 
 def test_what_a_dead_command_left_is_no_save(tmp_path):
     (tmp_path / "step_000003.tmp").mkdir()
-    assert kill_storm.saving(tmp_path, time.time() - 60)
-    assert not kill_storm.saving(tmp_path, time.time() + 60)
+    assert kill_storm.is_saving(tmp_path, time.time() - 60)
+    assert not kill_storm.is_saving(tmp_path, time.time() + 60)
 
 
 def test_the_committed_storm_lost_nothing():
-    found = json.loads(RESULT.read_text())
-    assert found["kills"] >= 40
-    assert {outcome["layout"] for outcome in found["layouts"] if len(outcome["kills"]) >= 8} == set(kill_storm.LAYOUTS)
-    assert found["faults"] == []
+    summary = json.loads(RESULT.read_text())
+    assert summary["kills"] >= 40
+    assert {outcome["layout"] for outcome in summary["layouts"] if len(outcome["kills"]) >= 8} == set(
+        kill_storm.LAYOUTS
+    )
+    assert summary["faults"] == []
 
 
 @pytest.mark.exhaustive

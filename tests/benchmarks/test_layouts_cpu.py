@@ -1,4 +1,4 @@
-"""The table of what dividing a model costs."""
+"""The table of the costs of layouts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kumi.spec.layout import Layout
 def test_rows_are_compared_with_one_process_by_their_medians():
     args = argparse.Namespace(sequences=2, seq_len=50)
     runs = [
-        layouts_cpu.Measured(layouts_cpu.ALONE, [1.0, 9.0], [1.0, 9.0]),
+        layouts_cpu.Measured(layouts_cpu.ONE_PROCESS, [1.0, 9.0], [1.0, 9.0]),
         layouts_cpu.Measured("cp 2", [1.0, 2.0], [0.5, 1.0]),
-        layouts_cpu.Measured(layouts_cpu.ALONE, [1.0], [1.0]),
+        layouts_cpu.Measured(layouts_cpu.ONE_PROCESS, [1.0], [1.0]),
         layouts_cpu.Measured("cp 2", [1.2], [0.6]),
     ]
-    found = layouts_cpu.summary(runs, args)
-    assert found[layouts_cpu.ALONE]["cpu_s_per_token"] == pytest.approx(0.01)
-    assert found["cp 2"]["ratio"] == pytest.approx(1.2)
-    assert found["cp 2"]["bar"] == 1.15
-    assert "cp 2                         12.000   1.200     1.15       167" in layouts_cpu.table({"rows": found})
+    summary = layouts_cpu.summary(runs, args)
+    assert summary[layouts_cpu.ONE_PROCESS]["cpu_s_per_token"] == pytest.approx(0.01)
+    assert summary["cp 2"]["ratio"] == pytest.approx(1.2)
+    assert summary["cp 2"]["bar"] == 1.15
+    assert "cp 2                         12.000   1.200     1.15       167" in layouts_cpu.table({"rows": summary})
 
 
 def test_one_process_is_measured_first_and_the_others_are_two():

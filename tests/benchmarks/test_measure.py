@@ -38,18 +38,18 @@ def run(tmp_path: Path, script: str, **options: float) -> measure.Measured:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the harness reads Linux's /proc")
 def test_the_whole_process_tree_is_counted(tmp_path):
-    found = run(tmp_path, SCRIPT)
-    assert found.returncode == 0
-    assert [mark.step for mark in found.marks] == [1, 2, 3, 4, 5]
-    assert found.losses() == [5.0 / step for step in range(1, 6)]
-    assert found.cpu >= 0.99  # twice half a second
-    assert found.peak_rss >= 80 << 20
-    assert 40 << 20 <= found.largest_rss < found.peak_rss
-    assert 0 < found.peak_pss <= found.peak_rss
-    assert all(before.cpu <= after.cpu for before, after in zip(found.marks, found.marks[1:]))
+    measured = run(tmp_path, SCRIPT)
+    assert measured.returncode == 0
+    assert [mark.step for mark in measured.marks] == [1, 2, 3, 4, 5]
+    assert measured.losses() == [5.0 / step for step in range(1, 6)]
+    assert measured.cpu >= 0.99  # twice half a second
+    assert measured.peak_rss >= 80 << 20
+    assert 40 << 20 <= measured.largest_rss < measured.peak_rss
+    assert 0 < measured.peak_pss <= measured.peak_rss
+    assert all(before.cpu <= after.cpu for before, after in zip(measured.marks, measured.marks[1:]))
     # A step took both processes 0.1 s of CPU time; the kernel counts in hundredths, and looks come every 20 ms.
-    assert found.steady(1).steps == 4
-    assert 0.05 < found.steady(1).cpu < 0.5
+    assert measured.steady(1).steps == 4
+    assert 0.05 < measured.steady(1).cpu < 0.5
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the harness reads Linux's /proc")
@@ -76,8 +76,8 @@ def test_a_line_cut_short_waits_for_its_end(tmp_path):
 
 def test_the_steady_state_leaves_out_the_first_steps():
     marks = [measure.Mark(step, 1.0, wall, wall * 2) for step, wall in enumerate([10.0, 12.0, 13.0, 14.0, 16.0], 1)]
-    found = measure.Measured(tuple(marks), 16.0, 32.0, 0, 0, 0, 0, "")
-    assert found.steady(3) == measure.Steady(median_wall=1.5, wall=1.5, cpu=3.0, steps=2)
-    assert found.steady(1).steps == 4
+    measured = measure.Measured(tuple(marks), 16.0, 32.0, 0, 0, 0, 0, "")
+    assert measured.steady(3) == measure.Steady(median_wall=1.5, wall=1.5, cpu=3.0, steps=2)
+    assert measured.steady(1).steps == 4
     with pytest.raises(ValueError, match="5 steps were seen; with 4 dropped at least 6"):
-        found.steady(4)
+        measured.steady(4)

@@ -1,4 +1,4 @@
-"""The table of what optimizers reach."""
+"""The table of the losses that optimizers reach."""
 
 from __future__ import annotations
 

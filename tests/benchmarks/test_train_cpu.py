@@ -21,7 +21,7 @@ import shapes
 import torch
 import train_cpu
 import workload
-from kumi_parts import make_parts, synthetic
+from random_state import make_rank_state, synthetic
 
 from kumi.config import from_dict
 from kumi.spec import families, ledger
@@ -75,7 +75,7 @@ def test_the_bare_loop_trains_as_kumi_does(tmp_path):
     bare_loop.train(args, model, rank=0, world=1)
     lines = [json.loads(line) for line in args.metrics.read_text().splitlines()]
 
-    parts = make_parts(
+    parts = make_rank_state(
         shapes.TINY, torch.device("cpu"), seq_len=32, microbatch=2, recompute="none", compile=False, precision="fp32"
     )
     parts.model.load_state_dict(start)
@@ -98,8 +98,8 @@ def test_each_rank_of_the_bare_loop_reads_its_own_rows(tmp_path):
 
 def test_a_row_whose_package_is_missing_is_skipped_with_the_reason(monkeypatch):
     monkeypatch.setattr(train_cpu, "find_spec", lambda name: None if name == "accelerate" else object())
-    assert train_cpu.missing("bare fp32") is None
-    assert train_cpu.missing("trainer fp32") == "the package accelerate is not installed: pip install accelerate"
+    assert train_cpu.reason_missing("bare fp32") is None
+    assert train_cpu.reason_missing("trainer fp32") == "the package accelerate is not installed: pip install accelerate"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_every_row_is_a_command(tmp_path, row, processes, words):
 
 @pytest.mark.exhaustive
 def test_the_benchmarks_run(tmp_path):
-    """With a tiny model, of which no figure means anything."""
+    """With a tiny model, whose figures mean nothing."""
     script = str(Path(train_cpu.__file__))
     rows = ["bare fp32", "kumi fp32", "bare amp", "kumi bf16", "bare fp32 packed", "kumi fp32 packed"]
     line = [
@@ -143,24 +143,24 @@ def test_the_benchmarks_run(tmp_path):
     ]
     environ = {key: value for key, value in os.environ.items() if key != "KUMI_NUMERICS"}
     environ["XDG_CACHE_HOME"] = str(tmp_path)
-    said = subprocess.run(line, capture_output=True, text=True, env=environ)
-    assert said.returncode == 0, said.stderr
-    found = json.loads((tmp_path / "cpu.json").read_text())
-    assert {(run["row"], run["setup"]) for run in found["runs"]} == set(
+    process = subprocess.run(line, capture_output=True, text=True, env=environ)
+    assert process.returncode == 0, process.stderr
+    results = json.loads((tmp_path / "cpu.json").read_text())
+    assert {(run["row"], run["setup"]) for run in results["runs"]} == set(
         itertools.product(rows, (setup.name for setup in train_cpu.SETUPS))
     )
-    assert found["left_out"] == []
+    assert results["left_out"] == []
     for setup in train_cpu.SETUPS:
         curves = {
-            run["row"]: [mark["loss"] for mark in run["marks"]] for run in found["runs"] if run["setup"] == setup.name
+            run["row"]: [mark["loss"] for mark in run["marks"]] for run in results["runs"] if run["setup"] == setup.name
         }
         for row in ("fp32", "fp32 packed"):
             assert curves[f"kumi {row}"] == pytest.approx(curves[f"bare {row}"], rel=1e-4)
-    assert "packed documents / whole rows" in said.stdout or "kumi bf16, the default" in said.stdout
+    assert "packed documents / whole rows" in process.stdout or "kumi bf16, the default" in process.stdout
     line = [sys.executable, str(Path(script).with_name("numerics_cpu.py")), "--only", "tiny", "--repeats", "1"]
-    said = subprocess.run(line, capture_output=True, text=True, env=environ)
-    assert said.returncode == 0, said.stderr
-    assert "tiny: seconds of a step" in said.stdout
+    process = subprocess.run(line, capture_output=True, text=True, env=environ)
+    assert process.returncode == 0, process.stderr
+    assert "tiny: seconds of a step" in process.stdout
 
 
 def test_rows_follow_one_another_in_turn():
@@ -239,14 +239,14 @@ def test_a_spread_is_the_median_and_the_range():
 
 
 def test_matmul_rates_are_positive_and_float32_is_exact():
-    found = matmul_peak.rate((64, 64, 64), torch.float32, 0.01)
-    assert 0 < found["gflops"] <= found["best"]
+    rate = matmul_peak.rate((64, 64, 64), torch.float32, 0.01)
+    assert 0 < rate["gflops"] <= rate["best"]
     assert matmul_peak.relative_error(torch.float32) < 1e-6 < matmul_peak.relative_error(torch.bfloat16)
 
 
 def test_measured_runs_survive_json():
     run = measured(1.0, [2.0, 1.0])
     setup = {"name": "one"}
-    found = report_cpu.runs_of({"runs": [{"row": "r", "setup": "one", **json.loads(json.dumps(run))}]}, setup)
-    assert isinstance(found["r"][0], measure.Measured)
-    assert found["r"][0].losses() == [2.0, 1.0]
+    restored = report_cpu.runs_of({"runs": [{"row": "r", "setup": "one", **json.loads(json.dumps(run))}]}, setup)
+    assert isinstance(restored["r"][0], measure.Measured)
+    assert restored["r"][0].losses() == [2.0, 1.0]

@@ -125,9 +125,9 @@ def test_it_is_spelled_out_in_the_configuration_that_a_run_stores():
 def test_the_precision_is_the_faster_one_unless_the_run_file_says(kind):
     cache_numerics(this_processor(1), MeasuredNumerics(Numerics(kind), MEASURED.seconds))
     assert resolve(load(RUN)).precision.compute == {"fp32": "float32", "bf16": "bfloat16"}[kind]
-    for said in ("fp32", "bf16"):
-        compute = resolve(load(RUN, {"precision.kind": said})).precision.compute
-        assert compute == {"fp32": "float32", "bf16": "bfloat16"}[said]
+    for asked in ("fp32", "bf16"):
+        compute = resolve(load(RUN, {"precision.kind": asked})).precision.compute
+        assert compute == {"fp32": "float32", "bf16": "bfloat16"}[asked]
 
 
 def test_what_was_measured_here_says_nothing_of_the_precision_of_other_machines(tmp_path):

@@ -46,19 +46,21 @@ def written(tmp_path):
 
 
 def test_this_machine_is_described_without_torch():
-    found = cluster(devices_per_node=2)
-    assert found.devices == 2
-    assert 0 < found.device.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    resolved = cluster(devices_per_node=2)
+    assert resolved.devices == 2
+    assert 0 < resolved.device.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_a_whole_cluster(name):
-    found = cluster(source=name, nodes=2)
-    assert found.devices == 2 * found.devices_per_node
-    assert found.device.peak_flops("float16") > found.device.peak_flops("float32")
-    assert found.device.peak_flops("float64") is None
-    assert found.links[-1].span == found.devices
-    assert [link.bandwidth for link in found.links] == sorted((link.bandwidth for link in found.links), reverse=True)
+    resolved = cluster(source=name, nodes=2)
+    assert resolved.devices == 2 * resolved.devices_per_node
+    assert resolved.device.peak_flops("float16") > resolved.device.peak_flops("float32")
+    assert resolved.device.peak_flops("float64") is None
+    assert resolved.links[-1].span == resolved.devices
+    assert [link.bandwidth for link in resolved.links] == sorted(
+        (link.bandwidth for link in resolved.links), reverse=True
+    )
 
 
 def parts():
@@ -97,9 +99,9 @@ def test_a_cluster_that_is_not_there_is_refused_with_what_is():
 )
 def test_a_cluster_file_that_is_wrong_is_refused_in_one_line(text, error, written):
     source = written(text)
-    found = refusal(source=source)
-    assert source in found
-    assert error in found
+    message = refusal(source=source)
+    assert source in message
+    assert error in message
 
 
 def spans(**section):
@@ -125,9 +127,9 @@ def test_a_domain_of_several_nodes_is_as_large_as_deals_the_nodes_evenly(nodes, 
 
 def test_links_of_one_name_are_told_apart():
     """Two sites may be joined by what joins their nodes."""
-    found = cluster(source="h100-sxm", nodes=4, sites=2, site_link="ib-ndr").links
-    assert len({link.name for link in found}) == 3
-    assert found[2].name == f"{found[1].name}, over 32 devices"
+    links = cluster(source="h100-sxm", nodes=4, sites=2, site_link="ib-ndr").links
+    assert len({link.name for link in links}) == 3
+    assert links[2].name == f"{links[1].name}, over 32 devices"
 
 
 def bandwidths(**section):
@@ -145,16 +147,16 @@ def test_what_a_node_or_a_site_shares_is_divided_among_its_devices():
 
 def test_a_run_file_says_what_machines_cost_and_draw():
     assert (cluster(source="l4").device.price, cluster(source="l4").device.watts) == (0, 72)
-    found = cluster(source="l4", price_per_hour=0.8, watts=150.0).device
-    assert (found.price, found.watts) == (0.8, 150)
+    device = cluster(source="l4", price_per_hour=0.8, watts=150.0).device
+    assert (device.price, device.watts) == (0.8, 150)
 
 
 def test_a_cluster_knows_what_was_assumed_of_it():
-    found = cluster(source="h100-sxm", nodes=2, network="100gbe").assumed
-    assert "device.launch" in found
-    assert "device.matmul" not in found
-    assert "100 Gb/s Ethernet, shared by a node: latency" in found
-    assert not any("InfiniBand" in name for name in found)
+    assumed = cluster(source="h100-sxm", nodes=2, network="100gbe").assumed
+    assert "device.launch" in assumed
+    assert "device.matmul" not in assumed
+    assert "100 Gb/s Ethernet, shared by a node: latency" in assumed
+    assert not any("InfiniBand" in name for name in assumed)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +177,11 @@ def test_machines_that_cannot_be_put_together_are_refused(section, error):
 
 def test_fewer_ranks_than_a_cpu_s_file_was_measured_with_are_refused(written):
     file = written("devices_per_node = 4\n" + DEVICE.replace("cuda", "cpu") + 'peak_flops = {bfloat16 = "1 TFLOP/s"}')
-    said = refusal(source=file, devices_per_node=1)
-    assert "cluster.devices_per_node=1: " in said
-    assert "describes 4 ranks that share a CPU, and fewer ranks would each have a larger share of it; measure" in said
+    message = refusal(source=file, devices_per_node=1)
+    assert "cluster.devices_per_node=1: " in message
+    assert (
+        "describes 4 ranks that share a CPU, and fewer ranks would each have a larger share of it; measure" in message
+    )
     assert cluster(source=file).devices == cluster(source=file, devices_per_node=4).devices == 4
 
 
@@ -187,9 +191,9 @@ def test_links_of_a_file_are_refused_where_they_leave_devices_out(written):
     assert "the outermost link spans 2 devices, but a node has 4" in refusal(source=written(file + link.format(2)))
     assert "a span of 6 is not a multiple of devices_per_node=4" in refusal(source=written(file + link.format(6)))
     assert "spans [4, 4] do not increase" in refusal(source=written(file + link.format(4) * 2))
-    said = refusal(source=written(file + link.format(4)), nodes=2)
-    assert "names no network between its nodes; set it to 100gbe, " in said
-    assert "internet" not in said, "it connects sites"
+    message = refusal(source=written(file + link.format(4)), nodes=2)
+    assert "names no network between its nodes; set it to 100gbe, " in message
+    assert "internet" not in message, "it connects sites"
     assert spans(source=written(file + link.format(4)), nodes=2, network="ib-hdr") == [4, 8]
 
 
@@ -212,19 +216,19 @@ def smi(monkeypatch, *gpus, visible=None):
 
 def test_a_gpu_is_recognised_by_the_driver_s_name_and_keeps_its_own_memory(monkeypatch):
     smi(monkeypatch, *[("NVIDIA H200", "143771", "9.0")] * 4)
-    found, preset = cluster(), cluster(source="h200-sxm")
-    assert found.device == dataclasses.replace(preset.device, memory=143771 * 2**20)
-    assert found.devices_per_node == 4
-    assert found.links == (dataclasses.replace(preset.links[0], span=4),)
-    assert "NVLink 4 with NVSwitch: bandwidth" in found.assumed, "nobody looked at this node's links"
+    resolved, preset = cluster(), cluster(source="h200-sxm")
+    assert resolved.device == dataclasses.replace(preset.device, memory=143771 * 2**20)
+    assert resolved.devices_per_node == 4
+    assert resolved.links == (dataclasses.replace(preset.links[0], span=4),)
+    assert "NVLink 4 with NVSwitch: bandwidth" in resolved.assumed, "nobody looked at this node's links"
 
 
 def test_of_an_unknown_gpu_nothing_is_guessed(monkeypatch):
     smi(monkeypatch, *[("NVIDIA X1", "1000", "7.0")] * 2)
-    found = cluster(nodes=2)
-    assert (found.device.peak, found.device.memory_bandwidth, found.links) == ((), 0, ())
-    assert found.device.dtypes == ("float32", "float16")
-    assert found.devices == 4
+    resolved = cluster(nodes=2)
+    assert (resolved.device.peak, resolved.device.memory_bandwidth, resolved.links) == ((), 0, ())
+    assert resolved.device.dtypes == ("float32", "float16")
+    assert resolved.devices == 4
 
 
 @pytest.mark.parametrize(
@@ -252,9 +256,9 @@ def test_parts_of_a_gpu_are_not_described_as_the_whole(monkeypatch, visible):
 
 
 def test_of_a_cpu_speeds_are_assumed_and_said_to_be():
-    one, two = cluster(), cluster(devices_per_node=2, nodes=2)
-    assert one.device.peak_flops("float32") == pytest.approx(2 * two.device.peak_flops("float32"))
-    assert {"device.peak_flops", "device.memory_bandwidth"} <= set(one.assumed)
+    single, two = cluster(), cluster(devices_per_node=2, nodes=2)
+    assert single.device.peak_flops("float32") == pytest.approx(2 * two.device.peak_flops("float32"))
+    assert {"device.peak_flops", "device.memory_bandwidth"} <= set(single.assumed)
     assert [link.span for link in two.links] == [2, 4]
 
 
@@ -264,6 +268,6 @@ def test_the_page_on_hardware_is_up_to_date():
 
 def test_the_file_that_the_page_shows_is_one(written):
     block = next(block for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.S) if "[network]" in block)
-    found = cluster(source=written(block), nodes=2)
-    assert found.links[1].name == "our RoCE"
-    assert found.host.nvme == 30 * 10**12
+    resolved = cluster(source=written(block), nodes=2)
+    assert resolved.links[1].name == "our RoCE"
+    assert resolved.host.nvme == 30 * 10**12

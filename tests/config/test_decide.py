@@ -44,12 +44,12 @@ def config(**overrides):
 
 
 def began(**overrides):
-    """What a run's folder says where it began on the machines of now."""
+    """Return what the folder of a run stores after a start on these machines."""
     run = resolve(config(**overrides))
     return StoredRun(run.config.model_dump(mode="json", exclude_none=True), run.plan)
 
 
-# With so much reserved, what is left of 1 GiB is too little for all eight sequences at once.
+# With so much reserved, 1 GiB is too little for all eight sequences at once.
 FULL = "1002.5 MiB"
 
 
@@ -84,7 +84,7 @@ def test_a_pin_changes_it_and_the_change_is_said():
         "microbatch: 8 -> 4, because layout.microbatch=4 is pinned now; losses are equal up to rounding only"
     )
     assert run.pinned == {"microbatch": 4}
-    # What is pinned to what it is changes nothing, nor does a pin that is taken away.
+    # A pin to the stored value changes nothing, and neither does removing a pin.
     assert resolve(config(layout__microbatch=8), stored=begun).change == ""
     run = resolve(config(), stored=StoredRun(None, run.plan))
     assert (run.layout.microbatch, run.change) == (4, "")

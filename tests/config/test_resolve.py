@@ -92,8 +92,8 @@ def test_a_hub_out_of_reach_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
     monkeypatch.setattr(time, "sleep", slept.append)
-    said = r"'org/no-such-model' is not a folder, and fetching it from the hub failed \(.*not known\); name a folder"
-    with pytest.raises(ConfigError, match=said):
+    message = r"'org/no-such-model' is not a folder, and fetching it from the hub failed \(.*not known\); name a folder"
+    with pytest.raises(ConfigError, match=message):
         read_hf_config(ModelSection(source="org/no-such-model"))
     assert set(asked) == {"huggingface.co"}
     assert slept == [], "as the client does between its tries"
@@ -105,9 +105,9 @@ def test_the_plan_and_the_run_are_of_one_job():
         resolve(from_dict(written)),
         {key: written[key] for key in ("model", "cluster", "batch") if key in written},
     )
-    found = job(plan_from_dict(planned))
-    assert (found.model, found.cluster, found.batch) == (run.model, run.cluster, run.batch)
-    assert found.precision == run.precision
+    planned_job = job(plan_from_dict(planned))
+    assert (planned_job.model, planned_job.cluster, planned_job.batch) == (run.model, run.cluster, run.batch)
+    assert planned_job.precision == run.precision
     assert job(from_dict(written)).optim == run.optim
 
 
@@ -124,7 +124,7 @@ def quickstart(**sections):
 def test_stages_are_divided_as_the_run_file_says():
     run = resolve(quickstart(cluster={"devices_per_node": 2}, layout={"pp": 2, "stage_layers": [1, 5]}))
     assert (run.layout.stage_layers, run.layout.schedule, run.layout.stages) == ((1, 5), "1f1b", 1)
-    # What was chosen is what is read again.
+    # The chosen layout is read back.
     assert resolve(pin_layout(run.config, run.layout)).layout == run.layout
 
 

@@ -5,7 +5,7 @@ parallelism, the checkpoint to load, the one to save and how it is keyed, where 
 fields of TransformerConfig.
 """
 
-# What PyTorch lacks without an accelerator is put there before Megatron-Core is imported.
+# PyTorch without an accelerator lacks these; Megatron-Core needs them when it is imported.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def logits(model: Any) -> torch.Tensor:
     hidden = torch.triu(torch.ones(POSITIONS, POSITIONS, dtype=torch.bool), 1)[None, None]
     own = model(TOKENS, places, hidden).contiguous()
     group = parallel_state.get_tensor_model_parallel_group()
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, own, group=group)
-    return torch.cat(found, -1)
+    shards = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, own, group=group)
+    return torch.cat(shards, -1)
 
 
 def carry_out(job: dict[str, Any]) -> None:
@@ -86,9 +86,9 @@ def carry_out(job: dict[str, Any]) -> None:
     common = {key: state.pop(key) for key in ("args", "iteration", "checkpoint_version", "content_metadata")}
     assert (common["args"].hidden_size, common["iteration"]) == (job["fields"]["hidden_size"], 0)
     model.load_state_dict(state)
-    found = logits(model)
+    values = logits(model)
     if dist.get_rank() == 0:
-        torch.save(found, job["logits"])
+        torch.save(values, job["logits"])
         Path(job["save"]).mkdir()
     dist.barrier()
     dist_checkpointing.save(model.sharded_state_dict(metadata=job["layout"]), job["save"])

@@ -89,7 +89,7 @@ def read_all(folder: Path) -> None:
 
 
 def mutated(good: bytes, rng: random.Random) -> bytes:
-    """`good` with a few bytes of its text changed, cut, doubled or said otherwise; sealed again where it was sealed."""
+    """Return `good` with a few bytes changed, cut, doubled or respelled, mostly under a new checksum."""
     seal = re.search(rb',\n"crc32": "[0-9a-f]{8}"}\n$', good)
     text = good[: seal.start()] if seal else good
     end = 8 + int.from_bytes(good[:8], "little") if good[8:9] == b"{" else len(text)
@@ -112,7 +112,7 @@ def change(text: bytes, end: int, rng: random.Random) -> bytes:
     if kind == 3:
         length = rng.randrange(1, 60)
         return text[:place] + text[place : place + length] * 2 + text[place + length :]
-    # A number or a text is said otherwise; the header's length is kept right, so that it is the content that counts.
+    # Replace a number or a string; the header's length stays right, so that readers get as far as the content.
     words = list(re.finditer(rb"\d+" if kind in (4, 5) else rb'"[^"]*"', text[8:end]))
     if not words:
         return text

@@ -1,4 +1,4 @@
-"""What a model's files have besides: vision towers and layers that predict further ahead, carried along bit for bit."""
+"""Passthrough tensors (vision towers, layers for multi-token prediction) are copied bit for bit."""
 
 import json
 from dataclasses import replace
@@ -67,8 +67,8 @@ def test_layers_that_predict_further_ahead(case, saved, tmp_path):
     assert sorted(passthrough_tensors(source, families.from_hf(families.read_config(source)))) == [
         f"model.layers.{index}.{name}.weight" for index in (2, 3) for name in ("eh_proj", "enorm")
     ]
-    said = convert(source, tmp_path / "native", to="kumi")
-    assert "and 4 passthrough tensors copied unchanged" in said
+    report = convert(source, tmp_path / "native", to="kumi")
+    assert "and 4 passthrough tensors copied unchanged" in report
     convert(tmp_path / "native", tmp_path / "back", to="hf")
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
     assert spans_in_folder(tmp_path / "back").keys() == spans_in_folder(source).keys()

@@ -21,9 +21,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in one.items()
+def same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == other.keys() and all(
+        value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in first.items()
     )
 
 

@@ -1,4 +1,4 @@
-"""Quantised weights: what they stand for, by formulas of their own and by transformers; others are refused by name."""
+"""Quantised weights are dequantised as by formulas and as by transformers; other kinds are refused by name."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def set_method(folder: Path, method) -> None:
 
 
 def quantised_fp8(folder: Path, block=(24, 16)) -> dict[str, torch.Tensor]:
-    """Makes the layers' matrices in `folder` fp8 with a scale a block; what they stand for, computed block by block."""
+    """Quantise the layers' matrices in `folder` to fp8 with a scale a block; return them dequantised by block."""
     tensors = load_file(folder / "model.safetensors")
     meant = {}
     for name, value in list(tensors.items()):
@@ -48,11 +48,13 @@ def test_blocks_of_fp8(case, saved, tmp_path, monkeypatch):
     monkeypatch.setattr(read_folder, "BLOCK_BYTES", 500)
     source = saved(case, torch.bfloat16)
     meant = quantised_fp8(source)
-    said = convert(source, tmp_path / "new", to="hf")
-    assert "note: the weights are quantized by 'fp8'; kumi reads and writes them as bfloat16" in said
-    found = load_file(tmp_path / "new/model.safetensors")
-    assert found.keys() == meant.keys()
-    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in meant.items())
+    report = convert(source, tmp_path / "new", to="hf")
+    assert "note: the weights are quantized by 'fp8'; kumi reads and writes them as bfloat16" in report
+    tensors = load_file(tmp_path / "new/model.safetensors")
+    assert tensors.keys() == meant.keys()
+    assert all(
+        torch.equal(tensors[name], value) and tensors[name].dtype == value.dtype for name, value in meant.items()
+    )
     assert "quantization_config" not in json.loads((tmp_path / "new/config.json").read_text())
     convert(source, tmp_path / "native", to="kumi", layout="tp=2", dtype="float32")
     assert open_source(tmp_path / "native").read("model.layers.0.mlp.up_proj.weight").dtype == torch.float32
@@ -60,7 +62,7 @@ def test_blocks_of_fp8(case, saved, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "qwen3-moe"])
 def test_a_model_in_blocks_of_fp8_is_described_loaded_and_trained_from(case, saved):
-    """Wherever `convert` reads such a folder: `load_decoder`, and what `plan`, `describe` and `model.source` read."""
+    """In every function that reads such a folder: `load_decoder`, `plan`, `describe` and `model.source`."""
     source = saved(case, torch.bfloat16)
     meant = quantised_fp8(source)
     spec = families.from_hf(families.read_config(source))
@@ -103,11 +105,11 @@ def test_mxfp4_experts_are_what_transformers_reads(saved, tmp_path):
         meant[name] = convert_moe_packed_tensors(blocks, scales)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     set_method(source, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    said = convert(source, tmp_path / "new", to="hf", verify=False)
-    assert "quantized by 'mxfp4'" in said
-    found = load_file(tmp_path / "new/model.safetensors")
-    assert found.keys() == meant.keys()
-    assert all(torch.equal(found[name], value) for name, value in meant.items())
+    report = convert(source, tmp_path / "new", to="hf", verify=False)
+    assert "quantized by 'mxfp4'" in report
+    loaded = load_file(tmp_path / "new/model.safetensors")
+    assert loaded.keys() == meant.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in meant.items())
 
 
 def test_a_quantised_folder_is_loaded(saved):

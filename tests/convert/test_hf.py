@@ -1,4 +1,4 @@
-"""Reading Hugging Face folders strictly, and writing them whole or not at all."""
+"""Hugging Face folders are read strictly, and written completely or not at all."""
 
 import json
 import shutil
@@ -101,10 +101,10 @@ def test_parts_of_experts_are_read_from_their_own_tensors_only(case, saved, monk
     assert torch.equal(read(f"model/{name}", (1, 0, 0), (2, rows, columns)), whole[name][1:3])
     assert sorted({int(one.split(".")[5]) for one in asked}) == [1, 2]
     asked.clear()
-    # Columns of a gate and of what it gates, of the last experts.
+    # Columns of gate and up projection of the last experts.
     half = rows // 2
-    found = read(f"model/{name}", (experts - 1, half - 3, 5), (1, 7, 11))
-    assert torch.equal(found, whole[name][-1:, half - 3 : half + 4, 5:16])
+    values = read(f"model/{name}", (experts - 1, half - 3, 5), (1, 7, 11))
+    assert torch.equal(values, whole[name][-1:, half - 3 : half + 4, 5:16])
     assert len(asked) == 2
     assert read(f"model/{name}", (0, 0, 0), (0, rows, columns)).shape == (0, rows, columns)
 
@@ -169,13 +169,13 @@ def test_shards_and_their_index(saved, tmp_path):
     assert all((tmp_path / "new" / file).stat().st_size < 22_000 for file in files)
     assert index["metadata"]["total_size"] == 4 * 21_728
     expected = dict(read_tensors(source))
-    found = {}
+    tensors = {}
     for file in files:
         part = load_file(tmp_path / "new" / file)
         assert all(index["weight_map"][name] == file for name in part)
-        found |= part
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+        tensors |= part
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(value, tensors[name]) for name, value in expected.items())
 
 
 def test_everything_else_in_the_folder(saved, tmp_path):

@@ -1,4 +1,4 @@
-"""Weight files and checkpoints that someone made to mislead: refused in a sentence, nothing outside is opened."""
+"""Malicious weight files and checkpoints are refused in a sentence, and no file outside is opened."""
 
 import json
 import os
@@ -263,15 +263,15 @@ def test_mutations_crash_nothing_and_reach_nothing(saved, tmp_path):
     source = saved(max_shard_size="40KB")
     values = load_file(sorted(source.glob("*.safetensors"))[0])
     save_file(values, tmp_path / "secret.safetensors")
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(HERE / "mutate.py"), str(source), str(tmp_path / "native"), "1500"],
         capture_output=True,
         text=True,
         timeout=300,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert found.returncode == 0, found.stderr[-3000:]
-    report = json.loads(found.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-3000:]
+    report = json.loads(process.stdout.splitlines()[-1])
     assert report["outside"] == []
     assert report["other errors"] == []
     assert report["refused"] > 1000

@@ -1,4 +1,4 @@
-"""Folders of adapters: PEFT computes with them what kumi computes, and kumi what PEFT does; and merged the same."""
+"""Folders of adapters: PEFT and kumi compute the same with each other's adapters, and with merged weights."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ FAMILIES = {name.split("-")[0]: name for name in reversed(tiny_models.CASES)} | 
 def test_every_module_is_one_of_transformers(case):
     model = tiny_models.build_reference(case)
     spec, there = families.from_hf(model.config.to_dict()), dict(model.named_modules())
-    found = modules(spec)
-    assert {piece.native for module in found.values() for piece in module.pieces} == {
+    names = modules(spec)
+    assert {piece.native for module in names.values() for piece in module.pieces} == {
         op.name for op in ledger.ops(spec) if op.kind == "linear" and not op.experts
     }
-    for module in found.values():
+    for module in names.values():
         shape = (module.columns, module.rows) if module.transposed else (module.rows, module.columns)
         assert tuple(there[module.name].weight.shape) == shape
 
@@ -140,10 +140,10 @@ def test_what_was_written_is_read_again(saved, tmp_path, case, lora):
     base = saved(case)
     decoder = adapted(base, lora)
     folder = written(decoder, tmp_path / "adapter", base)
-    found = as_trained(read_adapters(folder, open_source(base).spec), decoder.spec, folder)
+    adapters = as_trained(read_adapters(folder, open_source(base).spec), decoder.spec, folder)
     own = {name: value for name, value in decoder.named_parameters() if is_adapter(name)}
-    assert set(found) == set(own)
-    assert all(found[name].equal(value) for name, value in own.items())
+    assert set(adapters) == set(own)
+    assert all(adapters[name].equal(value) for name, value in own.items())
 
 
 def test_adapters_that_peft_wrote_are_read(saved, tmp_path):
@@ -178,15 +178,15 @@ def test_adapters_that_peft_wrote_are_read(saved, tmp_path):
 def test_the_configuration_names_modules_as_peft_does(saved, tmp_path):
     base = saved("llama")
     folder = written(adapted(base, Lora(4, 6.0, ("self_attn.q_proj", "o_proj"))), tmp_path / "adapter", base)
-    said = json.loads((folder / CONFIG).read_text())
-    assert said["target_modules"] == ["o_proj", "q_proj"]
-    assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (4, 6, str(base))
+    config = json.loads((folder / CONFIG).read_text())
+    assert config["target_modules"] == ["o_proj", "q_proj"]
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 6, str(base))
 
 
 def test_matrices_that_peft_takes_for_experts_get_no_adapters(saved):
     spec = open_source(saved("deepseek-v3")).spec
-    found = with_adapters(spec, Lora(4, 6.0)).lora.targets
-    assert found == tuple(
+    targets = with_adapters(spec, Lora(4, 6.0)).lora.targets
+    assert targets == tuple(
         f"self_attn.{one}" for one in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     )
     with pytest.raises(ConfigError, match="would confuse with a matrix of the routed experts"):
@@ -199,7 +199,7 @@ def _change(folder, **changes):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"use_qalora": True}, "use_qalora=True is a setting"),
@@ -217,11 +217,11 @@ def _change(folder, **changes):
         ({"base_model_name_or_path": "/no/such"}, "is not a folder here"),
     ],
 )
-def test_what_is_not_understood_is_refused(saved, tmp_path, change, said):
+def test_what_is_not_understood_is_refused(saved, tmp_path, change, message):
     base = saved("llama")
     folder = written(adapted(base, Lora(4, 6.0, ATTENTION)), tmp_path / "adapter", base)
     _change(folder, **change)
-    with pytest.raises((ModelError, ConfigError), match=said.replace("(", r"\(")):
+    with pytest.raises((ModelError, ConfigError), match=message.replace("(", r"\(")):
         merge.open_merged(folder)
 
 

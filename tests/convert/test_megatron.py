@@ -1,4 +1,4 @@
-"""Megatron checkpoints without Megatron: bit for bit there and back, and what is refused."""
+"""Megatron checkpoints without Megatron: bit for bit there and back; damaged and unsupported ones are refused."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def written(saved: Saved, tmp_path: Path, case: str = "llama", **options: Any) -
 
 
 def contents(folder: Path) -> dict[str, torch.Tensor]:
-    """What PyTorch itself reads in a distributed checkpoint."""
+    """Return the tensors that PyTorch's own reader finds in a distributed checkpoint."""
     reader = dcp.FileSystemReader(folder)
-    found = {
+    tensors = {
         name: torch.empty(one.size, dtype=one.properties.dtype)
         for name, one in reader.read_metadata().state_dict_metadata.items()
         if hasattr(one, "size")
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(found, storage_reader=reader, no_dist=True)
-    return found
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 @pytest.mark.parametrize("options", [MegatronOptions(), MegatronOptions(local=True, multiple=64)])
@@ -81,7 +81,7 @@ def test_there_and_back_is_exact(case: str, options: MegatronOptions, saved: Sav
 
 
 def test_the_layout_is_megatrons(saved: Saved, tmp_path: Path) -> None:
-    """Every tensor, as PyTorch reads it, next to the model's own, put together by hand."""
+    """Every tensor, read by PyTorch, equals the model's tensors stacked by hand."""
     source = saved("qwen3")
     convert(source, tmp_path / "out", to="megatron", verify=False, megatron=MegatronOptions(multiple=64))
     theirs, ours = contents(tmp_path / "out" / ITERATION), dict(read_tensors(source))
@@ -159,23 +159,23 @@ def test_arguments_alone_say_what_the_model_is(case: str, saved: Saved, tmp_path
     expected = families.from_hf(families.read_config(folder / "hf"))
     shutil.rmtree(folder / "hf")
     for _ in range(2):
-        found = open_source(folder).spec
-        for known in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            found = replace(found, **{known: getattr(expected, known)})
-        assert _alone(found) == _alone(expected)
+        spec = open_source(folder).spec
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            spec = replace(spec, **{key: getattr(expected, key)})
+        assert _alone(spec) == _alone(expected)
         (folder / ITERATION / "common.pt").unlink(missing_ok=True)
 
 
 def _alone(spec: Any) -> Any:
-    """What arguments do not say left out: a loss of training, and what files have besides."""
+    """Return `spec` without the fields that arguments do not have: the auxiliary loss and passthrough tensors."""
     return replace(
         spec, layers=tuple(_without_loss(layer) for layer in spec.layers), weights=replace(spec.weights, passthrough=())
     )
 
 
 def _without_loss(layer: Any) -> Any:
-    known = {"router_aux_loss_coef": 0.0} if hasattr(layer.mlp, "router_aux_loss_coef") else {}
-    return replace(layer, mlp=replace(layer.mlp, **known))
+    coefficient = {"router_aux_loss_coef": 0.0} if hasattr(layer.mlp, "router_aux_loss_coef") else {}
+    return replace(layer, mlp=replace(layer.mlp, **coefficient))
 
 
 def test_a_configuration_of_megatron_bridge(saved: Saved, tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ def test_a_configuration_of_megatron_bridge(saved: Saved, tmp_path: Path) -> Non
         "  rotary_base: 10000.0\n  position_embedding_type: rope\n  init_method_std: 0.3\n  window_size: null\n"
         "  attention_backend: {_args_: [5], _call_: true, _target_: megatron.core.transformer.enums.AttnBackend}\n"
     )
-    found = open_source(folder).spec
-    assert replace(found, eos_token_id=expected.eos_token_id, bos_token_id=expected.bos_token_id) == expected
+    spec = open_source(folder).spec
+    assert replace(spec, eos_token_id=expected.eos_token_id, bos_token_id=expected.bos_token_id) == expected
 
 
 ARGS = {
@@ -236,7 +236,7 @@ def test_arguments_of_no_known_model_are_refused(changes: dict[str, Any], words:
 
 
 def rewritten(folder: Path, edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
-    """The checkpoint `folder` with the tensors that `edit` makes of its own, and nothing besides."""
+    """Replace the checkpoint in `folder` by one of the tensors that `edit` returns for its own."""
     tensors = edit(contents(folder))
     shutil.rmtree(folder)
     folder.mkdir()
@@ -317,8 +317,8 @@ def resize(metadata: Any, size: Any) -> None:
 
 
 def chunks(metadata: Any) -> list[Any]:
-    found: list[Any] = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"].chunks
-    return found
+    chunks: list[Any] = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"].chunks
+    return chunks
 
 
 @pytest.mark.parametrize(
@@ -385,8 +385,8 @@ def test_damaged_files_never_crash_the_reader(saved: Saved, tmp_path: Path) -> N
                     bad[draw.randrange(len(bad))] = draw.randrange(256)
             (folder / file).write_bytes(bad)
             try:
-                found = open_source(folder)
-                for _, tensor in found.tensors():
+                source = open_source(folder)
+                for _, tensor in source.tensors():
                     assert tensor.numel() <= max(torch.Size(shape).numel() for shape in expected.values())
             except KumiError:
                 refused += 1

@@ -1,5 +1,5 @@
-"""The real megatron-core package, on the CPU: it loads what kumi writes and computes kumi's logits, and kumi reads what
-it saves."""
+"""The real megatron-core package, on the CPU: it loads kumi's checkpoints and computes kumi's logits, and kumi reads
+its checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     reason="megatron-core or psutil is not installed: pip install -e '.[export-check]'",
 )
 CASES = ("llama-tied", "qwen3", "mixtral")
-# How Megatron-Core is asked to key what it saves: layers as a dim; as part of the name; and halves of matrices apart.
+# Megatron-Core's ways to name saved tensors: layers as a dim; as part of the name; halves of matrices apart.
 LAYOUTS = (
     {"singleton_local_shards": False},
     {"singleton_local_shards": False, "non_homogeneous_layers": True},
@@ -63,7 +63,7 @@ def run(jobs: list[dict[str, Any]], folder: Path) -> None:
 
 
 def test_megatron_loads_computes_and_saves(saved: Callable[..., Path], tmp_path: Path) -> None:
-    """At TP 1 and 2 the logits are kumi's, and what Megatron-Core saves again, however keyed, is what was given it."""
+    """At TP 1 and 2 the logits are kumi's, and Megatron-Core saves the tensors that it loaded, under any names."""
     jobs, sources = [], {case: saved(case) for case in CASES}
     for case, layout in zip(CASES, LAYOUTS):
         spec = families.from_hf(families.read_config(sources[case]))

@@ -28,29 +28,29 @@ LAYOUTS = [
 
 
 def _exported(folder: str, layout: Layout, dtype, to: str):
-    """The model in `folder`, imported into `layout` and exported again, on this rank."""
+    """Import the model in `folder` into `layout`, and return the tensors exported from this rank."""
     spec, mesh = families.from_hf(families.read_config(folder)), mesh_of(layout)
     model = build(spec, mesh, PRECISIONS["fp32"], weights=weights_reader(folder, spec))
     return [(name, tensor.clone()) for name, tensor in export_tensors(model, mesh, dtype=dtype, to=to)]
 
 
-def _equal(found, folder: Path, dtype=None):
+def _equal(pairs, folder: Path, dtype=None):
     expected = dict(read_tensors(folder))
-    tensors = dict(found)
-    assert len(tensors) == len(found)
+    tensors = dict(pairs)
+    assert len(tensors) == len(pairs)
     assert tensors.keys() == expected.keys()
     for name, value in expected.items():
-        wanted = value if dtype is None else value.to(dtype)
-        assert tensors[name].dtype == wanted.dtype
-        assert torch.equal(tensors[name].view(torch.uint8), wanted.view(torch.uint8)), name
+        target = value if dtype is None else value.to(dtype)
+        assert tensors[name].dtype == target.dtype
+        assert torch.equal(tensors[name].view(torch.uint8), target.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize(("case", "layout"), LAYOUTS)
 def test_every_rank_gets_what_the_files_have(case, layout, saved):
     folder = saved(case)
     results = run_ranks(2, _exported, str(folder), layout, None, "all")
-    for found in results:
-        _equal(found, folder)
+    for pairs in results:
+        _equal(pairs, folder)
     assert [name for name, _ in results[0]] == [name for name, _ in results[1]]
 
 

@@ -1,4 +1,4 @@
-"""Copying bytes: without torch, by every way of the kernel, through buffers of any size, and what is checked then."""
+"""Copies of bytes without torch, by every system call, through buffers of any size, and their checks."""
 
 import errno
 import os
@@ -23,9 +23,10 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-def same_bits(one, other):
-    return one.keys() == other.keys() and all(
-        value.dtype == other[name].dtype and torch.equal(bits(value), bits(other[name])) for name, value in one.items()
+def same_bits(first, other):
+    return first.keys() == other.keys() and all(
+        value.dtype == other[name].dtype and torch.equal(bits(value), bits(other[name]))
+        for name, value in first.items()
     )
 
 
@@ -37,11 +38,11 @@ def fill_with_any_bits(folder: Path) -> None:
     """Not-a-numbers of all kinds, infinities and negative zeros among them."""
     generator = torch.Generator().manual_seed(0)
     for file in folder.glob("*.safetensors"):
-        found = load_file(file)
-        for value in found.values():
+        tensors = load_file(file)
+        for value in tensors.values():
             words = torch.randint(-(2**15), 2**15, (value.nbytes // 2,), dtype=torch.int16, generator=generator)
             value.view(-1).view(torch.int16).copy_(words)
-        save_file(found, file, metadata={"format": "pt"})
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def without_torch(*words: str, more: tuple[str, ...] = ()) -> None:
@@ -73,7 +74,7 @@ def test_bytes_are_copied_without_torch(saved, tmp_path):
 
 @pytest.mark.parametrize("case", ["gpt2-wide", "gpt-neox", "mixtral", "gpt-oss", "phi3-partial"])
 def test_files_are_copied_to_files_without_torch(case, saved, tmp_path):
-    """Where kumi has tensors transposed or put together otherwise, too."""
+    """Also where kumi has tensors transposed or stacked."""
     source = saved(case)
     without_torch("convert", str(source), str(tmp_path / "new"), "--to", "hf")
     assert same_bits(tensors(source), tensors(tmp_path / "new"))
@@ -120,12 +121,12 @@ def test_casts_are_those_of_pytorch(before, after, buffer_bytes, saved, tmp_path
     monkeypatch.setattr(stream, "BUFFER_BYTES", buffer_bytes)
     monkeypatch.setattr("kumi.storage.write.BLOCK_BYTES", 700)
     source = saved("llama", getattr(torch, before))
-    wanted = {name: value.to(getattr(torch, after)) for name, value in tensors(source).items()}
+    expected = {name: value.to(getattr(torch, after)) for name, value in tensors(source).items()}
     convert(source, tmp_path / "files", to="hf", dtype=after, verify=False)
     convert(source, tmp_path / "native", to="kumi", dtype=after, verify=False)
     convert(tmp_path / "native", tmp_path / "back", to="hf", verify=False)
-    assert same_bits(wanted, tensors(tmp_path / "files"))
-    assert same_bits(wanted, tensors(tmp_path / "back"))
+    assert same_bits(expected, tensors(tmp_path / "files"))
+    assert same_bits(expected, tensors(tmp_path / "back"))
 
 
 @pytest.mark.parametrize("before", ["bfloat16", "float32"])
@@ -137,25 +138,27 @@ def test_casts_of_any_bits_are_those_of_pytorch(before):
     values = words.view(getattr(torch, before))
     cast = casts.make_cast(before, after, values.numel())
     numbers = values.nan_to_num(1.0) if before == "float32" else values
-    found = torch.frombuffer(
+    converted = torch.frombuffer(
         bytearray(cast(memoryview(numbers.view(torch.uint8).numpy()))), dtype=getattr(torch, after)
     )
-    assert torch.equal(bits(found), bits(numbers.to(found.dtype)))
-    found = torch.frombuffer(bytearray(cast(memoryview(values.view(torch.uint8).numpy()))), dtype=getattr(torch, after))
-    assert torch.equal(found.isnan(), values.isnan())
+    assert torch.equal(bits(converted), bits(numbers.to(converted.dtype)))
+    converted = torch.frombuffer(
+        bytearray(cast(memoryview(values.view(torch.uint8).numpy()))), dtype=getattr(torch, after)
+    )
+    assert torch.equal(converted.isnan(), values.isnan())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_these_casts_need_no_torch(dtype, saved, tmp_path):
     source = saved("llama", torch.float32 if dtype == "bfloat16" else torch.bfloat16)
     without_torch("convert", str(source), str(tmp_path / "new"), "--to", "hf", "--dtype", dtype, more=("numpy",))
-    wanted = {name: value.to(getattr(torch, dtype)) for name, value in tensors(source).items()}
-    assert same_bits(wanted, tensors(tmp_path / "new"))
+    expected = {name: value.to(getattr(torch, dtype)) for name, value in tensors(source).items()}
+    assert same_bits(expected, tensors(tmp_path / "new"))
 
 
 @pytest.mark.parametrize("damage", ["a bit", "the end"])
 def test_damage_is_seen_while_bytes_are_copied(damage, saved, tmp_path):
-    """In a checkpoint that was whole when it was opened."""
+    """In a checkpoint that was complete when it was opened."""
     convert(saved(), tmp_path / "native", to="kumi", verify=False)
     source = open_source(tmp_path / "native")
     shard = max((tmp_path / "native").glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Streaming: any layout's pieces, dtypes, blocks of any size, and what is left when it fails."""
+"""Streaming: pieces of any layout, dtypes, blocks of any size, and failures."""
 
 import shutil
 from pathlib import Path
@@ -25,9 +25,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(
-        value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in one.items()
+def same(first, other):
+    return first.keys() == other.keys() and all(
+        value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in first.items()
     )
 
 
@@ -49,19 +49,19 @@ def test_pieces_are_those_of_the_layout_s_ranks(case, layout, saved, tmp_path, m
     convert(source, tmp_path / "cut", to="kumi", layout=layout, verify=False)
     degrees = {key: int(value) for key, value in (word.split("=") for word in layout.split(","))}
     ranks = Layout(**degrees)
-    found = checkpoint.open(tmp_path / "cut")
-    assert len(found.files) == ranks.world_size
+    stored = checkpoint.open(tmp_path / "cut")
+    assert len(stored.files) == ranks.world_size
     spec = open_source(source).spec
     for param in tensors_of(spec):
-        wanted = {
+        expected = {
             (region.start, region.shape)
             for rank in range(ranks.world_size)
             if param in rank_params(spec, ranks, rank)
             for region in slices(param, ranks, rank)
         }
-        pieces = found.tensors[f"model/{param.name}"].pieces
-        if wanted:
-            assert sorted((piece.start, piece.extent) for piece in pieces) == sorted(wanted)
+        pieces = stored.tensors[f"model/{param.name}"].pieces
+        if expected:
+            assert sorted((piece.start, piece.extent) for piece in pieces) == sorted(expected)
     convert(tmp_path / "cut", tmp_path / "back", to="hf", verify=False)
     assert same(tensors(source), tensors(tmp_path / "back"))
 
@@ -168,8 +168,8 @@ def test_the_command_takes_dtype_and_layout(saved, tmp_path, capsys):
     source = saved()
     words = ["convert", str(source), str(tmp_path / "new"), "--to", "kumi"]
     assert main([*words, "--dtype", "bfloat16", "--layout", "tp=2"]) == 0
-    found = checkpoint.open(tmp_path / "new")
-    assert found.tensors["model/lm_head.weight"].dtype == torch.bfloat16
-    assert len(found.tensors["model/lm_head.weight"].pieces) == 2
+    stored = checkpoint.open(tmp_path / "new")
+    assert stored.tensors["model/lm_head.weight"].dtype == torch.bfloat16
+    assert len(stored.tensors["model/lm_head.weight"].pieces) == 2
     assert main([*words, "--layout", "tp=5"]) == 2
     assert "--layout tp=5" in capsys.readouterr().err

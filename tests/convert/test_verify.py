@@ -1,4 +1,4 @@
-"""What --verify compares, when it says that it does not, and what it refuses."""
+"""The comparisons of --verify, the ones that it reports as left out, and its errors."""
 
 import importlib.util
 import json
@@ -14,16 +14,16 @@ from kumi.errors import ModelError
 
 def test_a_model_that_does_not_fit_the_memory_is_compared_without_logits(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "free_memory", lambda: 100_000)
-    said = convert(saved(), tmp_path / "new", to="hf")
-    assert "all 21 tensors equal, bit by bit; logits not compared: in float32 they need " in said
+    report = convert(saved(), tmp_path / "new", to="hf")
+    assert "all 21 tensors equal, bit by bit; logits not compared: in float32 they need " in report
     assert "logits not compared" in (tmp_path / "new/README.md").read_text()
 
 
 def test_logits_are_kumi_s_own_where_transformers_cannot_say(saved, tmp_path, monkeypatch):
     source = saved()
     convert(source, tmp_path / "a", to="kumi", verify=False)
-    said = convert(tmp_path / "a", tmp_path / "b", to="kumi", layout="tp=2")
-    assert "largest logit difference 0 from those of a by kumi (there is no plain Hugging Face folder)" in said
+    report = convert(tmp_path / "a", tmp_path / "b", to="kumi", layout="tp=2")
+    assert "largest logit difference 0 from those of a by kumi (there is no plain Hugging Face folder)" in report
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["LlamaForCausalLM"]}))
     find = importlib.util.find_spec
@@ -32,8 +32,8 @@ def test_logits_are_kumi_s_own_where_transformers_cannot_say(saved, tmp_path, mo
 
 
 def test_another_dtype_is_verified_as_it_was_written(saved, tmp_path):
-    said = convert(saved("qwen3"), tmp_path / "new", to="hf", dtype="bfloat16")
-    assert "tensors equal, bit by bit" in said
+    report = convert(saved("qwen3"), tmp_path / "new", to="hf", dtype="bfloat16")
+    assert "tensors equal, bit by bit" in report
 
 
 def test_logits_that_differ_are_an_error(saved, tmp_path, monkeypatch):

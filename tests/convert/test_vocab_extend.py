@@ -1,4 +1,4 @@
-"""A larger vocabulary in a model's folder: what is new in it, and that nothing else is."""
+"""Extending the vocabulary of a model's folder adds rows and tokens, and changes nothing else."""
 
 import json
 from pathlib import Path
@@ -90,23 +90,23 @@ def test_old_rows_and_all_other_tensors_keep_their_bits(case, dtype, base, files
 @pytest.mark.parametrize("tokenizer", [byte_level, sentence_piece])
 def test_new_rows_are_sums_of_old_ones(init, tokenizer, base, files, tmp_path):
     folder = base(tokenizer=tokenizer, rows=500)
-    known = load_tokenizer(folder)
+    loaded = load_tokenizer(folder)
     add, special = files(add="karimo tusol\n", special="<|x|>\n")
     report = extend(folder, tmp_path / "out", Request([add], [special], init=init))
     old, new = tensors(folder), tensors(tmp_path / "out")
-    ids = known.encode("karimo tusol")
+    ids = loaded.encode("karimo tusol")
     assert len(ids) > 2
-    spelled = [known.backend.id_to_token(one) for one in ids]
+    spelled = [loaded.backend.id_to_token(one) for one in ids]
     sizes = torch.tensor([float(len(one)) for one in spelled])
     shares = {"pieces": torch.full((len(ids),), 1 / len(ids)), "weighted": sizes / sizes.sum()}.get(init)
     for name in TABLES:
-        mean = old[name][: known.vocab_size].mean(0)
-        wanted = mean if shares is None else (shares[:, None] * old[name][ids]).sum(0)
-        torch.testing.assert_close(new[name][known.vocab_size], wanted, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(new[name][known.vocab_size + 1], mean, rtol=1e-5, atol=1e-6)
-        assert torch.equal(new[name][known.vocab_size + 2 :], old[name][known.vocab_size + 2 :]), "padding stays"
+        mean = old[name][: loaded.vocab_size].mean(0)
+        expected = mean if shares is None else (shares[:, None] * old[name][ids]).sum(0)
+        torch.testing.assert_close(new[name][loaded.vocab_size], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(new[name][loaded.vocab_size + 1], mean, rtol=1e-5, atol=1e-6)
+        assert torch.equal(new[name][loaded.vocab_size + 2 :], old[name][loaded.vocab_size + 2 :]), "padding stays"
     entry = report["added"][0]
-    assert (entry["id"], entry["text"], entry["kind"]) == (known.vocab_size, "karimo tusol", "added")
+    assert (entry["id"], entry["text"], entry["kind"]) == (loaded.vocab_size, "karimo tusol", "added")
     assert entry["made_of"] == ([] if shares is None else spelled)
     assert report["vocab_size"]["after"] == 500
 
@@ -151,10 +151,10 @@ def test_files_that_list_added_tokens_have_them_and_old_vocabularies_are_left_ou
     (folder / "chat_template.jinja").write_text("{{ 1 }}")
     add, special = files(add="zap\n", special="<|x|>\n")
     report = extend(folder, tmp_path / "out", Request([add], [special]))
-    found = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
-    assert found["added_tokens_decoder"].keys() == {"300", "302", "303"}
-    assert found["added_tokens_decoder"]["303"]["special"] is True
-    assert found["extra_special_tokens"] == ["<pad>", "<|x|>"]
+    written = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert written["added_tokens_decoder"].keys() == {"300", "302", "303"}
+    assert written["added_tokens_decoder"]["303"]["special"] is True
+    assert written["extra_special_tokens"] == ["<pad>", "<|x|>"]
     assert report["files_left_out"] == ["vocab.json", "merges.txt"]
     assert (tmp_path / "out/chat_template.jinja").exists()
     assert not (tmp_path / "out/vocab.json").exists()
@@ -192,9 +192,9 @@ def test_a_checkpoint_of_kumi_is_extended_too(base, files, tmp_path):
     (add,) = files(add="zap\n")
     extend(folder, tmp_path / "out", Request([add]))
     extend(tmp_path / "native", tmp_path / "again", Request([add]))
-    one, two = tensors(tmp_path / "out"), tensors(tmp_path / "again")
-    assert one.keys() == two.keys()
-    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    first, two = tensors(tmp_path / "out"), tensors(tmp_path / "again")
+    assert first.keys() == two.keys()
+    assert all(torch.equal(value, two[name]) for name, value in first.items())
 
 
 def test_the_command_reports_in_words_and_as_data(base, files, tmp_path, capsys):
@@ -203,14 +203,14 @@ def test_the_command_reports_in_words_and_as_data(base, files, tmp_path, capsys)
     add, data = files(add="zap\n", **{"new.txt": "".join(NEW)})
     words = ["vocab", "extend", str(folder), str(tmp_path / "out"), "--add", add, "--learn", "12", "--data", data]
     assert main([*words, "--pad-to-multiple-of", "16", "--verify"]) == 0
-    said = capsys.readouterr().out
-    assert "tokens     302 -> 315; vocab_size 309 -> 320" in said
-    assert "rows       7 in place of padding, 6 appended, 5 of padding" in said
-    assert "and 5 more; --json lists them" in said
+    output = capsys.readouterr().out
+    assert "tokens     302 -> 315; vocab_size 309 -> 320" in output
+    assert "rows       7 in place of padding, 6 appended, 5 of padding" in output
+    assert "and 5 more; --json lists them" in output
     assert main([*words[:3], str(tmp_path / "again"), *words[4:], "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["added"]) == 13
-    assert found["fertility"]["after"]["bytes_per_token"] > found["fertility"]["before"]["bytes_per_token"]
+    printed = json.loads(capsys.readouterr().out)
+    assert len(printed["added"]) == 13
+    assert printed["fertility"]["after"]["bytes_per_token"] > printed["fertility"]["before"]["bytes_per_token"]
     card = (tmp_path / "out/README.md").read_text()
     assert "| vocabulary | 302 tokens and 13 new ones: 12 learnt, 1 added |" in card
     assert "| verified | against the base: every tensor, and the row of every old token, equal bit for bit |" in card
@@ -320,10 +320,10 @@ def test_verification_finds_an_old_row_that_changed(base, files, tmp_path, monke
     from kumi.convert.vocab import rows
 
     folder, (add,) = base(), files(add="zap\n")
-    kept = rows._read_rows
+    read_rows = rows._read_rows
 
     def broken(reader, name, start, out, place, fresh, mean):
-        kept(reader, name, start, out, place, fresh, mean)
+        read_rows(reader, name, start, out, place, fresh, mean)
         if start[0] <= 17 < start[0] + len(out):
             out[17 - start[0], 0] += 1e-3
 

@@ -1,4 +1,4 @@
-"""Learnt tokens against the library's own trainer, and what they leave as it was."""
+"""Learnt tokens agree with the library's own trainer, and leave the old tokens unchanged."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def learnt(folder, count=40):
 
 @pytest.mark.parametrize("kind", [byte_level, sentence_piece])
 def test_new_tokens_are_old_ones_in_a_row(kind, tmp_path):
-    """In every text: with each new token written as the old ones it was made of, nothing has changed."""
+    """In every text: replacing each new token by the old ones that it merges gives the old encoding."""
     base, pieces, new = learnt(kind(tmp_path / "base"))
     assert len(pieces) == 40
     assert dict(new.vocab).items() >= dict(base.vocab).items()
@@ -51,12 +51,12 @@ def test_new_tokens_are_old_ones_in_a_row(kind, tmp_path):
 
 def test_characters_that_were_bytes_become_tokens_and_then_words(tmp_path):
     base, pieces, _ = learnt(sentence_piece(tmp_path / "base"))
-    found = {piece.text: piece for piece in pieces}
-    assert found["北"].merge is None
-    assert [base.backend.id_to_token(part) for part in found["北"].parts] == ["<0xE5>", "<0x8C>", "<0x97>"]
-    assert found["▁北京市"].parts[-9:] == found["北"].parts + found["京"].parts + found["市"].parts
-    assert "\n" not in "".join(found), "the end of a line is no letter"
-    assert not any("▁" in text.lstrip("▁") for text in found)
+    by_text = {piece.text: piece for piece in pieces}
+    assert by_text["北"].merge is None
+    assert [base.backend.id_to_token(part) for part in by_text["北"].parts] == ["<0xE5>", "<0x8C>", "<0x97>"]
+    assert by_text["▁北京市"].parts[-9:] == by_text["北"].parts + by_text["京"].parts + by_text["市"].parts
+    assert "\n" not in "".join(by_text), "the end of a line is no letter"
+    assert not any("▁" in text.lstrip("▁") for text in by_text)
 
 
 def test_what_is_learnt_is_the_same_every_time_and_ends(tmp_path):
@@ -84,15 +84,15 @@ def test_tokenizers_that_are_not_made_by_merging_are_refused(tmp_path):
 def test_a_corpus_is_drawn_by_its_texts_and_split(tmp_path):
     lines = [json.dumps({"body": f"{number} " * 20}) for number in range(400)]
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, "{broken"]) + "\n")
-    found = read_corpus([str(tmp_path / "a.jsonl")], "body")
-    assert len(found.learn) + len(found.measure) == 400
-    assert found.faults == 1
-    assert 20 <= len(found.measure) <= 60
-    assert not set(found.learn) & set(found.measure)
+    corpus = read_corpus([str(tmp_path / "a.jsonl")], "body")
+    assert len(corpus.learn) + len(corpus.measure) == 400
+    assert corpus.faults == 1
+    assert 20 <= len(corpus.measure) <= 60
+    assert not set(corpus.learn) & set(corpus.measure)
     size = (tmp_path / "a.jsonl").stat().st_size
     part = read_corpus([str(tmp_path / "a.jsonl")], "body", size // 4)
     assert 60 <= len(part.learn) + len(part.measure) <= 140
-    assert set(part.learn) | set(part.measure) < set(found.learn) | set(found.measure)
+    assert set(part.learn) | set(part.measure) < set(corpus.learn) | set(corpus.measure)
     with pytest.raises(ConfigError, match=r"--data: .*a\.jsonl holds no text under the key 'text' \(401 records"):
         read_corpus([str(tmp_path / "a.jsonl")], "text")
 

@@ -1,4 +1,4 @@
-"""Token files next to megatron-core's own classes for them: each reads what the other wrote."""
+"""kumi and megatron-core's own classes read each other's token files."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def megatron(job: dict[str, object]) -> list[dict[str, object]]:
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(job)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, object]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    results: list[dict[str, object]] = json.loads(done.stdout.splitlines()[-1])
+    return results
 
 
 def test_both_write_and_read_the_same(tokens, tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_both_write_and_read_the_same(tokens, tmp_path: Path) -> None:
         append(np.concatenate(whole).astype(token_dtype(600)), np.array([len(ids) for ids in whole]))
     small, large, same = (str(tmp_path / name) for name in ("small", "large", "same"))
     write = [(small, 600, DOCUMENTS), (large, 70_000, DOCUMENTS), (same, 600, [[ids] for ids in whole])]
-    for found in megatron({"read": str(tmp_path / "ours"), "write": write}):
-        assert found == {"sequences": whole, "dtype": "uint16", "documents": [0, 1, 2, 3, 4], "part": [6, 7]}
+    for result in megatron({"read": str(tmp_path / "ours"), "write": write}):
+        assert result == {"sequences": whole, "dtype": "uint16", "documents": [0, 1, 2, 3, 4], "part": [6, 7]}
     for prefix in (small, large):
         theirs = open_file(prefix)
         assert [theirs.document(number).tolist() for number in range(theirs.document_count)] == whole
@@ -64,7 +64,7 @@ def test_both_write_and_read_the_same(tokens, tmp_path: Path) -> None:
     for suffix in (".bin", ".idx"):
         assert Path(same + suffix).read_bytes() == (tmp_path / f"ours{suffix}").read_bytes()
     store = prepare([Source(small, format="indexed")], tokens, tmp_path / "prepared", workers=1)
-    kept = open_file(store.sources[0].train)
-    assert sorted(kept.document(number).tolist() for number in range(4)) == sorted(
+    stored_file = open_file(store.sources[0].train)
+    assert sorted(stored_file.document(number).tolist() for number in range(4)) == sorted(
         [*ids, tokens.eos_id] for ids in whole
     )

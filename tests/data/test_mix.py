@@ -58,9 +58,9 @@ def test_an_epoch_predicts_every_token_once_and_in_another_order_than_the_next(f
     mixture = Mixture([(file, 1.0)], seq_len, 3, cross)
     epochs = [mixture.batch(count * epoch, count) for epoch in range(3)]
     begins = set() if cross else set(file.tokens[file.starts(np.arange(file.document_count))].tolist())
-    wanted = sorted(set(file.tokens[1:].tolist()) - begins)
+    predicted = sorted(set(file.tokens[1:].tolist()) - begins)
     for batch in epochs:
-        assert sorted(batch["labels"][batch["labels"] != -100].tolist()) == wanted
+        assert sorted(batch["labels"][batch["labels"] != -100].tolist()) == predicted
     if count > 5:
         assert not same(epochs[0], epochs[1])
 
@@ -144,8 +144,8 @@ def test_what_cannot_be_mixed_is_refused(files, tmp_path):
 def test_a_limited_sweep_is_spread_evenly_over_all_windows(files):
     every, some = SequentialSampler(files, 8), SequentialSampler(files, 8, limit=10)
     assert len(some) == 10
-    wanted = np.concatenate([every.batch(number * len(every) // 10, 1)["input_ids"] for number in range(10)])
+    expected = np.concatenate([every.batch(number * len(every) // 10, 1)["input_ids"] for number in range(10)])
     chosen = some.batch(0, 12)
-    assert np.array_equal(chosen["input_ids"][:10], wanted)
+    assert np.array_equal(chosen["input_ids"][:10], expected)
     assert (chosen["labels"][10:] == -100).all()
     assert same(SequentialSampler(files, 8, limit=10**6).batch(0, 20), every.batch(0, 20))

@@ -35,6 +35,6 @@ def test_each_place_is_reached_evenly():
 
 @pytest.mark.parametrize("size", [2**40 + 7, 2**62])
 def test_large_sizes_stay_inside_and_do_not_collide(size):
-    found = permute(np.arange(5000, dtype=np.uint64), size, key(5))
-    assert found.max() < size
-    assert len(set(found.tolist())) == 5000
+    permuted = permute(np.arange(5000, dtype=np.uint64), size, key(5))
+    assert permuted.max() < size
+    assert len(set(permuted.tolist())) == 5000

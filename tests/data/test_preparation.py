@@ -65,9 +65,9 @@ def test_every_record_is_a_document_or_a_fault(stored, texts, tokens):
     counts = [(s.train_documents + s.validation_documents, sum(s.faults.values())) for s in stored.sources]
     assert counts == [(230, 2), (100, 2), (80, 2)]
     assert stored.faults == {"broken-json": 1, "missing-field": 2, "empty": 2, "encoding": 1}
-    wanted = texts[:200] + texts[:30] + texts[150:250] + texts[180:260]
-    found = [tokens.decode(ids[:-1]) for side in ("train", "validation") for ids in documents(stored, side)]
-    assert sorted(found) == sorted(wanted)
+    expected = texts[:200] + texts[:30] + texts[150:250] + texts[180:260]
+    decoded = [tokens.decode(ids[:-1]) for side in ("train", "validation") for ids in documents(stored, side)]
+    assert sorted(decoded) == sorted(expected)
     assert all(ids[-1] == tokens.eos_id for ids in documents(stored, "train"))
 
 
@@ -101,7 +101,7 @@ def test_the_result_does_not_depend_on_workers_or_on_the_cut(corpus, stored, tok
 
 
 def without_inputs(files):
-    """The same without what says where the tokens come from."""
+    """Return `files` without the fingerprint of the sources in meta.json."""
     meta = json.loads(files["meta.json"])
     return {**files, "meta.json": {name: value for name, value in meta.items() if name != "fingerprint"}}
 
@@ -248,13 +248,13 @@ def test_the_entropy_is_that_of_the_training_tokens(stored):
 
 
 def test_inspect_shows_counts_first_documents_and_faults(stored, tokens):
-    found = inspect(stored.folder, documents=2, characters=20)
+    summary = inspect(stored.folder, documents=2, characters=20)
     first = tokens.decode(documents(stored, "train")[0])
-    assert found["sources"][0]["documents"][0]["text"] == first[:20]
-    assert found["sources"][0]["documents"][0]["last_ids"][-1] == tokens.eos_id
-    assert found["sources"][0]["faults"] == {"broken-json": 1, "missing-field": 1}
-    assert found["first_faults"][0]["line"] == 151
-    assert found["tokenizer"]["added_tokens"] == {"<|endoftext|>": 0, "<|pad|>": 1}
+    assert summary["sources"][0]["documents"][0]["text"] == first[:20]
+    assert summary["sources"][0]["documents"][0]["last_ids"][-1] == tokens.eos_id
+    assert summary["sources"][0]["faults"] == {"broken-json": 1, "missing-field": 1}
+    assert summary["first_faults"][0]["line"] == 151
+    assert summary["tokenizer"]["added_tokens"] == {"<|endoftext|>": 0, "<|pad|>": 1}
     assert json.loads(json.dumps(inspect(stored))) == inspect(stored, tokens)
 
 

@@ -70,9 +70,9 @@ def test_ranges_of_a_jsonl_file_hold_every_line_once(tmp_path_factory, lines, en
     cuts = sorted({0, len(raw), *data.draw(st.lists(st.integers(1, len(raw)), max_size=6))})
     joined, passed = [], 0
     for start, stop in pairwise(cuts):
-        found, count = drain(records.read_range(path, "jsonl", "text", start, stop))
+        texts, count = drain(records.read_range(path, "jsonl", "text", start, stop))
         assert records.lines_before(path, start) == passed
-        joined += [(item.line + passed, getattr(item, "text", None)) for item in found]
+        joined += [(item.line + passed, getattr(item, "text", None)) for item in texts]
         passed += count
     whole, count = drain(records.read_range(path, "jsonl", "text"))
     assert joined == [(item.line, getattr(item, "text", None)) for item in whole]

@@ -37,9 +37,9 @@ def test_globs_alternatives_and_excludes(tree):
 def test_the_standard_library_and_home(tree, monkeypatch):
     monkeypatch.setenv("HOME", str(tree))
     assert names(tree, Source("~/a.txt")) == ["a.txt"]
-    found = expand(Source("{stdlib}/json/*.py"))
-    assert [path.name for path in found] == ["__init__.py", "decoder.py", "encoder.py", "scanner.py", "tool.py"]
-    assert str(found[0]).startswith(sysconfig.get_paths()["stdlib"])
+    files = expand(Source("{stdlib}/json/*.py"))
+    assert [path.name for path in files] == ["__init__.py", "decoder.py", "encoder.py", "scanner.py", "tool.py"]
+    assert str(files[0]).startswith(sysconfig.get_paths()["stdlib"])
 
 
 def test_what_names_nothing_is_refused_with_the_pattern(tree):

@@ -157,7 +157,7 @@ def test_all_files_of_a_store_together_have_a_bounded_number_of_blocks(
     monkeypatch.setattr(checksums, "SMALLEST", 16)
     monkeypatch.setattr(checksums, "MOST", 64)
     sources = [Source(str(write_jsonl(tmp_path / f"{name}.jsonl", texts))) for name in "abcdef"]
-    for _ in range(2):  # as it is joined, and as a store without checksums gets them
+    for _ in range(2):  # when shards are merged, and when they are added to a store that has none
         prepare(sources, tokens, tmp_path / "store", validation=0.1, workers=1)
         meta = json.loads((tmp_path / "store" / "meta.json").read_text())
         sums = [

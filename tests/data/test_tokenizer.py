@@ -97,8 +97,8 @@ def edited(tokens, tmp_path, **files):
     ],
 )
 def test_the_end_mark_is_found_where_hugging_face_writes_it(tokens, tmp_path, files):
-    found = load_tokenizer(edited(tokens, tmp_path, **files))
-    assert (found.eos_id, found.bos_id) == (1, None)
+    tokenizer = load_tokenizer(edited(tokens, tmp_path, **files))
+    assert (tokenizer.eos_id, tokenizer.bos_id) == (1, None)
 
 
 def test_an_unknown_end_mark_is_refused(tokens, tmp_path):

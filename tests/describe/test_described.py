@@ -1,4 +1,4 @@
-"""Files of runs and of plans are described alike."""
+"""Files of runs and of plans are described in the same way."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ PINS = ["layout.pp=4", "layout.tp=8", "layout.dp_replicate=2", "layout.zero=0", 
 
 
 def test_a_file_of_a_plan_is_described_with_the_layout_that_it_pins():
-    found = describe_run_file(LLAMA, PINS)
-    layout = Layout(**{**found["layout"], "stage_layers": tuple(found["layout"]["stage_layers"])})
+    description = describe_run_file(LLAMA, PINS)
+    layout = Layout(**{**description["layout"], "stage_layers": tuple(description["layout"]["stage_layers"])})
     assert (layout.pp, layout.tp, layout.dp_replicate) == (4, 8, 2)
-    assert {one["axis"]: one["stride"] for one in found["placement"]["axes"]} == {"pp": 16, "dp_replicate": 8, "tp": 1}
-    assert "steps" not in found["batch"]
+    assert {one["axis"]: one["stride"] for one in description["placement"]["axes"]} == {
+        "pp": 16,
+        "dp_replicate": 8,
+        "tp": 1,
+    }
+    assert "steps" not in description["batch"]
 
 
 def test_the_experts_of_a_plan_have_axes_of_their_own():
     pins = ["layout.pp=1", "layout.tp=4", "layout.dp_shard=16", "layout.ep=8", "layout.zero=3", "layout.expert_tp=1"]
-    found = {one["axis"]: one["degree"] for one in describe_run_file(MIXTRAL, pins)["placement"]["axes"]}
-    assert (found["ep"], found["expert_dp"]) == (8, 8)
+    degrees = {one["axis"]: one["degree"] for one in describe_run_file(MIXTRAL, pins)["placement"]["axes"]}
+    assert (degrees["ep"], degrees["expert_dp"]) == (8, 8)
 
 
 def test_what_is_illegal_is_refused_with_its_reason():
@@ -57,11 +61,11 @@ def test_the_resolved_run_file_has_the_layout(capsys):
 
 def test_both_kinds_are_printed(capsys):
     assert main(["describe", LLAMA, *PINS]) == 0
-    said = capsys.readouterr().out
-    assert "plan, only planned" in said
-    assert "pp 4 (1f1b), dp_replicate 2, tp 8" in said
-    assert "rank = 16 pp + 8 dp_replicate + tp; node = rank // 8" in said
+    output = capsys.readouterr().out
+    assert "plan, only planned" in output
+    assert "pp 4 (1f1b), dp_replicate 2, tp 8" in output
+    assert "rank = 16 pp + 8 dp_replicate + tp; node = rank // 8" in output
     assert main(["describe", QUICKSTART]) == 0
-    said = capsys.readouterr().out
-    assert "quickstart -> runs/quickstart" in said
-    assert "node 0: ranks 0 to 1" in said
+    output = capsys.readouterr().out
+    assert "quickstart -> runs/quickstart" in output
+    assert "node 0: ranks 0 to 1" in output

@@ -28,9 +28,9 @@ def cluster(layout, per_node=8, links=(INSIDE, NETWORK)):
     return ClusterSpec("test", Device("d", "cuda", 0), per_node, layout.world_size // per_node, links=links)
 
 
-def drawn(found, width=120, *, ascii_only=False):
+def drawn(placed, width=120, *, ascii_only=False):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii" if ascii_only else "utf-8")
-    Console(file=out, width=width).print(render_placement(found))
+    Console(file=out, width=width).print(render_placement(placed))
     out.flush()
     return out.buffer.getvalue().decode()
 
@@ -48,21 +48,21 @@ def test_ranks_have_the_coordinates_of_the_layout(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_rules_give_the_rank_of_all_coordinates(layout):
-    found = placement(layout, cluster(layout), experts=True)
-    *rules, node = found["rules"]
+    placed = placement(layout, cluster(layout), experts=True)
+    *rules, node = placed["rules"]
     for rank in range(0, layout.world_size, max(1, layout.world_size // 97)):
         where = coords(layout, rank)
         for rule in rules:
-            said = re.sub(r"(\d+) (\w+)", r"\1 * \2", rule.removeprefix("rank = "))
-            assert eval(said, {}, where) == rank
-        assert eval(node.removeprefix("node = "), {}, {"rank": rank}) == rank // found["ranks_per_node"]
+            formula = re.sub(r"(\d+) (\w+)", r"\1 * \2", rule.removeprefix("rank = "))
+            assert eval(formula, {}, where) == rank
+        assert eval(node.removeprefix("node = "), {}, {"rank": rank}) == rank // placed["ranks_per_node"]
 
 
 def test_axes_in_use_have_their_links():
     layout = Layout(dp_shard=2, cp=2, tp=4, zero=3, ep=4)
-    found = {one["axis"]: one for one in placement(layout, cluster(layout), experts=True)["axes"]}
-    assert set(found) == {"dp_shard", "cp", "tp", "zero", "expert_dp", "ep"}
-    assert {name: one["link"] for name, one in found.items()} == {
+    axes = {one["axis"]: one for one in placement(layout, cluster(layout), experts=True)["axes"]}
+    assert set(axes) == {"dp_shard", "cp", "tp", "zero", "expert_dp", "ep"}
+    assert {name: one["link"] for name, one in axes.items()} == {
         "dp_shard": "network",
         "cp": "inside",
         "tp": "inside",
@@ -71,11 +71,11 @@ def test_axes_in_use_have_their_links():
         "ep": "inside",
     }
     # Two ranks of the group stand on each node, with a network card each; a single one has its own.
-    assert found["zero"]["ring"] == 2 * NETWORK.bandwidth * NETWORK.efficiency
-    assert found["dp_shard"]["ring"] == NETWORK.bandwidth * NETWORK.efficiency
-    assert found["ep"]["ring"] is None
-    for name, one in found.items():
-        assert one["group"] == axis(layout, name).group(0)
+    assert axes["zero"]["ring"] == 2 * NETWORK.bandwidth * NETWORK.efficiency
+    assert axes["dp_shard"]["ring"] == NETWORK.bandwidth * NETWORK.efficiency
+    assert axes["ep"]["ring"] is None
+    for name, entry in axes.items():
+        assert entry["group"] == axis(layout, name).group(0)
 
 
 def test_without_experts_only_the_dense_arrangement_is_shown():
@@ -85,13 +85,13 @@ def test_without_experts_only_the_dense_arrangement_is_shown():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_drawn_rank_is_in_its_box(layout):
-    found = placement(layout, cluster(layout), experts=True)
-    text = drawn(found)
+    placed = placement(layout, cluster(layout), experts=True)
+    text = drawn(placed)
     shown = [int(number) for line in re.findall(r"│ rank +([\d ]+)│", text) for number in line.split()]
-    assert sorted(shown) == [rank["rank"] for node in found["drawn"] for rank in node["ranks"]]
+    assert sorted(shown) == [rank["rank"] for node in placed["drawn"] for rank in node["ranks"]]
     assert all(len(line) <= 120 for line in text.splitlines())
-    for one in found["axes"]:
-        assert one["axis"] == "zero" or one["axis"] in text
+    for entry in placed["axes"]:
+        assert entry["axis"] == "zero" or entry["axis"] in text
 
 
 def test_many_nodes_are_drawn_by_their_first_and_a_rule():
@@ -100,8 +100,8 @@ def test_many_nodes_are_drawn_by_their_first_and_a_rule():
     text = drawn(placement(layout, cluster(layout), experts=False), width=80)
     assert "node 3: ranks 24 to 31" in text
     assert "node 4:" not in text
-    said = " ".join(text.split())
-    assert "nodes 4 to 2,047 follow the same pattern: rank = 1024 pp + 64 dp_replicate + 8 dp_shard + tp; node" in said
+    words = " ".join(text.split())
+    assert "nodes 4 to 2,047 follow the same pattern: rank = 1024 pp + 64 dp_replicate + 8 dp_shard + tp; node" in words
     assert len(text.splitlines()) < 60
 
 
@@ -120,12 +120,12 @@ def test_boxes_are_drawn_where_there_is_only_ascii():
 
 def test_tensor_parallelism_that_leaves_the_node_is_warned_of():
     layout = Layout(tp=16)
-    found = placement(layout, cluster(layout), experts=False)
-    (said,) = found["warnings"]
-    assert "tp=16 leaves the node of 8 devices" in said
-    assert "cross network (10.0 GB/s per device) instead of inside (100 GB/s)" in said
-    assert "use tp = 8" in said
-    assert "warning: tp=16" in drawn(found)
+    placed = placement(layout, cluster(layout), experts=False)
+    (warning,) = placed["warnings"]
+    assert "tp=16 leaves the node of 8 devices" in warning
+    assert "cross network (10.0 GB/s per device) instead of inside (100 GB/s)" in warning
+    assert "use tp = 8" in warning
+    assert "warning: tp=16" in drawn(placed)
 
 
 def test_experts_cut_over_nodes_are_warned_of():
@@ -147,9 +147,9 @@ def test_there_is_no_warning_where_the_fast_link_spans_nodes():
 
 def test_nothing_is_said_of_links_that_are_not_known():
     layout = Layout(dp_replicate=4, tp=2)
-    found = placement(layout, cluster(layout, per_node=4, links=()), experts=False)
-    assert all(one["link"] is one["bandwidth"] is one["ring"] is None for one in found["axes"])
-    assert "unknown" in drawn(found)
+    placed = placement(layout, cluster(layout, per_node=4, links=()), experts=False)
+    assert all(one["link"] is one["bandwidth"] is one["ring"] is None for one in placed["axes"])
+    assert "unknown" in drawn(placed)
 
 
 def test_axes_are_those_of_both_arrangements():
@@ -158,6 +158,6 @@ def test_axes_are_those_of_both_arrangements():
 
 def test_a_node_of_one_device_has_no_room_for_a_group():
     layout = Layout(tp=2)
-    (said,) = placement(layout, cluster(layout, per_node=1, links=(NETWORK,)), experts=False)["warnings"]
-    assert "tp=2 leaves the node of 1 device: " in said
-    assert said.endswith("; use tp = 1, and pp, cp or dp_shard across nodes")
+    (warning,) = placement(layout, cluster(layout, per_node=1, links=(NETWORK,)), experts=False)["warnings"]
+    assert "tp=2 leaves the node of 1 device: " in warning
+    assert warning.endswith("; use tp = 1, and pp, cp or dp_shard across nodes")

@@ -52,7 +52,7 @@ def _nothing_collected():
 
 
 def test_products_that_add_in_place_are_counted():
-    """Without recomputation a step has the model's products, and in attention's backward the scores once more."""
+    """Without recomputation a step computes the model's FLOPs, and the scores again in attention's backward."""
     job, layout = _job("llama"), Layout(tp=2)
     assert dry_step(job, layout, 0).flops >= model_flops(job, layout, 0)
 
@@ -81,8 +81,8 @@ def _really(layout: Layout, family: str):
 @pytest.mark.parametrize("kind", OPTIM_KINDS)
 def test_the_states_of_every_optimizer_are_the_planned_ones(kind):
     job, layout = replace(_job("moe"), optim=Optim(kind=kind)), Layout(dp_shard=2, tp=2, zero=3, ep=2, microbatch=2)
-    wanted = state_bytes(job.model, layout, 1, job.precision, job.optim)
-    assert dry_step(job, layout, 1).memory["optimizer"] == wanted.optimizer
+    planned = state_bytes(job.model, layout, 1, job.precision, job.optim)
+    assert dry_step(job, layout, 1).memory["optimizer"] == planned.optimizer
 
 
 LAYOUTS = [
@@ -105,21 +105,21 @@ def test_a_dry_run_is_the_real_run_to_the_byte(ranks, layout):
     for rank in {0, layout.world_size - 1}:  # those between are like one of them
         memory, flops, sent = really[rank]
         with _nothing_collected():
-            found = dry_step(_job(family), layout, rank)
+            planned = dry_step(_job(family), layout, rank)
         dry = Counter()
-        for message, count in found.messages.items():
+        for message, count in planned.messages.items():
             dry[message.kind, message.bytes] += count
-        assert (found.flops, dry) == (flops, sent)
+        assert (planned.flops, dry) == (flops, sent)
         if layout.pp == 1:
-            # To the byte, but for what gloo's threads have not let go of yet when the peak is reached.
-            assert set(found.memory) == set(memory)
+            # To the byte, except buffers that gloo's threads have not freed yet at the peak.
+            assert set(planned.memory) == set(memory)
             loose = 0.05 * sum(memory.values())
-            assert all(abs(size - memory[kind]) <= loose for kind, size in found.memory.items())
-            assert abs(sum(memory.values()) - sum(found.memory.values())) <= loose
+            assert all(abs(size - memory[kind]) <= loose for kind, size in planned.memory.items())
+            assert abs(sum(memory.values()) - sum(planned.memory.values())) <= loose
             continue
-        # What a rank has sent stays until the other has it: in a dry run that takes no time.
+        # Sent tensors stay until they are received: in a dry run that takes no time.
         waiting = sum(message[1] * count for message, count in sent.items() if message[0] == "send")
-        assert 0 <= sum(memory.values()) - found.peak <= waiting or layout.schedule == "zb-h1"
+        assert 0 <= sum(memory.values()) - planned.peak <= waiting or layout.schedule == "zb-h1"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_dry_run_is_the_real_run_to_the_byte(ranks, layout):
     ids=str,
 )
 def test_a_step_that_is_not_carried_out_to_its_end_costs_what_all_of_it_does(layout, monkeypatch):
-    many = 20  # more than what such a pipeline carries out
+    many = 20  # more than the dry run of such a pipeline computes
     job = job_of(SPECS["sinks"], seq_len=LENGTH, sequences=many * layout.dp)
     some = dry_step(job, layout, 0)
     monkeypatch.setattr("kumi.dryrun.program.microbatches_to_run", lambda layout, microbatches: (microbatches, 0))
@@ -159,11 +159,11 @@ def test_the_planner_is_near_an_8b_model_on_64_ranks(layout):
     model = families.from_hf(json.loads((MODELS / "llama-3.1-8b" / "config.json").read_text()))
     model = replace(model, layers=model.layers[:12])
     job = job_of(model, seq_len=8192, sequences=64 // layout.tp)
-    found = compare_rank(job, layout, 0, dry_step(job, layout, 0))
-    assert abs(found["memory"]["difference"]) < 0.05
-    assert found["collectives"]
-    assert all(row["agrees"] for row in found["collectives"])
-    again = found["flops"]["measured"] / found["flops"]["model"]
+    compared = compare_rank(job, layout, 0, dry_step(job, layout, 0))
+    assert abs(compared["memory"]["difference"]) < 0.05
+    assert compared["collectives"]
+    assert all(row["agrees"] for row in compared["collectives"])
+    again = compared["flops"]["measured"] / compared["flops"]["model"]
     assert 1.2 < again < 4 / 3 + 0.1  # every layer goes forward twice, and its scores are made a third time
 
 
@@ -171,8 +171,8 @@ def test_experts_get_equally_many_tokens():
     model = families.from_hf(json.loads((MODELS / "qwen3-30b-a3b" / "config.json").read_text()))
     model = replace(model, layers=model.layers[:2])
     job, layout = job_of(model, seq_len=512, sequences=8), Layout(dp_shard=8, zero=3, ep=8)
-    found = compare_rank(job, layout, 3, dry_step(job, layout, 3))
-    rows = {row["bytes"]: row for row in found["collectives"] if row["kind"] == "all_to_all"}
+    compared = compare_rank(job, layout, 3, dry_step(job, layout, 3))
+    rows = {row["bytes"]: row for row in compared["collectives"] if row["kind"] == "all_to_all"}
     tokens = rows[512 * 8 * 2048 * 2]  # eight experts for each of 512 tokens, 2048 wide, in bfloat16
     assert tokens["agrees"]
     assert tokens["sent"] == 2 * 4  # there and back, and their gradients, in two layers
@@ -188,25 +188,25 @@ def test_scores_of_every_kind_keep_on_a_gpu_what_plain_ones_keep(layout):
         replace(plain, alibi=True),
         replace(plain, score_scale=0.3),
     )
-    found = []
-    for one in kinds:
-        model = replace(SPECS["llama"], layers=(LayerSpec(one, MLP(32)),))
-        found.append(dry_step(job_of(model, seq_len=64, sequences=4), layout, 0))
-    # A kernel keeps besides what it would draw random numbers from.
-    assert all(0 <= found[0].peak - other.peak <= 64 for other in found[1:])
-    assert all(other.flops == found[0].flops for other in found[1:])
+    results = []
+    for attention in kinds:
+        model = replace(SPECS["llama"], layers=(LayerSpec(attention, MLP(32)),))
+        results.append(dry_step(job_of(model, seq_len=64, sequences=4), layout, 0))
+    # A kernel also saves the state of its random generator.
+    assert all(0 <= results[0].peak - other.peak <= 64 for other in results[1:])
+    assert all(other.flops == results[0].flops for other in results[1:])
 
 
 def test_ranks_are_chosen_and_refused():
     from kumi.plan.estimate import estimate
 
     job, layout = replace(_job("deep"), cluster=ClusterSpec("test", CPU, 4)), Layout(pp=2, dp_shard=2, zero=1)
-    found = estimate(job, layout)
-    assert chosen_ranks(found, "all-stages") == [0, 2]
-    assert chosen_ranks(found, "3") == [3]
-    assert chosen_ranks(found, None)[0] in (0, 2)
+    estimated = estimate(job, layout)
+    assert chosen_ranks(estimated, "all-stages") == [0, 2]
+    assert chosen_ranks(estimated, "3") == [3]
+    assert chosen_ranks(estimated, None)[0] in (0, 2)
     with pytest.raises(LayoutError, match="--rank first is not a rank; give a number"):
-        chosen_ranks(found, "first")
+        chosen_ranks(estimated, "first")
     with pytest.raises(LayoutError, match="rank 4 is not in the layout; give a rank from 0 to 3"):
         dry_run(job, layout, [4])
     with pytest.raises(LayoutError, match=r"dry run: .*tp.?5"):
@@ -243,13 +243,13 @@ def test_the_verb_prints_tables_and_json(tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text(RUN)
     assert main(["train", "--dry-run", str(file), "--rank", "all-stages", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [rank["coordinates"]["pp"] for rank in found["ranks"]] == [0, 1]
-    assert found["ranks_in_all"] == 16
+    printed = json.loads(capsys.readouterr().out)
+    assert [rank["coordinates"]["pp"] for rank in printed["ranks"]] == [0, 1]
+    assert printed["ranks_in_all"] == 16
     assert main(["train", "--dry-run", str(file)]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in ("memory at the peak", "dry run", "planner", "it fits", "CPU seconds", "reduce_scatter"):
-        assert words in said
+        assert words in output
     assert main(["train", str(file), "--rank", "1"]) == 2
     assert "--rank has no effect without --dry-run" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Nothing is written or removed through a link that lies in a folder of kumi's own."""
+"""No file is written or removed through a link inside a folder of kumi's own."""
 
 import os
 

@@ -131,10 +131,10 @@ def _opens(call: ast.Call) -> bool:
 
 def _places(node: ast.AST, name: str) -> set[str]:
     """The names of the functions in `node` that open a file."""
-    found = {name} if isinstance(node, ast.Call) and _opens(node) else set()
+    places = {name} if isinstance(node, ast.Call) and _opens(node) else set()
     for inner in ast.iter_child_nodes(node):
-        found |= _places(inner, inner.name if isinstance(inner, ast.FunctionDef) else name)
-    return found
+        places |= _places(inner, inner.name if isinstance(inner, ast.FunctionDef) else name)
+    return places
 
 
 def test_every_place_that_opens_a_file_outside_the_door_has_a_reason():
@@ -145,13 +145,13 @@ def test_every_place_that_opens_a_file_outside_the_door_has_a_reason():
         for file, *names in [place.split()]
         for function in names
     }
-    found = {
+    places = {
         (str(file.relative_to(SOURCE)), function)
         for file in SOURCE.rglob("*.py")
         for function in _places(ast.parse(file.read_text()), "module")
     }
-    assert sorted(found - given) == [], "open it through kumi.files, or give the reason here"
-    assert sorted(given - found) == [], "no longer open a file: take them out of the table"
+    assert sorted(places - given) == [], "open it through kumi.files, or give the reason here"
+    assert sorted(given - places) == [], "no longer open a file: take them out of the table"
 
 
 def test_a_new_place_is_seen():

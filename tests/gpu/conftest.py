@@ -1,4 +1,4 @@
-"""What the GPU tests share. They run on CUDA; KUMI_TEST_DEVICE=cpu tries their code on the CPU instead."""
+"""Fixtures of the GPU tests. They run on CUDA; KUMI_TEST_DEVICE=cpu tries their code on the CPU instead."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained how: `microbatches` a rank, of rows of three documents each, or of one."""
+    """A model, its layout and precision, and `microbatches` a rank, whose rows have three documents each, or one."""
 
     layout: Layout
     model: str = "dense"
@@ -87,14 +87,14 @@ def steps(case: Case, mesh: Mesh) -> list[tuple[float, float]]:
     precision = PRECISIONS[case.precision]
     model = build(MODELS[case.model], mesh, precision, weights=7, comm=case.comm)
     optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(MODELS[case.model]), Optim(lr=1e-2))
-    found = []
+    results = []
     for step in range(STEPS):
         loss = pipeline.train_microbatches(model, mesh, _inputs(case, mesh, step))
         norm = clip_gradients(model, 0.5, mesh)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((all_reduce_sum(loss * (mesh.index("tp") == 0), mesh).item(), norm.item()))
-    return found
+        results.append((all_reduce_sum(loss * (mesh.index("tp") == 0), mesh).item(), norm.item()))
+    return results
 
 
 def _inputs(case: Case, mesh: Mesh, step: int) -> list[dict[str, torch.Tensor]]:
@@ -117,13 +117,13 @@ def _inputs(case: Case, mesh: Mesh, step: int) -> list[dict[str, torch.Tensor]]:
 
 def main() -> None:
     cases, out, device = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), sys.argv[3]
-    place, found = init_distributed(device, timeout_s=120.0), {}
+    place, results = init_distributed(device, timeout_s=120.0), {}
     for name, case in cases.items():
         print(f"rank {place.rank}: {name}", file=sys.stderr, flush=True)
-        wanted = loaded(case)
-        found[name] = steps(wanted, build_mesh(wanted.layout, place))
-        if place.rank == 0:  # what there is survives what fails later
-            out.write_text(json.dumps(found))
+        reference = loaded(case)
+        results[name] = steps(reference, build_mesh(reference.layout, place))
+        if place.rank == 0:  # results survive failures of later cases
+            out.write_text(json.dumps(results))
     close_distributed()
 
 

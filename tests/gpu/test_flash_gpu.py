@@ -1,4 +1,4 @@
-"""What a ring of GPUs does in its rounds, on one GPU: parts by fused kernels add up to attention over whole rows."""
+"""The rounds of ring attention, on one GPU: partial results of fused kernels add up to attention over full rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from nn.test_flash_parts import LENGTHS, ON_CPU, ROWS, documents_of
 TOLERANCE = 2e-2
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double().cpu() - wanted).norm() / wanted.norm())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double().cpu() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -33,7 +33,7 @@ def test_parts_add_up(name, heads, sizes, device):
     *qkv, grad = (x.double() for x in exact)
     ids, bounds = documents_of(length, LENGTHS[name])
     whole = attend(Segments(ids, None), *(x.requires_grad_() for x in qkv), None)
-    wanted = torch.autograd.grad(whole, qkv, grad)
+    expected = torch.autograd.grad(whole, qkv, grad)
     q, k, v, grad = (x.to(device) for x in exact)
     total, grads = torch.zeros_like(grad), [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     with nullcontext() if device.type == "cuda" else ON_CPU:
@@ -53,8 +53,8 @@ def test_parts_add_up(name, heads, sizes, device):
                 parts = [torch.zeros_like(x[:, at]) for x, at in zip(grads, (own, other, other))]
                 ends = grad[:, own], q[:, own], k[:, other], v[:, other]
                 flash_partial.attend_tiles_backward(*ends, tiles, total[:, own], lse, *parts)
-                for one, at, part in zip(grads, (own, other, other), parts):
-                    one[:, at] += part
+                for whole_grad, at, part in zip(grads, (own, other, other), parts):
+                    whole_grad[:, at] += part
     assert relative(total, whole.detach()) <= TOLERANCE
-    for found, one in zip(grads, wanted, strict=True):
-        assert relative(found, one) <= TOLERANCE
+    for actual, whole_grad in zip(grads, expected, strict=True):
+        assert relative(actual, whole_grad) <= TOLERANCE

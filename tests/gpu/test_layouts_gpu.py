@@ -75,32 +75,32 @@ ON_4 = {
 
 @pytest.fixture(autouse=True)
 def _exact():
-    """Float32 products in float32."""
+    """Compute float32 matmuls in float32, without TF32."""
     torch.set_float32_matmul_precision("highest")
 
 
 def on(kind: str, cases: dict[str, Case]) -> dict[str, Case]:
-    """Those that the `kind` of device can run."""
+    """Return the cases that the `kind` of device can run."""
     return {name: case for name, case in cases.items() if kind == "cuda" or not case.comm.async_tp}
 
 
 @cache
 def alone(model: str, precision: str, documents: bool, device: torch.device) -> list[tuple[float, float]]:
-    """What one device sees that keeps everything."""
+    """Return the results of one device."""
     case = Case(Layout(), model, precision, documents=documents)
     return gpu_worker.steps(case, build_mesh(case.layout, RankInfo(0, 1, 0, device)))
 
 
-def compare(case: Case, found: list[tuple[float, float]], device: torch.device) -> None:
-    wanted = alone(case.model, case.precision, case.documents, device)
-    for (loss, norm), (wanted_loss, wanted_norm) in zip(found, wanted, strict=True):
+def compare(case: Case, steps: list[tuple[float, float]], device: torch.device) -> None:
+    expected = alone(case.model, case.precision, case.documents, device)
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(steps, expected, strict=True):
         assert loss == pytest.approx(wanted_loss, rel=TOLERANCE[case.precision])
         assert norm == pytest.approx(wanted_norm, rel=3 * TOLERANCE[case.precision])
 
 
 @cache
 def trained(kind: str, count: int) -> tuple[dict[str, list[tuple[float, float]]], str]:
-    """What `count` ranks saw of every case, one after the other, and the end of what they said where they failed."""
+    """Return the results of `count` ranks in every case, and the end of their errors if they failed."""
     with TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         cases, out = Path(folder) / "cases.json", Path(folder) / "out.json"
@@ -109,8 +109,8 @@ def trained(kind: str, count: int) -> tuple[dict[str, list[tuple[float, float]]]
         out.write_text("{}")
         port = free.getsockname()[1]
         free.close()
-        said = _ranks([sys.executable, gpu_worker.__file__, str(cases), str(out), kind], count, port)
-        return {name: [tuple(step) for step in steps] for name, steps in json.loads(out.read_text()).items()}, said
+        errors = _ranks([sys.executable, gpu_worker.__file__, str(cases), str(out), kind], count, port)
+        return {name: [tuple(step) for step in steps] for name, steps in json.loads(out.read_text()).items()}, errors
 
 
 def _ranks(command: list[str], count: int, port: int) -> str:
@@ -127,11 +127,11 @@ def _ranks(command: list[str], count: int, port: int) -> str:
         for rank in range(count)
     ]
     try:
-        said = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    return "\n".join(text[-2000:] for text, rank in zip(said, ranks) if rank.returncode)
+    return "\n".join(text[-2000:] for text, rank in zip(errors, ranks) if rank.returncode)
 
 
 def on_ranks(name: str, count: int, device: torch.device) -> None:
@@ -140,9 +140,9 @@ def on_ranks(name: str, count: int, device: torch.device) -> None:
     case = {2: ON_2, 4: ON_4}[count][name]
     if case.comm.async_tp and device.type != "cuda":
         pytest.skip("products overlap with messages on GPUs only")
-    found, said = trained(device.type, count)
-    assert name in found, f"the ranks failed before, or in, {name!r}:\n{said}"
-    compare(case, found[name], device)
+    results, errors = trained(device.type, count)
+    assert name in results, f"the ranks failed before, or in, {name!r}:\n{errors}"
+    compare(case, results[name], device)
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -7,7 +7,7 @@ import gc
 import pytest
 import shapes
 import torch
-from kumi_parts import make_parts, synthetic
+from random_state import make_rank_state, synthetic
 
 from kumi.train.step import StepBatch, train_step
 from kumi.train.train_state import TrainState
@@ -34,7 +34,7 @@ def test_the_estimate_is_near_the_measured_peak(precision, recompute, device):
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    parts = make_parts(
+    parts = make_rank_state(
         CONFIG, device, seq_len=SEQ_LEN, microbatch=ROWS, recompute=recompute, compile=False, precision=precision
     )
     data, state = synthetic(ROWS, SEQ_LEN, CONFIG["vocab_size"], documents=1), TrainState()

@@ -1,4 +1,4 @@
-"""Grouped products of experts on the GPU, where groups of any size go through one kernel."""
+"""Grouped GEMMs of experts on the GPU, where one kernel computes groups of any size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_grouped_products(dtype, counts, sizes, device):
     rows, weight, grad = (value.to(device, dtype) for value in values)
     rows.requires_grad_(), weight.requires_grad_()
     expected = torch.cat([F.linear(part, matrix) for part, matrix in zip(rows.split(counts), weight)])
-    found = grouped_linear(rows, weight, torch.tensor(counts, device=device))
-    wanted = [expected, *torch.autograd.grad(expected, (rows, weight), grad)]
-    for one, other in zip([found, *torch.autograd.grad(found, (rows, weight), grad)], wanted, strict=True):
-        assert (one - other).norm() <= 1e-2 * other.norm()
+    product = grouped_linear(rows, weight, torch.tensor(counts, device=device))
+    references = [expected, *torch.autograd.grad(expected, (rows, weight), grad)]
+    for actual, other in zip([product, *torch.autograd.grad(product, (rows, weight), grad)], references, strict=True):
+        assert (actual - other).norm() <= 1e-2 * other.norm()

@@ -1,4 +1,4 @@
-"""Documents packed into a row on the GPU give what each gives alone."""
+"""Documents packed into a row on the GPU give the same results as each alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ pytest.importorskip("transformers")  # the tiny models are written as its config
 from tiny_models import build_pair
 
 LENGTHS = (5, 17, 1, 9)
-# Relative to the log-probs' spread: rounding differs with the shapes of the products.
+# Relative to the log-probs' spread: rounding differs with the shapes of the matmuls.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
@@ -41,7 +41,7 @@ def test_a_packed_row_equals_its_documents(name, dtype, device):
     separate = torch.cat(alone, dim=1)
     assert (packed - separate).abs().max() <= TOLERANCE[dtype] * separate.std()
     for key, parameter in decoder.named_parameters():
-        if key.endswith("k_proj.bias"):  # where nothing turns keys it moves all scores of a query alike
+        if key.endswith("k_proj.bias"):  # without RoPE this bias adds the same to all scores of a query
             continue
         difference = (parameter.grad - packed_gradients[key]).norm()
         assert difference <= TOLERANCE[dtype] * parameter.grad.norm(), key

@@ -11,10 +11,10 @@ pytest.importorskip("transformers")  # the tiny models are written as its config
 from tiny_models import CASES, build_pair
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Frobenius norm of the difference, relative to the expected tensor."""
     expected = expected.double().cpu()
-    return ((found.double().cpu() - expected).norm() / expected.norm()).item()
+    return ((actual.double().cpu() - expected).norm() / expected.norm()).item()
 
 
 def tokens(decoder: Decoder) -> torch.Tensor:
@@ -25,9 +25,9 @@ def gradients(decoder: Decoder, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     weights = torch.full(ids.shape, -1 / ids.numel(), device=ids.device)
     total, _ = decoder(ids, labels=ids.roll(-1, dims=1), token_weights=weights)
     total.backward()
-    found = {name: parameter.grad.cpu() for name, parameter in decoder.named_parameters()}
+    grads = {name: parameter.grad.cpu() for name, parameter in decoder.named_parameters()}
     decoder.zero_grad(set_to_none=True)
-    return found
+    return grads
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import shapes
 import torch
-from kumi_parts import make_parts, synthetic
+from random_state import make_rank_state, synthetic
 
 from kumi.data import Batch
 from kumi.parallel.state_tensors import fill_pieces, model_pieces, optimizer_pieces
@@ -25,7 +25,7 @@ RTOL = {"bf16": 1e-2, "fp32": 1e-4, "fp16": 1e-2}
 
 def parts_on(device: torch.device, precision: str, recompute: str = "none", compile: bool = False) -> RankState:
     """Equal weights every time."""
-    parts = make_parts(
+    parts = make_rank_state(
         shapes.TINY, device, seq_len=SEQ_LEN, microbatch=ROWS, recompute=recompute, compile=compile, precision=precision
     )
     generator = torch.Generator().manual_seed(0)
@@ -42,27 +42,27 @@ def batch() -> Batch:
 
 def train(parts: RankState, steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step."""
-    data, state, found = batch(), TrainState(), []
+    data, state, trained = batch(), TrainState(), []
     tokens = int((data["labels"] >= 0).sum())
     counts = StepBatch(data, tokens, tokens, None, 0.0)
     for _ in range(steps):
         result = train_step(parts, state, counts, None)
-        found.append((result.loss.item(), result.grad_norm.item()))
-    return found
+        trained.append((result.loss.item(), result.grad_norm.item()))
+    return trained
 
 
 @pytest.mark.parametrize(("precision", "recompute"), list(product(PRECISIONS, RECOMPUTE)))
 def test_a_step_is_that_of_float32_on_the_cpu(precision, recompute, device):
     expected = train(parts_on(torch.device("cpu"), "fp32"), 2)
-    found = train(parts_on(device, precision, recompute), 8 if precision == "fp16" else 2)
+    steps = train(parts_on(device, precision, recompute), 8 if precision == "fp16" else 2)
     # In float16 a step whose scaled gradients overflow changes nothing but the scale.
-    first = next(index for index, (_, norm) in enumerate(found) if math.isfinite(norm))
-    assert all(loss == pytest.approx(found[0][0]) for loss, _ in found[: first + 1])
-    found = found[first : first + 2]
-    for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
+    first = next(index for index, (_, norm) in enumerate(steps) if math.isfinite(norm))
+    assert all(loss == pytest.approx(steps[0][0]) for loss, _ in steps[: first + 1])
+    steps = steps[first : first + 2]
+    for (loss, norm), (expected_loss, expected_norm) in zip(steps, expected, strict=True):
         assert loss == pytest.approx(expected_loss, rel=RTOL[precision])
         assert norm == pytest.approx(expected_norm, rel=3 * RTOL[precision])
-    assert found[1][0] < found[0][0]
+    assert steps[1][0] < steps[0][0]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # both come from inside torch's compiler
@@ -80,17 +80,17 @@ def test_a_checkpoint_holds_everything_bit_for_bit(device, tmp_path):
     every = [*model_pieces(parts.model, parts.mesh), *optimizer_pieces(parts.model, parts.optimizer, parts.mesh)]
     saver = checkpoint.AsyncSaver()
     saver.save(tmp_path / "step_000002", every, {"step": 2})
-    kept = {piece.name: piece.data.clone() for piece in every}
+    saved = {piece.name: piece.data.clone() for piece in every}
     after = train(parts, 1)  # the copy that is being written must not see this
     saver.wait()
 
-    again = make_parts(
+    again = make_rank_state(
         shapes.TINY, device, seq_len=SEQ_LEN, microbatch=ROWS, recompute="none", compile=False, precision="bf16"
     )
     restored = [*model_pieces(again.model, again.mesh), *optimizer_pieces(again.model, again.optimizer, again.mesh)]
     fill_pieces(restored, checkpoint.open(tmp_path / "step_000002").read)
-    assert {piece.name for piece in restored} == kept.keys()
+    assert {piece.name for piece in restored} == saved.keys()
     for piece in restored:
-        assert piece.data.device == kept[piece.name].device
-        assert torch.equal(piece.data, kept[piece.name]), piece.name
+        assert piece.data.device == saved[piece.name].device
+        assert torch.equal(piece.data, saved[piece.name]), piece.name
     assert train(again, 1)[0][0] == pytest.approx(after[0][0], rel=1e-6)

@@ -55,7 +55,7 @@ def main(root: Path, count: int, names: list[str]) -> None:
         if names and kind.name not in names:
             continue
         with contextlib.suppress(ModelError):  # weights that are pickled are always refused
-            kind.read(root / "good")  # which imports what it needs
+            kind.read(root / "good")  # which imports its modules
         file = root / "good" / kind.file
         good = file.read_bytes()
         for number, mutant in enumerate(mutants(kind.name, good, count)):
@@ -85,7 +85,7 @@ def _put(file: Path, mutant: Mutant, root: Path, large: int = 0) -> None:
 
 
 def _watched(kind: kinds.Kind, root: Path) -> dict:
-    """What became of reading the file of `kind`, in a child process."""
+    """Return the outcome of reading the file of `kind`, in a child process."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -97,8 +97,8 @@ def _watched(kind: kinds.Kind, root: Path) -> dict:
     with os.fdopen(reader) as answer:
         text = answer.read()
     _, status, used = os.wait4(child, 0)
-    found = json.loads(text) if text else {"verdict": f"killed by signal {status & 127}", "reason": "", "outside": []}
-    return found | {"seconds": round(used.ru_utime + used.ru_stime, 3)}
+    verdict = json.loads(text) if text else {"verdict": f"killed by signal {status & 127}", "reason": "", "outside": []}
+    return verdict | {"seconds": round(used.ru_utime + used.ru_stime, 3)}
 
 
 def _attempt(kind: kinds.Kind, root: Path) -> dict:

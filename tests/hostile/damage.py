@@ -28,7 +28,7 @@ Mutant = bytes | Special
 SPECIALS = [Special(kind) for kind in ("link", "pipe", "device", "folder", "sparse")]
 _SEAL = re.compile(rb',\n"crc32": "[0-9a-f]{8}"}\n$')
 
-# What a value may be replaced with.
+# Replacements of values.
 VALUES: list[Any] = [
     None,
     True,
@@ -232,7 +232,7 @@ def _safetensors(good: bytes, rng: random.Random, number: int) -> bytes:
 
 
 def _pickle(good: bytes, rng: random.Random, number: int) -> bytes:
-    """A pickle, or an archive of one, that is damaged, or names what it must not."""
+    """A damaged pickle, or one that names forbidden objects, or an archive of one."""
     names = [rb"cos\nsystem\n", rb"cbuiltins\neval\n", rb"cposix\nsystem\n", rb"ctorch\nload\n", rb"cshutil\nrmtree\n"]
     if number % 4 == 1:
         call = rng.choice(names).replace(rb"\n", b"\n") + b"(S'touch owned'\ntR."

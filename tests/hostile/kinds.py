@@ -219,9 +219,9 @@ def _read_adapter(folder: Path) -> object:
 
 
 def _read_store(folder: Path) -> object:
-    found = store.open_store(folder / "store")
-    mixture = found.mixture(8, 0)
-    return [mixture.batch(0, 2)] if hasattr(mixture, "batch") else found.train_tokens
+    opened = store.open_store(folder / "store")
+    mixture = opened.mixture(8, 0)
+    return [mixture.batch(0, 2)] if hasattr(mixture, "batch") else opened.train_tokens
 
 
 def _read_run(folder: Path) -> object:

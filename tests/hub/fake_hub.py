@@ -35,7 +35,7 @@ class Repository:
 
 @dataclass
 class Hub:
-    """The repositories by name, what was asked for, and blobs sent; `broken` fails uploads."""
+    """The repositories by name, requested paths, and uploaded blobs; `broken` fails uploads."""
 
     repositories: dict = field(default_factory=dict)
     asked: list = field(default_factory=list)
@@ -106,8 +106,10 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, data, headers)
         except Refused as error:
             words = error.words or error.code
-            said = {"error": words, "errors": [{"message": words}], **error.more}
-            self._send(error.status, json.dumps(said).encode(), {"X-Error-Code": error.code, "X-Error-Message": words})
+            content = {"error": words, "errors": [{"message": words}], **error.more}
+            self._send(
+                error.status, json.dumps(content).encode(), {"X-Error-Code": error.code, "X-Error-Message": words}
+            )
 
     def _body(self):
         if self.headers.get("Transfer-Encoding") != "chunked":
@@ -127,23 +129,23 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    def known(self):
+    def authorized(self):
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
     def repository(self, name):
-        found = self.hub.repositories.get(name)
-        if found is None or (found.private and not self.known()):
-            raise Refused(401 if found is None else 404, "RepoNotFound", "Repository not found")
-        return found
+        repository = self.hub.repositories.get(name)
+        if repository is None or (repository.private and not self.authorized()):
+            raise Refused(401 if repository is None else 404, "RepoNotFound", "Repository not found")
+        return repository
 
     def files(self, name, revision):
-        found = self.repository(name)
-        if found.gated and not self.known():
+        repository = self.repository(name)
+        if repository.gated and not self.authorized():
             raise Refused(403, "GatedRepo", "Access to this model is restricted")
-        sha = found.sha(revision)
+        sha = repository.sha(revision)
         if sha is None:
             raise Refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return sha, found.commits[sha]
+        return sha, repository.commits[sha]
 
 
 def plain(value):
@@ -159,14 +161,14 @@ def root(handler, body):
 
 
 def info(handler, body, name, revision="main"):
-    found = handler.repository(name)
-    if not found.commits:
-        return plain({"id": name, "sha": "0" * 40, "private": found.private, "siblings": []})
-    sha = found.sha(revision)
+    repository = handler.repository(name)
+    if not repository.commits:
+        return plain({"id": name, "sha": "0" * 40, "private": repository.private, "siblings": []})
+    sha = repository.sha(revision)
     if sha is None:
         raise Refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-    siblings = [{"rfilename": path} for path in found.commits[sha]]
-    return plain({"id": name, "sha": sha, "private": found.private, "siblings": siblings})
+    siblings = [{"rfilename": path} for path in repository.commits[sha]]
+    return plain({"id": name, "sha": sha, "private": repository.private, "siblings": siblings})
 
 
 def tree(handler, body, name, revision):
@@ -184,7 +186,7 @@ def resolve(handler, body, name, revision, path):
 
 
 def create(handler, body):
-    if not handler.known():
+    if not handler.authorized():
         raise Refused(401, "", "Invalid username or password.")
     asked = json.loads(body)
     name = "/".join(filter(None, [asked.get("organization"), asked["name"]]))
@@ -204,25 +206,27 @@ def validate(handler, body):
 
 
 def preupload(handler, body, name, revision):
-    if not handler.known():
+    if not handler.authorized():
         raise Refused(401, "", "Invalid token")
     files = json.loads(body)["files"]
-    found = handler.repository(name)
-    there = found.commits[found.sha("main")] if found.commits else {}
+    repository = handler.repository(name)
+    there = repository.commits[repository.sha("main")] if repository.commits else {}
     answers = []
     for path in (one["path"] for one in files):
         large = path.endswith(".safetensors")
-        known = (lambda data: hashlib.sha256(data).hexdigest()) if large else oid
-        same = {"oid": known(there[path])} if path in there else {}
+        digest = (lambda data: hashlib.sha256(data).hexdigest()) if large else oid
+        same = {"oid": digest(there[path])} if path in there else {}
         answers.append({"path": path, "shouldIgnore": False, "uploadMode": "lfs" if large else "regular", **same})
     return plain({"files": answers})
 
 
 def batch(handler, body, name):
     objects = []
-    for one in json.loads(body)["objects"]:
-        upload = {"actions": {"upload": {"href": f"{handler.hub.url}/lfs/{one['oid']}"}}}
-        objects.append({"oid": one["oid"], "size": one["size"], **({} if one["oid"] in handler.hub.blobs else upload)})
+    for asked in json.loads(body)["objects"]:
+        upload = {"actions": {"upload": {"href": f"{handler.hub.url}/lfs/{asked['oid']}"}}}
+        objects.append(
+            {"oid": asked["oid"], "size": asked["size"], **({} if asked["oid"] in handler.hub.blobs else upload)}
+        )
     return plain({"transfer": "basic", "objects": objects})
 
 
@@ -235,8 +239,8 @@ def put(handler, body, sha):
 
 
 def commit(handler, body, name, revision):
-    found = handler.repository(name)
-    files = dict(found.commits[found.sha("main")]) if found.commits else {}
+    repository = handler.repository(name)
+    files = dict(repository.commits[repository.sha("main")]) if repository.commits else {}
     for line in body.splitlines():
         entry = json.loads(line)
         value = entry["value"]
@@ -246,7 +250,7 @@ def commit(handler, body, name, revision):
             files[value["path"]] = handler.hub.blobs[value["oid"]]
         elif entry["key"] == "deletedFile":
             del files[value["path"]]
-    sha = found.commit(files)
+    sha = repository.commit(files)
     return plain({"success": True, "commitOid": sha, "commitUrl": f"{handler.hub.url}/{name}/commit/{sha}"})
 
 

@@ -1,4 +1,4 @@
-"""Models by hub id, over HTTP: what is fetched, at which commit, and what is said when nothing comes."""
+"""Models by hub id, over HTTP: fetched files, their commit, and errors."""
 
 import json
 import os
@@ -58,13 +58,13 @@ WEIGHTS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors
 
 def test_weights_come_only_when_asked_for_and_nothing_else_ever(hub):
     sha = hub.add("org/model", FILES)
-    found = kumi_hub.fetch("org/model", "model.source")
-    assert sorted(hub.fetched()) == sorted(os.listdir(found.folder)) == SMALL
-    assert (found.name, found.revision, found.commit, found.folder.name) == ("org/model", None, sha, sha)
-    kumi_hub.fetch_weights(found)
-    assert sorted(hub.fetched()) == sorted(os.listdir(found.folder)) == sorted([*SMALL, *WEIGHTS])
+    snapshot = kumi_hub.fetch("org/model", "model.source")
+    assert sorted(hub.fetched()) == sorted(os.listdir(snapshot.folder)) == SMALL
+    assert (snapshot.name, snapshot.revision, snapshot.commit, snapshot.folder.name) == ("org/model", None, sha, sha)
+    kumi_hub.fetch_weights(snapshot)
+    assert sorted(hub.fetched()) == sorted(os.listdir(snapshot.folder)) == sorted([*SMALL, *WEIGHTS])
     hub.asked.clear()
-    kumi_hub.fetch_weights(found)
+    kumi_hub.fetch_weights(snapshot)
     assert hub.asked == [], "what is there is not asked for"
 
 
@@ -80,8 +80,8 @@ def test_revisions_are_branches_tags_or_commits(hub):
     new = hub.add("org/model", FILES | {"config.json": json.dumps(CONFIG | {"hidden_size": 64}).encode()})
     sizes = {}
     for asked in ("org/model", "org/model@v1", f"org/model@{old}", "org/model@main"):
-        found = kumi_hub.fetch(asked, "model.source")
-        sizes[asked] = (found.commit, json.loads((found.folder / "config.json").read_text())["hidden_size"])
+        snapshot = kumi_hub.fetch(asked, "model.source")
+        sizes[asked] = (snapshot.commit, json.loads((snapshot.folder / "config.json").read_text())["hidden_size"])
         assert read_hf_config(ModelSection(source=asked))["hidden_size"] == sizes[asked][1]
     assert sizes == {
         "org/model": (new, 64),
@@ -99,8 +99,8 @@ def test_revisions_are_branches_tags_or_commits(hub):
 
 def test_a_run_goes_on_from_the_commit_that_it_began_from(hub, tmp_path):
     old = hub.add("org/model", FILES)
-    found = fetch_snapshot("org/model", "model.source", tmp_path)
-    kumi_hub.write_record(tmp_path, {"model.source": "org/model"}, {"model.source": found})
+    snapshot = fetch_snapshot("org/model", "model.source", tmp_path)
+    kumi_hub.write_record(tmp_path, {"model.source": "org/model"}, {"model.source": snapshot})
     new = hub.add("org/model", FILES | {"tokenizer.json": b"{ }"})
     assert old != new
     assert fetch_snapshot("org/model", "model.source", tmp_path).commit == old
@@ -126,12 +126,12 @@ def test_offline_the_cache_is_used_and_the_hub_left_alone(hub, monkeypatch):
     kumi_hub.fetch("org/model", "model.source")
     hub.asked.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    found = kumi_hub.fetch("org/model", "model.source")
-    assert found.commit == sha
+    snapshot = kumi_hub.fetch("org/model", "model.source")
+    assert snapshot.commit == sha
     with pytest.raises(
         ConfigError, match=r"org/model: the weights could not be downloaded from the hub \(.*offline mode is"
     ):
-        kumi_hub.fetch_weights(found)
+        kumi_hub.fetch_weights(snapshot)
     with pytest.raises(
         ConfigError, match=r"'org/other' is not a folder, and fetching it from the hub failed \(.*offline"
     ):

@@ -93,8 +93,8 @@ def test_weights_of_another_division_do_not_stay_in_the_repository(hub, model, t
     convert(folder, tmp_path / "one", to="hf", verify=True)
     hub.add("me/mine", files | {"notes.md": b"mine", "adapter/model.safetensors": b"mine too"}, private=True)
     publish(tmp_path / "one", "me/mine")
-    found = hub.repositories["me/mine"]
-    left = [name for name in found.commits[found.sha("main")] if "safetensors" in name or name == "notes.md"]
+    repository = hub.repositories["me/mine"]
+    left = [name for name in repository.commits[repository.sha("main")] if "safetensors" in name or name == "notes.md"]
     assert sorted(left) == ["adapter/model.safetensors", "model.safetensors", "notes.md"]
 
 
@@ -172,8 +172,8 @@ def test_a_public_repository_and_a_wrong_token_are_refused(hub, model, token, tm
 
 def test_where_a_model_is_from_is_read_off_its_card(tmp_path, saved_card):
     assert origin_of(saved_card("no header")).base_model is None
-    found = origin_of(saved_card(CARD))
-    assert (found.base_model, found.relation, found.published) == ("org/ancestor", "finetune", None)
+    origin = origin_of(saved_card(CARD))
+    assert (origin.base_model, origin.relation, origin.published) == ("org/ancestor", "finetune", None)
     assert origin_of(saved_card("---\nbase_model: /home/me/model\nlicense: [a]\n---\n")).license == {}
     assert origin_of(saved_card("---\nbase_model: /home/me/model\n---\n")).base_model is None
     assert origin_of(saved_card("---\nbase_model: {unclosed\n---\n")).base_model is None
@@ -207,8 +207,8 @@ def test_a_run_trains_a_hub_s_model_and_pushes_it(hub, model, token, tmp_path, m
     assert main(["train", str(run)]) == 0
     assert json.loads(Path("run/sources.json").read_text())["model.source"]["commit"] == sha
     mine = hub.repositories["me/mine"]
-    found = header(mine.commits[mine.sha("main")]["README.md"].decode())
-    assert (found["base_model"], found["base_model_relation"], found["datasets"], found["license"]) == (
+    card = header(mine.commits[mine.sha("main")]["README.md"].decode())
+    assert (card["base_model"], card["base_model_relation"], card["datasets"], card["license"]) == (
         "org/model",
         "finetune",
         ["org/sums"],
@@ -242,10 +242,10 @@ def test_adapters_of_a_hub_s_model_name_it_and_its_commit(hub, model, token, tmp
     assert main(["train", str(run)]) == 0
     mine = hub.repositories["me/adapters"]
     pushed = mine.commits[mine.sha("main")]
-    said = json.loads(pushed["adapter_config.json"])
-    assert (said["base_model_name_or_path"], said["revision"]) == ("org/model", sha)
-    found = header(pushed["README.md"].decode())
-    assert (found["base_model"], found["base_model_relation"]) == ("org/model", "adapter")
+    config = json.loads(pushed["adapter_config.json"])
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", sha)
+    card = header(pushed["README.md"].decode())
+    assert (card["base_model"], card["base_model_relation"]) == ("org/model", "adapter")
     hub.add("org/model", {"config.json": b"{}"})
     assert main(["convert", "run/adapter", "merged", "--to", "hf"]) == 0, "with the base at its commit"
 

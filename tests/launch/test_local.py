@@ -39,7 +39,7 @@ class DataPathError(ConfigError):
     """Like an error that a package other than kumi.errors defines."""
 
 
-# What ranks run
+# Programs of ranks
 
 
 def meet():
@@ -94,7 +94,7 @@ def disagree():
 
 
 def die(how):
-    """Rank 1 dies, rank 0 hears of it; rank 2 is busy elsewhere and hears of nothing."""
+    """Rank 1 dies, rank 0 gets an error; rank 2 is busy and gets none."""
     dist.init_process_group("gloo")
     pair = dist.new_group([0, 1])
     if dist.get_rank() == 1:
@@ -122,7 +122,7 @@ def leave_with_3():
 
 
 def fail_where_leaving_hangs(run):
-    """As on NCCL, where leaving the group waits for what the other ranks never send."""
+    """As on NCCL, where destroying the group waits for messages that the other ranks never send."""
 
     def steps(run, store, mesh, *_):
         if mesh.rank == 1:
@@ -268,8 +268,8 @@ def test_ranks_meet_and_log(tmp_path, monkeypatch, capfd):
     threads = threads_per_rank(3, {})
     for rank in range(3):
         assert (tmp_path / str(rank)).read_text() == f"{rank} {rank} 3 {threads} lo {threads}"
-        said = f"said by {rank}\nand by a child\n"
-        assert (tmp_path / "logs" / f"rank_{rank:05d}.log").read_text() == ("" if rank == 0 else said)
+        logged = f"said by {rank}\nand by a child\n"
+        assert (tmp_path / "logs" / f"rank_{rank:05d}.log").read_text() == ("" if rank == 0 else logged)
     assert capfd.readouterr() == ("said by 0\nand by a child\n", "")
     assert dict(os.environ) == before
     assert [signal.getsignal(signum) for signum in signal.valid_signals()] == handlers
@@ -498,7 +498,7 @@ def test_ranks_die_with_their_parent(tmp_path):
     os.kill(child, signal.SIGKILL)
     assert exit_code(child) == -signal.SIGKILL
     until(lambda: not any(exists(pid) for pid in ranks))
-    # What it left lies beside the logs, and the next start removes it.
+    # Its leftover files are next to the logs, and the next start removes them.
     assert [path.name for path in tmp_path.glob("kumi*")] == []
     (left,) = (tmp_path / "logs").glob(".launch-*")
     assert local.run_ranks(give_back, (0,), nproc=2, log_dir=tmp_path / "logs") == 0

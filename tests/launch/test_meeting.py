@@ -58,14 +58,14 @@ def test_a_second_meeting_has_words_of_its_own(address, monkeypatch):
 
 
 def test_rank_0_stays_until_a_late_rank_has_heard(address):
-    def program(rank, answers, said):
+    def program(rank, answers, answered):
         if rank:
-            said.wait()
+            answered.wait()
             time.sleep(0.5)
         with rendezvous(LaunchedRank(rank, 2, rank)) as meeting:
             if rank == 0:
                 meeting.broadcast("finished")
-                said.set()
+                answered.set()
             answers.put(meeting.receive() if rank else None)
 
     assert set(in_ranks(program)) == {"finished", None}

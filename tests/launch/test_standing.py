@@ -14,7 +14,7 @@ RANK = {"RANK": "5", "WORLD_SIZE": "8"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "wanted"),
+    ("environ", "expected"),
     [
         ({}, None),
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script
@@ -33,13 +33,13 @@ RANK = {"RANK": "5", "WORLD_SIZE": "8"}
         # srun --mpi=pmi2 sets the numbers of its own step in PMI's variables.
         (SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8"} | MEETING, LaunchedRank(5, 8, 1)),
         (RANK | SRUN | MEETING, LaunchedRank(5, 8, 1)),
-        # One task a node, each of which has started its ranks itself: SLURM_LOCALID counts tasks.
+        # One task a node, which has started its ranks itself: SLURM_LOCALID counts tasks.
         (RANK | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"} | MEETING, LaunchedRank(5, 8, None)),
         (RANK | SRUN | {"LOCAL_RANK": "3"} | MEETING, LaunchedRank(5, 8, 3)),
     ],
 )
-def test_launchers(environ, wanted):
-    assert launched_rank(environ) == wanted
+def test_launchers(environ, expected):
+    assert launched_rank(environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ ROUTES_6 = "\n".join(
 
 @pytest.mark.skipif("sys.platform != 'linux'", reason="the tables are those of Linux")
 @pytest.mark.parametrize(
-    ("host", "wanted"),
+    ("host", "expected"),
     [
         ("10.1.2.3", "eth1"),
         ("10.1.3.3", "ib0"),
@@ -118,8 +118,8 @@ ROUTES_6 = "\n".join(
         ("no such host", None),
     ],
 )
-def test_the_interface_of_the_most_exact_route(host, wanted):
-    assert interface_to(host, ROUTES, ROUTES_6) == wanted
+def test_the_interface_of_the_most_exact_route(host, expected):
+    assert interface_to(host, ROUTES, ROUTES_6) == expected
 
 
 @pytest.mark.skipif("sys.platform != 'linux'", reason="the tables are those of Linux")
@@ -129,7 +129,7 @@ def test_the_default_route():
 
 
 @pytest.mark.parametrize(
-    ("groups", "file", "text", "wanted"),
+    ("groups", "file", "text", "expected"),
     [
         ("0::/user/job\n", "user/job/memory.events", "oom 7\noom_kill 3\noom_group_kill 0\n", 3),
         ("0::/elsewhere\n", "memory.events", "oom_kill 2\n", 2),  # a container sees its group as the root
@@ -137,9 +137,9 @@ def test_the_default_route():
         ("0::/\n", "nothing", "", None),
     ],
 )
-def test_processes_killed_for_memory(tmp_path, groups, file, text, wanted):
+def test_processes_killed_for_memory(tmp_path, groups, file, text, expected):
     counter = tmp_path / "mount" / file
     counter.parent.mkdir(parents=True)
     counter.write_text(text)
     (tmp_path / "cgroup").write_text(groups)
-    assert oom_kills(tmp_path / "cgroup", tmp_path / "mount") == wanted
+    assert oom_kills(tmp_path / "cgroup", tmp_path / "mount") == expected

@@ -1,7 +1,7 @@
 """Faults that users found where dimensions meet, in trainers of all kinds: each has the smallest case that shows it.
 
-A step on many ranks against the same step in one process, in float64. Every case says which wrong implementation it is
-there to catch; what else could be wrong, test_model_layouts would show.
+A step on many ranks against the same step in one process, in float64. Every case names the wrong implementation that
+it catches; test_model_layouts catches others.
 """
 
 from __future__ import annotations
@@ -95,18 +95,18 @@ def alone(family: str, *how: Any) -> Seen:
 
 def differing(ranks, layout, family, *how, of=""):
     """Check loss, norm and clipped gradients, and return the gradients with `of` in their names that differ."""
-    wanted = alone(family, 1, *how[1:])
-    assert wanted.norm > BOUND
+    expected = alone(family, 1, *how[1:])
+    assert expected.norm > BOUND
     seen = ranks(layout.world_size, step, layout, family, *how)
-    known, clipped = ({part.name: part for part in parts} for parts in (wanted.grads, wanted.clipped))
+    by_name, clipped = ({part.name: part for part in parts} for parts in (expected.grads, expected.clipped))
     named = [part for one in seen for part in one.grads if of in part.name]
     assert named, f"no gradient is named {of}"
-    found = [part.name for part in named if not close(part, known[part.name])]
-    if not found:
-        assert [one.loss for one in seen] == pytest.approx([wanted.loss] * len(seen), rel=1e-10)
-        assert [one.norm for one in seen] == pytest.approx([wanted.norm] * len(seen), rel=1e-10)
+    different = [part.name for part in named if not close(part, by_name[part.name])]
+    if not different:
+        assert [one.loss for one in seen] == pytest.approx([expected.loss] * len(seen), rel=1e-10)
+        assert [one.norm for one in seen] == pytest.approx([expected.norm] * len(seen), rel=1e-10)
         assert [part.name for one in seen for part in one.clipped if not close(part, clipped[part.name])] == []
-    return found
+    return different
 
 
 # Each rank has the gradient of its own tokens (between the regions) or heads (q_norm and k_norm): one that does not add
@@ -124,8 +124,8 @@ def test_gradients_of_norms_under_tensor_and_sequence_parallelism(ranks, layout,
     assert differing(ranks, layout, family, of="norm") == []
 
 
-# Catches a norm that counts what is replicated once for every rank that holds it (norms over tp, a key head that two tp
-# ranks copy, replicas), or counts what is sharded on one rank only.
+# Catches a norm that counts replicated tensors once for every rank that has them (norms over tp, a key head that two tp
+# ranks copy, replicas), or counts sharded tensors on one rank only.
 @pytest.mark.parametrize(
     "layout",
     [Layout(tp=2, dp_shard=2, zero=1), Layout(tp=2, dp_replicate=2), Layout(tp=2, dp_replicate=2, dp_shard=2, zero=3)],
@@ -135,7 +135,7 @@ def test_clip_norm_of_sharded_and_replicated_parameters(ranks, layout):
 
 
 # A router sees a rank's own tokens, as norms do; and how busy experts are must be counted over all ranks that share a
-# microbatch, for the loss is a product of two sums over its tokens, which is not the sum of the ranks' products.
+# microbatch, because the loss multiplies two sums over its tokens, and ranks' losses do not add up to it.
 @pytest.mark.parametrize("family", ["moe", "latent"])  # counted in the microbatch, and in each sequence
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, ep=2), Layout(tp=4, ep=2, expert_tp=2)])
 def test_router_and_auxiliary_loss_under_tensor_and_sequence_parallelism(ranks, layout, family):
@@ -149,11 +149,11 @@ def test_router_and_auxiliary_loss_under_tensor_and_sequence_parallelism(ranks, 
 def test_loss_scale_under_context_parallelism(ranks, layout):
     scale = 1024.0
     assert differing(ranks, layout, "qwen", 1, "fp64", scale) == []
-    wanted = alone("qwen", 1, "fp16", scale)
+    expected = alone("qwen", 1, "fp16", scale)
     for seen in ranks(2, step, layout, "qwen", 1, "fp16", scale):
-        assert seen.loss == pytest.approx(wanted.loss, rel=1e-3)
-        assert seen.norm == pytest.approx(wanted.norm, rel=1e-2)
-    assert wanted.norm == pytest.approx(alone("qwen", 1, "fp64", scale).norm, rel=1e-2)
+        assert seen.loss == pytest.approx(expected.loss, rel=1e-3)
+        assert seen.norm == pytest.approx(expected.norm, rel=1e-2)
+    assert expected.norm == pytest.approx(alone("qwen", 1, "fp64", scale).norm, rel=1e-2)
 
 
 # Experts have copies on other ranks than the rest: one count of copies for all, or none, is wrong for one of the two.
@@ -170,7 +170,7 @@ def test_gradient_norm_under_expert_and_tensor_parallelism(ranks, layout):
     assert differing(ranks, layout, "moe") == []
 
 
-# Catches sinks that are left whole beside heads that are cut, so that every rank takes those of the first heads.
+# Catches sinks that are not sharded with the heads, so that every rank takes those of the first heads.
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4), Layout(tp=2, cp=2, context="ulysses")])
 def test_attention_sinks_under_tensor_parallelism(ranks, layout):
     assert differing(ranks, layout, "sinks", of="sinks") == []
@@ -185,8 +185,8 @@ def test_tied_embeddings_with_many_and_virtual_stages(ranks, layout):
     assert differing(ranks, layout, "deep-tied", 4, of="embed_tokens") == []
 
 
-# Documents of 3, 6 and 7 tokens in rows that are cut every 4 or 2: catches positions that start again with a piece,
-# ends of documents that only one piece knows, and later stages that know none.
+# Documents of 3, 6 and 7 tokens in rows that are cut every 4 or 2: catches positions that restart with a chunk,
+# ends of documents that only one chunk has, and later stages that have none.
 @pytest.mark.parametrize(
     "layout", [Layout(cp=2), Layout(cp=2, context="ulysses"), Layout(cp=4), Layout(pp=2), Layout(cp=2, pp=2)]
 )
@@ -213,7 +213,7 @@ def test_fewer_microbatches_than_stages(ranks, layout, microbatches):
 
 
 def _laid(shape: tuple[int, ...], how: str, seed: int) -> torch.Tensor:
-    """A tensor whose elements do not lie in order: its dims are the other way round, or it is one row many times."""
+    """Return a tensor that is not contiguous: transposed, or one row expanded."""
     random = torch.Generator().manual_seed(10 * seed + dist.get_rank())
     if how == "expanded":
         return torch.randn(1, *shape[1:], generator=random, dtype=torch.float64).expand(shape)
@@ -225,8 +225,8 @@ def _changed(function: Callable[..., Any], *args: Any) -> Callable[[torch.Tensor
     """Return the result of `function` for a tensor, or the tensor that it changed in place."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        found = function(x, *args)
-        return x if found is None else found
+        result = function(x, *args)
+        return x if result is None else result
 
     return run
 
@@ -383,11 +383,11 @@ def _difference(name: str, how: str) -> float:
     for order in (lambda x: x, lambda x: x.contiguous()):
         x = order(_laid(shape, how, 1)).requires_grad_(name not in WITHOUT_GRADIENT)
         out = function(x)
-        found = [out.detach()]
+        values = [out.detach()]
         if out.requires_grad:
-            # One that is laid out like what was given, as far as it can be.
-            found += torch.autograd.grad(out, x, order(_laid(tuple(out.shape), how, 2)))
-        results.append(found)
+            # A gradient with the strides of the input, as far as possible.
+            values += torch.autograd.grad(out, x, order(_laid(tuple(out.shape), how, 2)))
+        results.append(values)
     return max(float((mine - wanted).abs().max()) for mine, wanted in zip(*results, strict=True))
 
 
@@ -404,7 +404,7 @@ def test_tensors_that_are_not_contiguous_enter_a_collective(ranks, name, how):
 
 
 def _turned(model: torch.nn.Module) -> None:
-    """Makes every stage return its hidden states, and take the gradients of them, in another order of memory."""
+    """Have every stage return its hidden states, and take their gradients, with other strides."""
     for stage in stages_of(model).values():
         stage.register_forward_hook(
             lambda module, _, out: out if isinstance(out, tuple) else out.transpose(0, 1).contiguous().transpose(0, 1)

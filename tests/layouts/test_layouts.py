@@ -39,7 +39,7 @@ def _name(layout: Layout) -> str:
 FAMILIES = ("llama", "qwen", "moe")
 CASES_2 = [(*case, how) for case in product(ON_2, FAMILIES, (1, 3)) for how in RECOMPUTE]
 CASES_4 = [(*case, how) for case, how in zip(product(ON_4, FAMILIES, (1, 3)), cycle(RECOMPUTE))]
-# By default four ranks are there where they hold copies besides, and where some are left without a part.
+# By default only the layouts of four ranks with replicas, and with ranks that get no shard.
 OFTEN = [case for case in CASES_4 if case[0].dp_replicate == 2 or case[0].zero == 3]
 
 
@@ -55,7 +55,7 @@ CASES = [
 
 @cache
 def alone(family: str, kind: str = "fp64") -> Trace:
-    """What one process sees."""
+    """Return the results of one process."""
     return run_ranks(1, train, Layout(), family, 1, kind)[0]
 
 
@@ -64,9 +64,9 @@ def close(part: Part, whole: Part, more: float | np.ndarray = 0.0) -> bool:
     a number or an array of the tensor's shape."""
     sizes = zip(part.start, part.values.shape, strict=True)
     here = tuple(slice(first, first + size) for first, size in sizes)
-    wanted, scale = whole.values[here], np.abs(whole.values).max()
+    expected, scale = whole.values[here], np.abs(whole.values).max()
     allowed = TOLERANCE * scale + (more[here] if isinstance(more, np.ndarray) else more)
-    return part.values.shape == wanted.shape and bool(np.all(np.abs(part.values - wanted) <= allowed))
+    return part.values.shape == expected.shape and bool(np.all(np.abs(part.values - expected) <= allowed))
 
 
 def updates_apart(grads: Sequence[Sequence[Part]]) -> Mapping[str, np.ndarray]:
@@ -82,24 +82,24 @@ def updates_apart(grads: Sequence[Sequence[Part]]) -> Mapping[str, np.ndarray]:
     return apart
 
 
-def equal(trace: Trace, wanted: Trace) -> None:
-    """Asserts that a rank saw what one process saw, to TOLERANCE, in all of its steps."""
-    assert trace.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
-    assert trace.norms == pytest.approx(wanted.norms, rel=TOLERANCE)
-    for mine, whole in zip(trace.grads, wanted.grads):
-        known = {part.name: part for part in whole}
-        assert [part.name for part in mine if not close(part, known[part.name])] == []
-    known, apart = {part.name: part for part in wanted.params}, updates_apart(wanted.grads)
-    assert [part.name for part in trace.params if not close(part, known[part.name], apart.get(part.name, 0.0))] == []
+def equal(trace: Trace, expected: Trace) -> None:
+    """Assert that all steps of a rank equal those of one process, to TOLERANCE."""
+    assert trace.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert trace.norms == pytest.approx(expected.norms, rel=TOLERANCE)
+    for mine, whole in zip(trace.grads, expected.grads):
+        by_name = {part.name: part for part in whole}
+        assert [part.name for part in mine if not close(part, by_name[part.name])] == []
+    by_name, apart = {part.name: part for part in expected.params}, updates_apart(expected.grads)
+    assert [part.name for part in trace.params if not close(part, by_name[part.name], apart.get(part.name, 0.0))] == []
     assert trace.counters == {2.0}
 
 
 @pytest.mark.parametrize(("layout", "family", "microbatches", "recompute"), CASES)
 def test_layout_equals_one_process(ranks, layout, family, microbatches, recompute):
-    wanted = alone(family)
+    expected = alone(family)
     layout = Layout(**{**vars(layout), "recompute": recompute})
     for trace in ranks(layout.world_size, train, layout, family, microbatches):
-        equal(trace, wanted)
+        equal(trace, expected)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])

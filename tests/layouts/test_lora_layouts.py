@@ -1,5 +1,5 @@
 """Adapters are trained in every layout as in one process: loss, gradient norm, gradients, and adapters after two
-steps; and nothing else is."""
+steps; no other tensor is trained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LORAS = {
     "lora": SOME,
     "dora": replace(SOME, targets=("all-linear",), use_dora=True, use_rslora=True),
     "drop": replace(SOME, targets=("q_proj", "v_proj", "up_proj"), dropout=0.3),
-    # What tp divides has no adapter here, and the first matrix of all has none.
+    # Column-parallel matrices have no adapter here, and the model's first matrix has none.
     "rows": replace(SOME, targets=("o_proj", "up_proj")),
     "packed": replace(SOME, use_dora=True, quantize="nf4"),
 }
@@ -57,7 +57,7 @@ def train(layout: Layout, family: str, lora: str, microbatches: int, kind: str =
     spec = replace(SPECS[family], lora=LORAS[lora])
     adapters = lambda name, start, shape: _read(spec, name, start, shape)  # noqa: E731
     model = build(spec, mesh, PRECISIONS[kind], weights=7, adapters=adapters)
-    known, named = params_by_name(spec), list(unwrap(model).named_parameters())
+    by_name, named = params_by_name(spec), list(unwrap(model).named_parameters())
     optimizer = init_adamw(named, decayed_names(spec), Optim(lr=1e-2))
     losses, norms = [], []
     dtype = getattr(torch, PRECISIONS[kind].param)
@@ -69,7 +69,7 @@ def train(layout: Layout, family: str, lora: str, microbatches: int, kind: str =
             piece
             for name, value in named
             if value.grad is not None
-            for piece in local_pieces(name, known[name], value.grad, mesh)
+            for piece in local_pieces(name, by_name[name], value.grad, mesh)
         ]
         grads = [Part(one.name, one.start, one.data.numpy().copy()) for one in grads]
         optimizer.step()
@@ -86,12 +86,12 @@ def alone(run, family: str, lora: str) -> Trace:
     return run(1, train, Layout(), family, lora, 1)[0]
 
 
-def equal(trace: Trace, wanted: Trace) -> None:
-    assert trace.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
-    assert trace.norms == pytest.approx(wanted.norms, rel=TOLERANCE)
-    for mine, whole in ((trace.grads, wanted.grads), (trace.params, wanted.params)):
-        known = {part.name: part for part in whole}
-        assert [part.name for part in mine if not close(part, known[part.name])] == []
+def equal(trace: Trace, expected: Trace) -> None:
+    assert trace.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert trace.norms == pytest.approx(expected.norms, rel=TOLERANCE)
+    for mine, whole in ((trace.grads, expected.grads), (trace.params, expected.params)):
+        by_name = {part.name: part for part in whole}
+        assert [part.name for part in mine if not close(part, by_name[part.name])] == []
     assert all(is_adapter(part.name) for part in trace.grads)
     assert trace.grads
 
@@ -109,7 +109,7 @@ CASES = [
     (Layout(dp_shard=2, tp=2, ep=2, zero=1), "moe", "dora"),
     (Layout(tp=2, pp=2, schedule="zb-h1"), "llama", "dora"),
 ]
-# What these have, others above have, too.
+# Others above cover these.
 LATER = [(SP, "qwen", "dora"), (Layout(dp_shard=2, zero=3, recompute="full"), "llama", "dora")]
 
 
@@ -124,26 +124,26 @@ def _name(case) -> str:
 )
 def test_layout_equals_one_process(ranks, case):
     layout, family, lora = case
-    wanted = alone(ranks, family, lora)
+    expected = alone(ranks, family, lora)
     for trace in ranks(layout.world_size, train, layout, family, lora, 3 if layout.pp == 1 else 6):
-        equal(trace, wanted)
+        equal(trace, expected)
 
 
 @pytest.mark.parametrize(
     "layout", [Layout(recompute="full"), Layout(recompute="selective"), TP], ids=["full", "selective", "tp"]
 )
 def test_the_same_is_dropped_when_recomputed_and_by_ranks_with_the_same_input(ranks, layout):
-    wanted = alone(ranks, "llama", "drop")
-    assert wanted.losses[0] != alone(ranks, "llama", "lora").losses[0]
+    expected = alone(ranks, "llama", "drop")
+    assert expected.losses[0] != alone(ranks, "llama", "lora").losses[0]
     for trace in ranks(layout.world_size, train, layout, "llama", "drop", 1):
-        equal(trace, wanted)
+        equal(trace, expected)
 
 
 def test_half_precision_follows_float32(ranks):
-    wanted = ranks(1, train, Layout(), "llama", "dora", 1, "fp32")[0]
+    expected = ranks(1, train, Layout(), "llama", "dora", 1, "fp32")[0]
     for trace in ranks(2, train, Layout(dp_shard=2, zero=3), "llama", "dora", 3, "bf16"):
-        assert trace.losses == pytest.approx(wanted.losses, rel=5e-3)
-        assert trace.norms == pytest.approx(wanted.norms, rel=5e-2)
+        assert trace.losses == pytest.approx(expected.losses, rel=5e-3)
+        assert trace.norms == pytest.approx(expected.norms, rel=5e-2)
 
 
 def test_a_first_stage_without_adapters_is_refused(ranks):
@@ -161,10 +161,10 @@ def test_a_first_stage_without_adapters_is_refused(ranks):
     ],
 )
 def test_matrices_in_four_bits_are_the_same_in_every_layout(ranks, layout):
-    plain, wanted = (ranks(1, train, Layout(), "llama", lora, 1, "fp32")[0] for lora in ("lora", "packed"))
-    assert wanted.losses != plain.losses
+    plain, expected = (ranks(1, train, Layout(), "llama", lora, 1, "fp32")[0] for lora in ("lora", "packed"))
+    assert expected.losses != plain.losses
     for trace in ranks(2, train, layout, "llama", "packed", 6, "fp32"):
-        assert trace.losses == pytest.approx(wanted.losses, rel=1e-5)
-        assert trace.norms == pytest.approx(wanted.norms, rel=1e-3)
-        # What is packed is no parameter.
+        assert trace.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert trace.norms == pytest.approx(expected.norms, rel=1e-3)
+        # A quantized matrix is not a parameter.
         assert "model.layers.0.self_attn.q_proj.weight" not in {part.name for part in trace.params}

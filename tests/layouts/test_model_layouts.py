@@ -69,8 +69,8 @@ MORE = [
     (Layout(dp_shard=2, tp=2, cp=2, zero=3, ep=4), "latent", 2),
     (Layout(dp_shard=2, tp=2, pp=2, zero=1, ep=2, expert_tp=2), "moe", 3),
 ]
-# Of these the ones on up to four ranks repeat what others show: test_faults and parallel/test_pipeline and test_context
-# train the same layouts, and the lists above have each family in each dimension or in pairs with it.
+# The ones on up to four ranks repeat others: test_faults, parallel/test_pipeline and test_context train the same
+# layouts, and the lists above have each family on each axis or in pairs with it.
 LATER = [
     (Layout(tp=4, sequence_parallel=False), "llama", 3),
     (Layout(tp=2), "latent", 2),
@@ -133,7 +133,7 @@ LATER = [
 
 
 def named(layout: Layout) -> str:
-    """What in `layout` is not the default."""
+    """Return the fields of `layout` that are not the default."""
     return "-".join(f"{key}{value}" for key, value in vars(layout).items() if value != getattr(Layout(), key))
 
 
@@ -147,8 +147,8 @@ CASES = sampled(
 
 @pytest.mark.parametrize(("layout", "family", "microbatches"), CASES)
 def test_layout_equals_one_process(ranks, layout, family, microbatches):
-    wanted = alone(family)
+    expected = alone(family)
     for rank, trace in enumerate(ranks(layout.world_size, train, layout, family, microbatches)):
-        said = state_bytes(SPECS[family], layout, rank, PRECISIONS["fp64"], Optim())
-        assert trace.held == (said.params, said.grads, said.optimizer)
-        equal(trace, wanted)
+        planned = state_bytes(SPECS[family], layout, rank, PRECISIONS["fp64"], Optim())
+        assert trace.state_bytes == (planned.params, planned.grads, planned.optimizer)
+        equal(trace, expected)

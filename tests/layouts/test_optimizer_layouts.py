@@ -1,7 +1,7 @@
 """Every optimizer trains in every layout as in one process, keeps the planned bytes, and goes on in another layout.
 
-In float64, so that only what an optimizer keeps in fewer bits is apart by more than rounding: Adafactor's means and the
-scales of 8-bit moments are float32.
+In float64, so that only states in fewer bits differ by more than rounding: Adafactor's means and the scales of 8-bit
+moments are float32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from steps import VOCAB, Part, forward_backward, gradients, mesh_of
 
 LR = 1e-2
 KINDS = ("sgd", "muon", "adafactor", "adamw-8bit")
-# What is kept in float32 is rounded, now and then to another neighbour: a change of an update by so many of its size.
+# Float32 states are rounded, sometimes to another neighbour: the relative change of an update.
 FLOAT32 = 64 * 2.0**-24
 APART = {"sgd": 0.0, "muon": 0.0, "adafactor": FLOAT32 * LR, "adamw-8bit": FLOAT32 * LR}
 
@@ -56,16 +56,16 @@ def optim_of(kind: str) -> Optim:
 
 @dataclass(frozen=True)
 class Run:
-    """What a rank saw: losses, gradients of every step, and what it would save at the end; and its bytes of states."""
+    """The results of a rank: losses, gradients of every step, the pieces that it saves at the end, bytes of states."""
 
     losses: list[float]
     grads: list[list[Part]]
     saved: list[tuple[str, tuple[int, ...], Part]]
-    held: int
+    state_bytes: int
 
 
 def train(layout: Layout, family: str, kind: str, whole: dict[str, np.ndarray] | None, steps: range) -> Run:
-    """Train `steps` of the same batches, from a start that no layout changes or from the tensors `whole`."""
+    """Train `steps` of the same batches, from the same start in every layout or from the tensors `whole`."""
     mesh, optim = mesh_of(layout), optim_of(kind)
 
     def read(name, start, shape):
@@ -85,12 +85,12 @@ def train(layout: Layout, family: str, kind: str, whole: dict[str, np.ndarray] |
         optimizer.zero_grad()
     pieces = owned_pieces([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh, optim)
     saved = [(one.name, one.shape, Part(one.name, one.start, one.data.numpy().copy())) for one in pieces]
-    held = sum(local_shard(value).nbytes for state in optimizer.state.values() for value in state.values())
-    return Run(losses, grads, saved, held)
+    num_bytes = sum(local_shard(value).nbytes for state in optimizer.state.values() for value in state.values())
+    return Run(losses, grads, saved, num_bytes)
 
 
 def together(runs: list[Run]) -> dict[str, np.ndarray]:
-    """The global tensors, every element of which one rank has saved."""
+    """Return the global tensors, after checking that one rank saves each element."""
     whole, written = {}, {}
     for name, shape, part in (one for run in runs for one in run.saved):
         here = tuple(slice(first, first + size) for first, size in zip(part.start, part.values.shape))
@@ -102,14 +102,18 @@ def together(runs: list[Run]) -> dict[str, np.ndarray]:
 
 @cache
 def alone(family: str, kind: str) -> Run:
-    """What one process sees."""
+    """Return the results of one process."""
     return run_ranks(1, train, Layout(), family, kind, None, range(2))[0]
 
 
 def equal(whole: dict[str, np.ndarray], family: str, kind: str) -> None:
     """Assert that the tensors are those of one process, as far as rounding allows."""
-    wanted, known, apart = alone(family, kind), params_by_name(SPECS[family]), updates_apart(alone(family, kind).grads)
-    tensors = together([wanted])
+    expected, params, apart = (
+        alone(family, kind),
+        params_by_name(SPECS[family]),
+        updates_apart(alone(family, kind).grads),
+    )
+    tensors = together([expected])
     assert whole.keys() == tensors.keys()
     for name, values in whole.items():
         group, _, rest = name.partition("/")
@@ -117,7 +121,7 @@ def equal(whole: dict[str, np.ndarray], family: str, kind: str) -> None:
             assert np.mean(values != tensors[name]) < 1e-3, name
             continue
         more = APART[kind]
-        if group == "model" and kind in ("muon", "adamw-8bit") and not is_muon_matrix(known[rest]):
+        if group == "model" and kind in ("muon", "adamw-8bit") and not is_muon_matrix(params[rest]):
             more = more + apart.get(rest, 0.0)
         part = Part(name, (0,) * values.ndim, values)
         bound = replace(part, values=tensors[name])
@@ -152,7 +156,7 @@ def test_layout_equals_one_process(ranks, kind, layout, family):
     runs = ranks(layout.world_size, train, layout, family, kind, None, range(2))
     for rank, run in enumerate(runs):
         assert run.losses == pytest.approx(alone(family, kind).losses, rel=max(TOLERANCE, APART[kind]))
-        assert run.held == state_bytes(SPECS[family], layout, rank, PRECISIONS["fp64"], optim_of(kind)).optimizer
+        assert run.state_bytes == state_bytes(SPECS[family], layout, rank, PRECISIONS["fp64"], optim_of(kind)).optimizer
     whole = together(runs)
     states = {name: values.shape for name, values in whole.items() if name.startswith("optim/")}
     assert states == optimizer_shapes(SPECS[family], optim_of(kind))

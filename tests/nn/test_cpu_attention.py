@@ -60,11 +60,11 @@ def test_equals_masked_sdpa(monkeypatch, heads, window, document_ids):
 def test_values_may_be_of_another_size_than_keys(value_size):
     qkv, grad = inputs(4, 2, value_size=value_size)
     where = segments(torch.zeros(ROWS, LENGTH), DOCUMENTS)
-    found, expected = attend(where, *qkv, 5), attend(Segments(DOCUMENTS, None), *qkv, 5)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.autograd.grad(found, qkv, grad), torch.autograd.grad(expected, qkv, grad))
+    result, expected = attend(where, *qkv, 5), attend(Segments(DOCUMENTS, None), *qkv, 5)
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(torch.autograd.grad(result, qkv, grad), torch.autograd.grad(expected, qkv, grad))
     q, k, v = (x.detach().to("meta") for x in qkv)
-    assert cpu_attention.PACKED_ATTENTION(q, k, v, [0, LENGTH, 2 * LENGTH], 0).shape == found.shape
+    assert cpu_attention.PACKED_ATTENTION(q, k, v, [0, LENGTH, 2 * LENGTH], 0).shape == result.shape
 
 
 def _plainly(q, k, v, sinks, window):
@@ -84,9 +84,9 @@ def test_sinks(heads, window, bounds):
     qkv, grad = inputs(*heads, value_size=6)
     sinks = torch.linspace(-2, 3, heads[0], dtype=torch.float64).requires_grad_()
     where = segments(torch.zeros(ROWS, LENGTH), DOCUMENTS) if bounds == "here" else Segments(DOCUMENTS, None)
-    found, expected = attend(where, *qkv, window, sinks), _plainly(*qkv, sinks, window)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(out, [*qkv, sinks], grad) for out in (found, expected)))
+    result, expected = attend(where, *qkv, window, sinks), _plainly(*qkv, sinks, window)
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(out, [*qkv, sinks], grad) for out in (result, expected)))
     # A sink that nobody looks at changes nothing.
     torch.testing.assert_close(attend(where, *qkv, window, sinks - 100), attend(where, *qkv, window))
 
@@ -168,13 +168,13 @@ def test_several_threads_give_the_same_bits_each_time(threads, way):
 def test_documents_divided_among_threads_give_the_same_result(threads, window, scores):
     qkv, grad = inputs(4, 2, value_size=6)
     sinks = None if scores.slopes else torch.linspace(-2, 3, 4, dtype=torch.float64).requires_grad_()
-    wanted = [*qkv] if sinks is None else [*qkv, sinks]
+    leaves = [*qkv] if sinks is None else [*qkv, sinks]
     bounds, results = [0, 4, 5, 11, 16, 22], []
     for count in (1, 2, 3):
         threads(count)
         assert (len(cpu_attention._shares(bounds, window or 0)) > 1) == (count > 1)
         out = packed_attention(*qkv, bounds, window, sinks, scores)
-        results.append([out, *torch.autograd.grad(out, wanted, grad)])
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
         assert torch.get_num_threads() == count
     for result in results[1:]:
         torch.testing.assert_close(result, results[0])

@@ -38,14 +38,14 @@ def test_products_go_where_they_are_said_to(monkeypatch):
 def test_products_of_experts_are_the_same_either_way():
     rows, weight = torch.randn(50, 24, requires_grad=True), torch.randn(3, 16, 24, requires_grad=True)
     counts = torch.tensor([0, 19, 31])
-    found = []
+    results = []
     for products in ("default", "onednn", "mixed"):
         numerics.use_numerics(Numerics(products=products))
         out = grouped_linear(rows, weight, counts)
-        found.append((out, *torch.autograd.grad(out.square().sum(), (rows, weight))))
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0])
-    assert all(map(torch.equal, found[0], found[2]))
+        results.append((out, *torch.autograd.grad(out.square().sum(), (rows, weight))))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
+    assert all(map(torch.equal, results[0], results[2]))
 
 
 def test_attention_goes_where_it_is_said_to():
@@ -55,7 +55,7 @@ def test_attention_goes_where_it_is_said_to():
 
 
 def chosen(monkeypatch, kind="fp32", **seconds):
-    """What is chosen where products, formats, attention in each case and a layer take `seconds`, 1 where not said."""
+    """Return the choice if matmuls, formats, attention in each case and a layer take `seconds`; by default 1."""
 
     def ways(what, *names):
         return lambda *_: dict.fromkeys(names, 1.0) | seconds.get(what, {})
@@ -85,7 +85,7 @@ def chosen(monkeypatch, kind="fp32", **seconds):
         ({"bf16_short": {"flash": 0.96}}, Numerics("fp32", "mixed")),
         ({"layer": {"bf16": 0.5}}, Numerics("bf16", "mixed")),
         ({"layer": {"bf16": 0.96}}, Numerics("fp32", "mixed")),
-        # Where products in bfloat16 take twice as long, it is not timed any further.
+        # If matmuls in bfloat16 take twice as long, it is not timed any further.
         ({"formats": {"bf16": 3.0}}, Numerics("fp32", "mixed", ("bf16-short", "bf16-long"))),
     ],
 )
@@ -108,9 +108,9 @@ def test_a_lead_has_to_be_of_the_fastest_round_too():
 
 def test_the_ways_have_their_turns():
     turns = []
-    found = fastest_numerics._Clock().timed("what", {way: lambda way=way: turns.append(way) for way in "ab"})
+    seconds = fastest_numerics._Clock().timed("what", {way: lambda way=way: turns.append(way) for way in "ab"})
     assert turns == ["a", "b"] * (fastest_numerics.ROUNDS + 1)
-    assert {way: len(each) for way, each in found.items()} == dict.fromkeys("ab", fastest_numerics.ROUNDS)
+    assert {way: len(each) for way, each in seconds.items()} == dict.fromkeys("ab", fastest_numerics.ROUNDS)
 
 
 def test_attention_is_timed_with_the_products_that_were_chosen(monkeypatch):
@@ -129,8 +129,8 @@ def test_attention_is_timed_with_the_products_that_were_chosen(monkeypatch):
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_what_takes_too_long_stays_as_in_the_reference(monkeypatch, kind):
     monkeypatch.setattr(fastest_numerics, "SECONDS", 0.0)
-    found, seconds = fastest_numerics.measure(kind)
-    assert found == Numerics(kind)
+    numerics, seconds = fastest_numerics.measure(kind)
+    assert numerics == Numerics(kind)
     assert not any(seconds.values())
     now = iter((0.0, 0.0, 0.1, 0.2, 0.3, 5.0))
     monkeypatch.setattr(fastest_numerics, "SECONDS", 1.0)
@@ -142,10 +142,10 @@ def test_what_takes_too_long_stays_as_in_the_reference(monkeypatch, kind):
 
 def test_a_measurement_here(monkeypatch):
     monkeypatch.setattr(fastest_numerics, "SECONDS", 600.0)
-    found, seconds = fastest_numerics.measure("fp32")
-    assert found.kind in ("fp32", "bf16")
+    numerics, seconds = fastest_numerics.measure("fp32")
+    assert numerics.kind in ("fp32", "bf16")
     assert "default" in seconds["products"]
     for case in ("fp32-short", "fp32-long"):
         ways = seconds[f"attention {case}"]
-        assert (case in found.flash) <= (ways["flash"] * fastest_numerics.LEAD <= ways["blocks"])
+        assert (case in numerics.flash) <= (ways["flash"] * fastest_numerics.LEAD <= ways["blocks"])
     assert all(one > 0 for ways in seconds.values() for one in ways.values())

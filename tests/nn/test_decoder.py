@@ -1,4 +1,4 @@
-"""The decoder as a whole: packing, dtypes, building on the meta device. Parity with transformers is in tests/parity."""
+"""The decoder: packing, dtypes, building on the meta device. Parity with transformers is in tests/parity."""
 
 from dataclasses import replace
 
@@ -76,16 +76,16 @@ def test_every_way_of_calling_agrees():
     labels[0, -1] = -100
     expected = torch.log_softmax(decoder(ids), -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     expected[labels == -100] = 0.0
-    found = decoder(ids, labels=labels)
+    log_probs = decoder(ids, labels=labels)
     weights = torch.rand(labels.shape, dtype=torch.float64)
     total, detached = decoder(ids, labels=labels, token_weights=weights)
-    for values in (found, detached):
+    for values in (log_probs, detached):
         assert values.shape == labels.shape
         torch.testing.assert_close(values, expected)
     torch.testing.assert_close(total, (expected * weights).sum())
     parameters = tuple(decoder.parameters())
     torch.testing.assert_close(
-        torch.autograd.grad(total, parameters), torch.autograd.grad((found * weights).sum(), parameters)
+        torch.autograd.grad(total, parameters), torch.autograd.grad((log_probs * weights).sum(), parameters)
     )
 
 

@@ -1,4 +1,4 @@
-"""Routing, dispatch, grouped products and balancing of experts, against plain PyTorch written here."""
+"""Routing, dispatch, grouped GEMMs and balancing of experts agree with plain PyTorch."""
 
 from dataclasses import replace
 
@@ -80,10 +80,10 @@ def test_equals_all_experts_on_all_tokens(spec, flat):
     module, x = made(spec), tokens().requires_grad_()
     grad = tokens(shape=x.shape).flip(0)
     expected = reference(module, x)
-    wanted = torch.autograd.grad(expected, [x, *module.parameters()], grad)
-    found = module(x.flatten(0, 1) if flat else x, SHAPE)
-    torch.testing.assert_close(found.view(x.shape), expected)
-    torch.testing.assert_close(torch.autograd.grad(found.view(x.shape), [x, *module.parameters()], grad), wanted)
+    grads = torch.autograd.grad(expected, [x, *module.parameters()], grad)
+    result = module(x.flatten(0, 1) if flat else x, SHAPE)
+    torch.testing.assert_close(result.view(x.shape), expected)
+    torch.testing.assert_close(torch.autograd.grad(result.view(x.shape), [x, *module.parameters()], grad), grads)
 
 
 def test_gradcheck():
@@ -106,19 +106,19 @@ def test_grouped_products(dtype, counts, sizes):
     grad = torch.randn(sum(counts), out, generator=generator).to(dtype)
     parts = zip(rows.split(counts), weight)
     expected = torch.cat([F.linear(part, matrix) for part, matrix in parts])
-    found = grouped_linear(rows, weight, torch.tensor(counts))
+    result = grouped_linear(rows, weight, torch.tensor(counts))
     tolerance = {"rtol": 2e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(found, expected, **tolerance)
+    torch.testing.assert_close(result, expected, **tolerance)
     # The gradient of an output that is read transposed is not contiguous.
-    wanted = torch.autograd.grad(expected, (rows, weight), grad)
-    got = torch.autograd.grad(found, (rows, weight), grad.T.contiguous().T)
-    torch.testing.assert_close(got, wanted, **tolerance)
+    expected_grads = torch.autograd.grad(expected, (rows, weight), grad)
+    got = torch.autograd.grad(result, (rows, weight), grad.T.contiguous().T)
+    torch.testing.assert_close(got, expected_grads, **tolerance)
 
 
 def test_the_kernel_is_taken_and_counted_where_there_is_one(monkeypatch):
     monkeypatch.setattr(
         grouped_gemm, "_compiles_kernels", lambda rows: False
-    )  # whichever float32 products a run before has chosen
+    )  # whatever float32 precision an earlier test has chosen
     assert grouped_gemm._has_kernel(torch.zeros(3, 8), 4)
     rows, weight = torch.zeros(12, 16), torch.zeros(4, 24, 16)
     with FlopCounterMode(display=False) as counter:
@@ -140,7 +140,7 @@ def test_the_bias_chooses_and_weighs_nothing():
     module = made(V3)
     x = tokens().flatten(0, 1)
     before = module.gate(x, SHAPE)
-    module.gate.e_score_correction_bias += 5.0  # of all alike
+    module.gate.e_score_correction_bias += 5.0  # equal for all experts
     after = module.gate(x, SHAPE)
     assert torch.equal(before.ids, after.ids)
     assert torch.equal(before.weights, after.weights)
@@ -174,18 +174,18 @@ def test_the_gradient_of_the_auxiliary_loss(spec, per_sequence):
     logits = x.flatten(0, 1) @ module.gate.weight.T
     loss = aux_reference(spec, logits, module.gate(x.flatten(0, 1), SHAPE).ids, SHAPE, per_sequence)
     inputs = [x, *module.parameters()]
-    wanted = torch.autograd.grad((out * grad).sum() + 0.3 * loss, inputs)
+    expected = torch.autograd.grad((out * grad).sum() + 0.3 * loss, inputs)
     balance = module.gate.balance
     balance.reset()
     balance.weight, balance.per_sequence = 0.3 / 15, per_sequence
-    torch.testing.assert_close(torch.autograd.grad((module(x, SHAPE) * grad).sum(), inputs), wanted)
+    torch.testing.assert_close(torch.autograd.grad((module(x, SHAPE) * grad).sum(), inputs), expected)
     torch.testing.assert_close(balance.loss, 0.3 * loss.detach())
     assert balance.counts.sum() == 15 * spec.num_experts_per_tok
 
 
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_ranks_that_share_sequences_count_together(per_sequence):
-    """Two halves of a batch, which cut a sequence, give what the whole gives when each knows the other's counts."""
+    """Two halves of a batch that split a sequence, each with the other's counts, give the result of the batch."""
     router, x = made(SPEC).gate, tokens(shape=(24, 16))
     balance, counts = router.balance, []
     balance.weight, balance.per_sequence = 1 / 24, per_sequence

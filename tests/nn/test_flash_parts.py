@@ -1,4 +1,4 @@
-"""Parts of attention by fused kernels add up to the whole, whichever stretches of rows they are."""
+"""Partial attention by fused kernels adds up to full attention, for any ranges of the rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _heads(x, heads):
 
 
 def _mask(causal, window, length):
-    """What the CPU's kernel takes for a causal mask, or for a window in its stead."""
+    """Return the arguments of the CPU's kernel for a causal mask or a window: (is_causal, mask)."""
     if window is None:
         return causal, None
     place = torch.arange(length)
@@ -38,7 +38,7 @@ def _mask(causal, window, length):
 
 
 def forward(q, k, v, options):
-    """What `FlashKernels.forward` is, by the CPU's own kernel, document by document."""
+    """`FlashKernels.forward` by the CPU's kernel, document by document."""
     causal, documents, window, scale = options
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     flat_q, flat_k, flat_v, flat_out, flat_lse = (x.flatten(0, 1) for x in (q, k, v, out, lse))
@@ -47,16 +47,16 @@ def forward(q, k, v, options):
         tensors = [_heads(x, q.shape[2]) for x in (flat_q[queries], flat_k[keys], flat_v[keys])]
         plain, mask = _mask(causal, window, len(flat_q[queries]))
         compute, how = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, {"attn_mask": mask, "scale": scale}
-        one, sums = compute(*tensors, 0.0, plain, **how)
-        flat_out[queries], flat_lse[queries] = one[0].transpose(0, 1), sums[0].T
+        row_out, sums = compute(*tensors, 0.0, plain, **how)
+        flat_out[queries], flat_lse[queries] = row_out[0].transpose(0, 1), sums[0].T
     return out, lse
 
 
 def backward(grad, q, k, v, out, lse, options):
-    """What `FlashKernels.backward` is."""
+    """`FlashKernels.backward` by the CPU's kernel, document by document."""
     causal, documents, window, scale = options
-    found = [torch.empty_like(x) for x in (q, k, v)]
-    flat = [x.flatten(0, 1) for x in (grad, q, k, v, out, lse, *found)]
+    totals = [torch.empty_like(x) for x in (q, k, v)]
+    flat = [x.flatten(0, 1) for x in (grad, q, k, v, out, lse, *totals)]
     ends = zip(_documents(documents, *q.shape[:2]), _documents(documents, *k.shape[:2]), strict=True)
     for queries, keys in ends:
         where = (queries, queries, keys, keys, queries)
@@ -64,10 +64,10 @@ def backward(grad, q, k, v, out, lse, options):
         sums = flat[5][queries].T[None].contiguous()
         plain, mask = _mask(causal, window, len(flat[1][queries]))
         compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        one = compute(*tensors, sums, 0.0, plain, attn_mask=mask, scale=scale)
-        for target, places, part in zip(flat[6:], (queries, keys, keys), one):
+        grads = compute(*tensors, sums, 0.0, plain, attn_mask=mask, scale=scale)
+        for target, places, part in zip(flat[6:], (queries, keys, keys), grads):
             target[places] = part[0].transpose(0, 1).unflatten(1, (target.shape[1], -1)).sum(2)
-    return found
+    return totals
 
 
 ON_CPU = patch.dict(
@@ -83,7 +83,7 @@ LENGTHS = {
 
 
 def documents_of(length, lengths):
-    """Document ids (ROWS, length): one row of documents of `lengths`, repeated, and one whole; and where they begin."""
+    """Return document ids (ROWS, length) of rows of documents of `lengths` and one single document, and cu_seqlens."""
     again = torch.tensor((lengths or (length,)) * length)
     ids = torch.repeat_interleave(torch.arange(len(again)), again)[:length]
     ids = torch.stack([ids, torch.zeros_like(ids)])
@@ -102,7 +102,7 @@ def test_parts_add_up(cp, name):
     ids, bounds = documents_of(length, LENGTHS[name])
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     whole = attend(Segments(ids, None), *leaves, None)
-    wanted = torch.autograd.grad(whole, leaves, grad)
+    expected = torch.autograd.grad(whole, leaves, grad)
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     with ON_CPU:
         for index in range(cp):
@@ -121,19 +121,19 @@ def test_parts_add_up(cp, name):
                 flash_partial.attend_tiles_backward(*ends, tiles, out, lse, *parts)
                 for total, at, part in zip(grads, (own, other, other), parts):
                     total[:, at] += part
-    assert max(float((a - b).abs().max()) for a, b in zip(grads, wanted, strict=True)) < 1e-12
+    assert max(float((a - b).abs().max()) for a, b in zip(grads, expected, strict=True)) < 1e-12
 
 
 def test_one_kernel_a_round_where_rows_are_whole():
     """Of earlier ranks all queries see the first piece, of later ones the last piece sees all."""
     places = [positions_of_rank(48, 3, index) for index in range(3)]
-    found = [
+    tiles = [
         flash_partial.attention_tiles((0, 48, 96), ROWS, places[1], other, torch.device("cpu")) for other in places
     ]
     every, rows = slice(0, 16), slice(None)
-    assert found[0] == (flash_partial.Tile(rows, every, slice(0, 8)),)
-    assert found[1] == (flash_partial.Tile(rows, rows, rows, causal=True),)
-    assert found[2] == (flash_partial.Tile(rows, slice(8, 16), every),)
+    assert tiles[0] == (flash_partial.Tile(rows, every, slice(0, 8)),)
+    assert tiles[1] == (flash_partial.Tile(rows, rows, rows, causal=True),)
+    assert tiles[2] == (flash_partial.Tile(rows, slice(8, 16), every),)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -144,12 +144,12 @@ def test_sinks_scale_what_a_kernel_gives(name, window):
     *qkv, grad = (torch.randn(ROWS, length, heads, 8, generator=random, dtype=torch.float64) for heads in (4, 2, 2, 4))
     leaves = [*qkv, torch.linspace(-2, 3, 4, dtype=torch.float64)]
     ids, bounds = documents_of(length, LENGTHS[name])
-    for one in leaves:
-        one.requires_grad_()
-    wanted = attend(Segments(ids, None), *leaves[:3], window, leaves[3])
+    for actual in leaves:
+        actual.requires_grad_()
+    expected = attend(Segments(ids, None), *leaves[:3], window, leaves[3])
     with ON_CPU:
-        found = attend(Segments(ids, torch.tensor(bounds, dtype=torch.int32)), *leaves[:3], window, leaves[3])
-        grads = torch.autograd.grad(found, leaves, grad)
-    assert (found - wanted).abs().max() < 1e-12
-    for one, other in zip(grads, torch.autograd.grad(wanted, leaves, grad), strict=True):
-        assert (one - other).abs().max() < 1e-12
+        result = attend(Segments(ids, torch.tensor(bounds, dtype=torch.int32)), *leaves[:3], window, leaves[3])
+        grads = torch.autograd.grad(result, leaves, grad)
+    assert (result - expected).abs().max() < 1e-12
+    for actual, other in zip(grads, torch.autograd.grad(expected, leaves, grad), strict=True):
+        assert (actual - other).abs().max() < 1e-12

@@ -1,4 +1,4 @@
-"""Memory of experts' products on a CPU, whose sizes are others in every microbatch."""
+"""Memory of grouped GEMMs on a CPU, whose sizes change with every microbatch."""
 
 import random
 import subprocess

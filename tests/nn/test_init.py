@@ -43,10 +43,10 @@ def test_matrices_are_normal_norms_one_biases_zero():
 
 def test_norms_around_one_begin_at_zero():
     spec = replace(from_hf(CONFIG), zero_centered_norm=True, learned_positions=64, norm="layernorm")
-    init_weights(found := Decoder(spec), spec, seed=3)
-    for name, parameter in found.named_parameters():
+    init_weights(decoder := Decoder(spec), spec, seed=3)
+    for name, parameter in decoder.named_parameters():
         assert not parameter.any() if "norm" in name else name.endswith("bias") or parameter.std() > 0.04
-    assert abs(found.model.embed_positions.weight.std() - 0.05) < 0.002
+    assert abs(decoder.model.embed_positions.weight.std() - 0.05) < 0.002
 
 
 def test_parameters_do_not_depend_on_what_else_there_is():

@@ -39,10 +39,10 @@ def test_norm_is_as_exact_as_its_dtype(dtype):
     weight = layer.weight.detach().double().requires_grad_()
     exact = F.rms_norm(wide, (64,), weight, 1e-5)
     grad = random(4, 8, 64)
-    found, expected = layer(x), exact.to(dtype)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found, expected)
-    grads = torch.autograd.grad(found, (x, layer.weight), grad.to(dtype))
+    result, expected = layer(x), exact.to(dtype)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result, expected)
+    grads = torch.autograd.grad(result, (x, layer.weight), grad.to(dtype))
     exacts = torch.autograd.grad(exact, (wide, weight), grad.to(dtype).double())
     torch.testing.assert_close(grads[0], exacts[0].to(dtype))
     torch.testing.assert_close(grads[1], exacts[1].float())
@@ -79,13 +79,13 @@ def test_layer_norm(bias, zero_centered):
 
 def test_layer_norm_of_half_precision_has_wide_statistics():
     layer, x = affine(64, torch.float32, bias=True), (random(4, 8, 64) + 30).to(torch.bfloat16).requires_grad_()
-    found, kept = None, []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
-        found = layer(x)
+    out, saved = None, []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        out = layer(x)
     exact = F.layer_norm(x.double(), (64,), layer.weight.double(), layer.bias.double(), 1e-5)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, exact.to(torch.bfloat16))
-    assert sorted((one.nbytes, one.numel()) for one in kept if one.numel() != 64) == [(128, 32)] * 2 + [(4096, 2048)]
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, exact.to(torch.bfloat16))
+    assert sorted((one.nbytes, one.numel()) for one in saved if one.numel() != 64) == [(128, 32)] * 2 + [(4096, 2048)]
 
 
 def test_norm_of_nearly_nothing_is_finite():
@@ -152,11 +152,11 @@ def test_clamped_gates():
     assert (gate > 0.7).any()
     assert (up.abs() > 0.7).any()
     expected = low * (1.3 * low).sigmoid() * (inside + 1)
-    found = activation_functions.apply_gate(gate, up, how)
-    torch.testing.assert_close(found, expected)
+    result = activation_functions.apply_gate(gate, up, how)
+    torch.testing.assert_close(result, expected)
     grad = random(6, 4) + 0.3
     torch.testing.assert_close(
-        torch.autograd.grad(found, (gate, up), grad), torch.autograd.grad(expected, (gate, up), grad)
+        torch.autograd.grad(result, (gate, up), grad), torch.autograd.grad(expected, (gate, up), grad)
     )
 
 

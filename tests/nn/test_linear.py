@@ -25,10 +25,10 @@ def gradients(put_off, bias, recompute):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_weight_gradients_that_wait_are_the_same(bias, recompute):
-    plain, wanted = gradients(None, bias, recompute)
+    plain, expected = gradients(None, bias, recompute)
     later = []
     layers, x = gradients(later, bias, recompute)
-    torch.testing.assert_close(x.grad, wanted.grad, rtol=1e-13, atol=0)
+    torch.testing.assert_close(x.grad, expected.grad, rtol=1e-13, atol=0)
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
     assert len(later) == 4
     for add in later:

@@ -26,8 +26,8 @@ def inputs(dtype=torch.float64, seed=0):
 
 
 def plain(hidden, weight, labels):
-    found = torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-    return torch.where(labels == IGNORED, 0.0, found)
+    log_probs = torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    return torch.where(labels == IGNORED, 0.0, log_probs)
 
 
 def test_gradcheck():
@@ -40,12 +40,12 @@ def test_both_modes_equal_the_plain_formula():
     hidden, weight, labels, token_weights = inputs()
     expected = plain(hidden, weight, labels)
     expected_grads = torch.autograd.grad((expected * token_weights).sum(), (hidden, weight))
-    found = logprob.log_probs(hidden, weight, labels)
+    result = logprob.log_probs(hidden, weight, labels)
     total, detached = logprob.weighted_sum(hidden, weight, labels, token_weights)
     assert not detached.requires_grad
-    for values in (found, detached):
+    for values in (result, detached):
         torch.testing.assert_close(values, expected)
-    for value in ((found * token_weights).sum(), total):
+    for value in ((result * token_weights).sum(), total):
         torch.testing.assert_close(value, (expected * token_weights).sum())
         torch.testing.assert_close(torch.autograd.grad(value, (hidden, weight)), expected_grads)
 
@@ -61,10 +61,10 @@ def test_scaled_and_capped_logits(shaping):
     expected = torch.log_softmax(logits, dim=-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
     expected = torch.where(labels == IGNORED, 0.0, expected)
     grads = torch.autograd.grad((expected * token_weights).sum(), (hidden, weight))
-    found = logprob.log_probs(hidden, weight, labels, shaping=shaping)
+    result = logprob.log_probs(hidden, weight, labels, shaping=shaping)
     total, _ = logprob.weighted_sum(hidden, weight, labels, token_weights, shaping=shaping)
-    torch.testing.assert_close(found, expected)
-    for value in ((found * token_weights).sum(), total):
+    torch.testing.assert_close(result, expected)
+    for value in ((result * token_weights).sum(), total):
         torch.testing.assert_close(torch.autograd.grad(value, (hidden, weight)), grads)
 
 
@@ -89,13 +89,13 @@ def test_a_factor_on_the_sum_reaches_the_gradient():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keeps_float32_statistics(dtype):
     hidden, weight, labels, token_weights = inputs(dtype)
-    # The same rounded logits, all else exact: what is left is the error of the statistics.
+    # The same rounded logits, all else exact: only the statistics have an error.
     logits = (hidden @ weight.T).detach().double()
     exact = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
     exact[labels == IGNORED] = 0.0
-    _, found = logprob.weighted_sum(hidden, weight, labels, token_weights.float())
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-6)
+    _, result = logprob.weighted_sum(hidden, weight, labels, token_weights.float())
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), exact, rtol=0, atol=2e-6)
 
 
 def test_float16_gradients_survive_small_weights_and_loss_scaling():
@@ -113,8 +113,8 @@ def test_float16_gradients_survive_small_weights_and_loss_scaling():
 
 def test_ties_and_extreme_logits():
     hidden, weight = torch.ones(3, 1), torch.tensor([[200.0], [200.0], [-200.0], [0.0]])
-    found = logprob.log_probs(hidden, weight, torch.tensor([0, 1, 2]))
-    torch.testing.assert_close(found, torch.tensor([-0.6931472, -0.6931472, -400.6931472]))
+    result = logprob.log_probs(hidden, weight, torch.tensor([0, 1, 2]))
+    torch.testing.assert_close(result, torch.tensor([-0.6931472, -0.6931472, -400.6931472]))
 
 
 def test_nothing_to_learn_gives_zero_and_no_gradient():

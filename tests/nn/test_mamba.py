@@ -42,30 +42,30 @@ def inputs(length, documents=False, chunk=CHUNK, limits=(0.3, 1.5)):
 
 
 def one_by_one(given):
-    """The recurrence as it is written."""
+    """Return the outputs of the recurrence, computed step by step."""
     steps = F.softplus(given.dt + given.dt_bias).clamp(given.low, given.high)
     b, c = (value.repeat_interleave(HEADS // GROUPS, dim=2) for value in (given.b, given.c))
-    state, found = given.x.new_zeros(ROWS, HEADS, CHANNELS, STATE), []
+    state, outputs = given.x.new_zeros(ROWS, HEADS, CHANNELS, STATE), []
     for place in range(given.x.shape[1]):
-        kept = torch.exp(-given.a_log.exp() * steps[:, place])
+        decay = torch.exp(-given.a_log.exp() * steps[:, place])
         if given.numbers is not None and place:
-            kept = kept * (given.numbers[:, place] == given.numbers[:, place - 1])[:, None]
+            decay = decay * (given.numbers[:, place] == given.numbers[:, place - 1])[:, None]
         written = (steps[:, place, :, None] * given.x[:, place])[..., None] * b[:, place, :, None]
-        state = kept[..., None, None] * state + written
-        found.append((state * c[:, place, :, None]).sum(-1) + given.d[:, None] * given.x[:, place])
-    return torch.stack(found, dim=1)
+        state = decay[..., None, None] * state + written
+        outputs.append((state * c[:, place, :, None]).sum(-1) + given.d[:, None] * given.x[:, place])
+    return torch.stack(outputs, dim=1)
 
 
 @pytest.mark.parametrize("at_a_time", [1, 2**19])
 @pytest.mark.parametrize(("length", "documents"), [(24, False), (21, False), (21, True), (5, True), (40, True)])
 def test_the_recurrence(length, documents, at_a_time, monkeypatch):
-    """Rows of whole chunks, of less than one, and with a shorter one at the end; one chunk at a time, and all."""
+    """Rows of full chunks, of less than a chunk, and with a shorter last chunk; one or all chunks at a time."""
     monkeypatch.setattr(scans, "SCORES_AT_ONCE", (at_a_time, at_a_time))
     given = inputs(length, documents)
-    found, wanted = scan(given), one_by_one(given)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0), dtype=wanted.dtype)
-    for value, expected in zip(*(torch.autograd.grad((y * weights).sum(), given[:7]) for y in (found, wanted))):
+    result, reference = scan(given), one_by_one(given)
+    torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-12)
+    weights = torch.randn(reference.shape, generator=torch.Generator().manual_seed(0), dtype=reference.dtype)
+    for value, expected in zip(*(torch.autograd.grad((y * weights).sum(), given[:7]) for y in (result, reference))):
         torch.testing.assert_close(value, expected, rtol=1e-8, atol=1e-10)
 
 
@@ -76,14 +76,14 @@ def test_strong_decay_stays_finite():
     strong = ScanInputs(*values[:4], values[4], values[5] + 6, values[6], *given[7:])
     exact = ScanInputs(*(value.double() for value in strong[:7]), *given[7:])
     leaves = [value.requires_grad_() for value in strong[:7]]
-    found = scan(strong)
-    torch.testing.assert_close(found, one_by_one(exact).float(), rtol=1e-5, atol=1e-5)
-    assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(found.sum(), leaves))
+    result = scan(strong)
+    torch.testing.assert_close(result, one_by_one(exact).float(), rtol=1e-5, atol=1e-5)
+    assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(result.sum(), leaves))
 
 
 @pytest.mark.parametrize("length", [24, 21])
 def test_operations_are_those_that_run(length):
-    """The operators' formulas, PyTorch's count of what they do, and the ledger."""
+    """The operators' FLOP formulas agree with PyTorch's count and with the ledger."""
     given = inputs(length)
     grad = torch.ones_like(given.x)
 
@@ -120,11 +120,11 @@ def test_convolution_and_gated_norm(at_a_time, monkeypatch):
         gated = (F.silu(y) * F.silu(gate)).view(2, 9, 2, 3)
         return F.rms_norm(gated, (3,), eps=1e-5).flatten(2) * norm.weight
 
-    found, wanted = norm(convolution(x, numbers), gate), plain(x, gate)
-    torch.testing.assert_close(found, wanted)
+    result, reference = norm(convolution(x, numbers), gate), plain(x, gate)
+    torch.testing.assert_close(result, reference)
     leaves = [x, gate, *convolution.parameters(), *norm.parameters()]
-    weights = torch.randn(wanted.shape, generator=random, dtype=torch.float64)
-    for value, expected in zip(*(torch.autograd.grad((y * weights).sum(), leaves) for y in (found, wanted))):
+    weights = torch.randn(reference.shape, generator=random, dtype=torch.float64)
+    for value, expected in zip(*(torch.autograd.grad((y * weights).sum(), leaves) for y in (result, reference))):
         torch.testing.assert_close(value, expected)
 
 
@@ -154,7 +154,7 @@ def test_documents_in_a_row_are_apart():
 def test_half_precision_rounds_once():
     """Inputs and results are in bfloat16, all between in float32."""
     x = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(4))
-    wanted = mixer(torch.float32)(x, where(2, 40))
-    found = mixer(torch.bfloat16)(x.bfloat16(), where(2, 40))
-    assert found.dtype == torch.bfloat16
-    assert (found - wanted).abs().max() < 0.03 * wanted.abs().max()
+    expected = mixer(torch.float32)(x, where(2, 40))
+    result = mixer(torch.bfloat16)(x.bfloat16(), where(2, 40))
+    assert result.dtype == torch.bfloat16
+    assert (result - expected).abs().max() < 0.03 * expected.abs().max()

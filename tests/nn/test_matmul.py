@@ -1,4 +1,4 @@
-"""The choice of the float32 matrix product."""
+"""The choice of the float32 matmul."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ def _restore():
 
 @pytest.mark.parametrize(("errors", "precision"), [((2e-7, 6e-7), "medium"), ((2e-7, 4e-3), "highest")])
 def test_an_inaccurate_product_is_not_chosen(monkeypatch, errors, precision):
-    found = iter(errors)
-    monkeypatch.setattr(cpu_matmul, "_error", lambda: next(found))
+    remaining = iter(errors)
+    monkeypatch.setattr(cpu_matmul, "_error", lambda: next(remaining))
     choice = cpu_matmul.enable_fast_float32()
     assert (choice.precision, torch.get_float32_matmul_precision()) == (precision, precision)
     assert precision in str(choice)

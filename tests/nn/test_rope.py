@@ -41,8 +41,8 @@ def transformers_rotation(family, parameters, **changes):
     made = getattr(module, f"{family}RotaryEmbedding")(config)
 
     def rotate(x, position_ids):
-        found = x.transpose(1, 2)
-        return module.apply_rotary_pos_emb(found, found, *made(x.float(), position_ids))[0].transpose(1, 2)
+        heads = x.transpose(1, 2)
+        return module.apply_rotary_pos_emb(heads, heads, *made(x.float(), position_ids))[0].transpose(1, 2)
 
     return rotate
 
@@ -74,11 +74,11 @@ def test_equals_transformers(name):
     x = torch.randn(2, LENGTH, 3, HEAD, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(LENGTH).expand(2, -1)
     attention = Attention(4, 2, HEAD, spec)
-    (found,) = cos_sin_tables([attention], positions, lambda: LENGTH).values()
-    turned = rope.rotate(x, *found, interleave=spec.interleave)
+    (tables,) = cos_sin_tables([attention], positions, lambda: LENGTH).values()
+    turned = rope.rotate(x, *tables, interleave=spec.interleave)
     torch.testing.assert_close(turned, theirs(x, positions), rtol=1e-5, atol=2e-5)
-    assert found[0].shape == (2, LENGTH, 1, attention.rotary_dim)
-    # What is not turned stays as it is.
+    assert tables[0].shape == (2, LENGTH, 1, attention.rotary_dim)
+    # Partial RoPE leaves the other dims unchanged.
     assert torch.equal(turned[..., attention.rotary_dim :], x[..., attention.rotary_dim :])
 
 

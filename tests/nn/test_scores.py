@@ -54,18 +54,18 @@ def by_the_formula(q, k, v, ids, window, sinks, scores):
                     for key in range(place + 1)
                     if place - key < (window or LENGTH) and (ids is None or ids[row, key] == ids[row, place])
                 ]
-                found = (k[row, seen, head // group] @ q[row, place, head]) * scale
+                score = (k[row, seen, head // group] @ q[row, place, head]) * scale
                 if scores.softcap is not None:
-                    found = scores.softcap * torch.tanh(found / scores.softcap)
+                    score = scores.softcap * torch.tanh(score / scores.softcap)
                 if scores.slopes is not None and scores.bf16_bias:
                     first = 0 if ids is None else int((ids[row] == ids[row, place]).nonzero()[0])
                     steps = torch.tensor(scores.slopes[head]).bfloat16() * (torch.tensor(seen) - first).bfloat16()
-                    found = found + steps.to(found.dtype) * scale
+                    score = score + steps.to(score.dtype) * scale
                 elif scores.slopes is not None:
-                    found = found - scores.slopes[head] * (place - torch.tensor(seen, dtype=found.dtype))
+                    score = score - scores.slopes[head] * (place - torch.tensor(seen, dtype=score.dtype))
                 if sinks is not None:
-                    found = torch.cat([found, sinks[head].view(1)])
-                out.append(torch.softmax(found, 0)[: len(seen)] @ v[row, seen, head // group])
+                    score = torch.cat([score, sinks[head].view(1)])
+                out.append(torch.softmax(score, 0)[: len(seen)] @ v[row, seen, head // group])
     return torch.stack(out).view(ROWS, LENGTH, q.shape[2], -1)
 
 
@@ -88,7 +88,7 @@ def ways(documents):
     yield Segments(ids, bounds), nullcontext()  # packed attention of CPUs
     yield Segments(ids, torch.tensor(bounds, dtype=torch.int32)), nullcontext()  # blocks, or a kernel's mask
     yield Segments(ids, torch.tensor(bounds, dtype=torch.int32)), ON_CPU  # kernels, where they compute it
-    yield Segments(ids, None), nullcontext()  # devices that nothing is known of
+    yield Segments(ids, None), nullcontext()  # unknown devices
 
 
 @pytest.mark.parametrize("sunk", [False, True], ids=["", "sinks"])
@@ -102,15 +102,15 @@ def test_every_way_equals_the_formula(kind, documents, window, sunk):
     sinks = torch.linspace(-2, 3, heads[0], dtype=torch.float64).requires_grad_() if sunk else None
     leaves = [*qkv, sinks] if sunk else qkv
     ids = DOCUMENTS if documents == "documents" else None
-    wanted = by_the_formula(*qkv, ids, window, sinks, scores)
-    of_wanted = torch.autograd.grad(wanted, leaves, grad)
+    expected = by_the_formula(*qkv, ids, window, sinks, scores)
+    of_wanted = torch.autograd.grad(expected, leaves, grad)
     for where, how in ways(documents):
         with how:
-            found = attend(where, *qkv, window, sinks, scores)
-            of_found = torch.autograd.grad(found, leaves, grad)
-        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
-        for one, other in zip(of_found, of_wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+            result = attend(where, *qkv, window, sinks, scores)
+            of_found = torch.autograd.grad(result, leaves, grad)
+        torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-12)
+        for actual, other in zip(of_found, of_wanted, strict=True):
+            torch.testing.assert_close(actual, other, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -130,32 +130,34 @@ def test_random_cases(seed):
     qkv, grad = inputs(heads, kv_heads, seed)
     sinks = torch.randn(heads, dtype=torch.float64, requires_grad=True) if random.random() < 0.5 else None
     leaves = qkv if sinks is None else [*qkv, sinks]
-    wanted = by_the_formula(*qkv, ids, window, sinks, scores)
-    of_wanted = torch.autograd.grad(wanted, leaves, grad)
+    expected = by_the_formula(*qkv, ids, window, sinks, scores)
+    of_wanted = torch.autograd.grad(expected, leaves, grad)
     for where in (Segments(ids, bounds), Segments(ids, torch.tensor(bounds, dtype=torch.int32))):
-        found = attend(where, *qkv, window, sinks, scores)
-        for one, other in zip((found, *torch.autograd.grad(found, leaves, grad)), (wanted, *of_wanted), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+        result = attend(where, *qkv, window, sinks, scores)
+        for actual, other in zip(
+            (result, *torch.autograd.grad(result, leaves, grad)), (expected, *of_wanted), strict=True
+        ):
+            torch.testing.assert_close(actual, other, rtol=1e-11, atol=1e-12)
 
 
 def test_what_is_plain_is_plain():
     qkv, _ = inputs(4, 2)
     for where, _ in ways("documents"):
-        wanted = attend(where, *qkv, 5)
+        expected = attend(where, *qkv, 5)
         for same in (PLAIN_SCORES, Scores(SIZE**-0.5), Scores(None, 1e6), Scores(None, None, (0.0,) * 4)):
-            torch.testing.assert_close(attend(where, *qkv, 5, None, same), wanted, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(attend(where, *qkv, 5, None, same), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_bias_by_the_position_of_the_key_is_one_by_the_distance():
-    """As transformers' BLOOM has it: what all keys of a query have in common does not matter."""
+    """As in transformers' BLOOM: a bias that is equal for all keys of a query does not matter."""
     qkv, _ = inputs(2, 2)
     place, steep = torch.arange(LENGTH), torch.tensor(slopes(2), dtype=torch.float64)
     q, k, v = qkv
     raw = torch.einsum("bshe,bthe->bhst", q, k) * SIZE**-0.5 + (steep[:, None] * place)[:, None]
     weights = torch.softmax(raw.masked_fill(place[:, None] < place, -torch.inf), -1)
-    wanted = torch.einsum("bhst,bthe->bshe", weights, v)
-    found = attend(Segments(None, BOUNDS["rows"]), *qkv, None, None, Scores(None, None, slopes(2)))
-    torch.testing.assert_close(found, wanted)
+    expected = torch.einsum("bhst,bthe->bshe", weights, v)
+    result = attend(Segments(None, BOUNDS["rows"]), *qkv, None, None, Scores(None, None, slopes(2)))
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -167,12 +169,12 @@ def test_narrow_dtypes(kind, dtype):
     exact = by_the_formula(*wide, DOCUMENTS, 6, None, scores)
     of_exact = torch.autograd.grad(exact, wide, grad.double())
     for where, _ in list(ways("documents"))[:2]:
-        found = attend(where, *qkv, 6, None, scores)
-        assert found.dtype == dtype
-        assert (found.double() - exact).abs().max() < tolerance * exact.abs().max()
-        for one, other in zip(torch.autograd.grad(found, qkv, grad), of_exact, strict=True):
-            assert one.dtype == dtype
-            assert (one.double() - other).abs().max() < tolerance * other.abs().max()
+        result = attend(where, *qkv, 6, None, scores)
+        assert result.dtype == dtype
+        assert (result.double() - exact).abs().max() < tolerance * exact.abs().max()
+        for actual, other in zip(torch.autograd.grad(result, qkv, grad), of_exact, strict=True):
+            assert actual.dtype == dtype
+            assert (actual.double() - other).abs().max() < tolerance * other.abs().max()
 
 
 def test_the_operators_are_well_formed():
@@ -185,11 +187,11 @@ def test_the_operators_are_well_formed():
 
 def test_nothing_is_kept_but_ends_and_sums():
     qkv, _ = inputs(4, 2)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
         chunked_attention.chunked_attention(*qkv, BOUNDS["rows"], None, None, Scores(None, 1.5))
     # Queries, keys, values, the result and the log-sum-exps.
-    assert sum(kept) == sum(x.numel() for x in qkv) + qkv[0].numel() + ROWS * LENGTH * 4
+    assert sum(saved) == sum(x.numel() for x in qkv) + qkv[0].numel() + ROWS * LENGTH * 4
 
 
 def test_flops_of_blocks_are_counted_as_those_of_sdpa():

@@ -1,4 +1,4 @@
-"""How gradients travel between data-parallel ranks: in what, in which pieces, and how often."""
+"""Gradient communication between data-parallel ranks: dtype, bucket size, compression."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DDP = Layout(dp_replicate=2)
 
 
 def _gradients(layout, comm, kind="fp64", steps=1, microbatches=1):
-    """This rank's gradients after the last of `steps` steps, as torch tensors of the whole where nothing divides."""
+    """Return this rank's gradients after the last of `steps` steps; unsharded if no axis shards them."""
     mesh = mesh_of(layout)
     precision = reduce_precision(PRECISIONS[kind], comm)
     model = build(SPECS["llama"], mesh, precision, weights=0, comm=comm)
@@ -35,8 +35,8 @@ def _gradients(layout, comm, kind="fp64", steps=1, microbatches=1):
     return {name: local_shard(value.grad).clone() for name, value in unwrap(model).named_parameters()}
 
 
-def _error(found, wanted):
-    return max(float((found[name] - value).norm() / value.norm()) for name, value in wanted.items())
+def _error(actual, expected):
+    return max(float((actual[name] - value).norm() / value.norm()) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(
@@ -53,33 +53,33 @@ def _error(found, wanted):
 )
 def test_gradients_of_two_bytes_are_nearly_the_same_and_alike_on_all_ranks(ranks, layout, kind):
     plain = ranks(layout.world_size, _gradients, layout, DEFAULT_COMM, "fp32")
-    found = ranks(layout.world_size, _gradients, layout, Comm(compress=kind), "fp32")
-    for ours, theirs in zip(found, plain):
+    compressed = ranks(layout.world_size, _gradients, layout, Comm(compress=kind), "fp32")
+    for ours, theirs in zip(compressed, plain):
         assert 1e-6 < _error(ours, theirs) < 1e-2
         assert {value.dtype for value in ours.values()} == {torch.float32}
     if layout == DDP:
-        assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+        assert all(torch.equal(compressed[0][name], value) for name, value in compressed[1].items())
 
 
 def test_low_rank_gradients_are_sums_and_alike_on_all_ranks(ranks):
-    """Two steps as they are, then matrices of rank 4 stand for those of 18 x 36 and 250 x 18."""
+    """Two uncompressed steps, then matrices of rank 4 approximate gradients of 18 x 36 and 250 x 18."""
     plain = ranks(2, _gradients, DDP, DEFAULT_COMM, "fp64", 4)
-    found = ranks(2, _gradients, DDP, Comm(compress="powersgd", powersgd_rank=4, powersgd_start=2), "fp64", 4)
-    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
-    norms = [sum(float(value.square().sum()) for value in one.values()) ** 0.5 for one in (found[0], plain[0])]
+    compressed = ranks(2, _gradients, DDP, Comm(compress="powersgd", powersgd_rank=4, powersgd_start=2), "fp64", 4)
+    assert all(torch.equal(compressed[0][name], value) for name, value in compressed[1].items())
+    norms = [sum(float(value.square().sum()) for value in one.values()) ** 0.5 for one in (compressed[0], plain[0])]
     assert norms[0] == pytest.approx(norms[1], rel=0.3)
-    assert 1e-6 < _error(found[0], plain[0]) < 1
+    assert 1e-6 < _error(compressed[0], plain[0]) < 1
     before = ranks(2, _gradients, DDP, Comm(compress="powersgd", powersgd_start=2), "fp64", 2)
     assert _error(before[0], ranks(2, _gradients, DDP, DEFAULT_COMM, "fp64", 2)[0]) < 1e-12
 
 
 def _messages(layout, comm, microbatches):
-    """How many sums were begun before each microbatch of a second step, and in all of it."""
+    """Return the number of reductions started before each microbatch of a second step, and in the complete step."""
     mesh = mesh_of(layout)
     model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=0, comm=comm)
     forward_backward(model, mesh, 0, microbatches)
     begun, counts, names = [], [], ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")
-    kept = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
 
     def counted(function):
         def run(*args, **kwargs):
@@ -88,13 +88,13 @@ def _messages(layout, comm, microbatches):
 
         return run
 
-    for name, function in kept.items():
+    for name, function in originals.items():
         setattr(dist, name, counted(function))
     try:
         unwrap(model).register_forward_pre_hook(lambda *_: counts.append(len(begun)))
         forward_backward(model, mesh, 1, microbatches)
     finally:
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(dist, name, function)
     return counts, len(begun)
 
@@ -115,8 +115,8 @@ def test_small_buckets_make_more_messages(ranks):
 def test_gathering_further_ahead_changes_nothing(ranks, layout):
     layout = replace(layout, recompute="full")
     plain = ranks(2, _gradients, layout, DEFAULT_COMM, "fp64", 2, 2)
-    found = ranks(2, _gradients, layout, Comm(prefetch=2), "fp64", 2, 2)
-    for ours, theirs in zip(found, plain):
+    prefetched = ranks(2, _gradients, layout, Comm(prefetch=2), "fp64", 2, 2)
+    for ours, theirs in zip(prefetched, plain):
         assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
@@ -146,12 +146,12 @@ def test_gathering_further_ahead_changes_nothing(ranks, layout):
     ],
 )
 def test_what_has_no_place_is_refused(comm, layout, microbatches, sentence):
-    (said,) = illegal_comm(comm, layout, microbatches)
-    assert sentence in said
+    (message,) = illegal_comm(comm, layout, microbatches)
+    assert sentence in message
 
 
 def test_products_overlap_with_messages_between_gpus_of_a_node_only():
-    """On CPUs, without sequence parallelism, and across nodes a sentence says what to set."""
+    """The error names the setting to change: on CPUs, without sequence parallelism, and across nodes."""
     overlapped = Comm(async_tp=True)
     eight, cpu = (ClusterSpec(kind, Device(kind, kind, 2**30), 8) for kind in ("cuda", "cpu"))
     assert list(illegal_comm(overlapped, Layout(tp=2), 1, eight)) == []
@@ -161,8 +161,8 @@ def test_products_overlap_with_messages_between_gpus_of_a_node_only():
         (Layout(dp_shard=2, zero=1), eight, "tp=1 and sequence_parallel=true, because no activations are"),
         (Layout(tp=16), eight, "tp=16 needs tensor-parallel ranks within one node, but nodes have 8 devices"),
     ):
-        (said,) = illegal_comm(overlapped, layout, 1, cluster)
-        assert sentence in said
+        (message,) = illegal_comm(overlapped, layout, 1, cluster)
+        assert sentence in message
     with pytest.raises(LayoutError, match=r"comm\.async_tp=true on cpu with tp=2"):
         build(
             SPECS["llama"],
@@ -174,10 +174,12 @@ def test_products_overlap_with_messages_between_gpus_of_a_node_only():
 
 
 def _overlapped(schedule):
-    """On a rank of two, by what PyTorch computes where memory is not shared: the gradients with and without overlap,
-    of a pipeline of one that leaves weight gradients for later where the `schedule` says so."""
+    """Return a tp rank's gradients with and without overlap, by PyTorch's fallback for memory that is not shared.
+
+    The pipeline has one stage, and defers weight gradients if `schedule` does.
+    """
     mesh = mesh_of(Layout(tp=2, schedule=schedule, recompute="selective" if schedule == "1f1b" else "none"))
-    found = []
+    results = []
     for use in (False, True):
         model = build(SPECS["qwen"], mesh, PRECISIONS["fp64"], weights=0)
         if use:
@@ -186,8 +188,8 @@ def _overlapped(schedule):
             assert kinds == [async_tp.OverlappedProjections] * 6  # attention and feed-forward of three layers
         with patch.multiple(async_tp, all_gather_matmul=_gathered, matmul_reduce_scatter=_scattered):
             loss = forward_backward(model, mesh, 0, 2)
-        found.append({"loss": torch.tensor(loss)} | {name: one.grad for name, one in model.named_parameters()})
-    return found
+        results.append({"loss": torch.tensor(loss)} | {name: one.grad for name, one in model.named_parameters()})
+    return results
 
 
 def _gathered(x, matrices, group, *, keep):
@@ -204,8 +206,8 @@ def _scattered(x, matrix, group):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_overlapped_products_are_the_same(ranks, schedule):
-    for plain, found in ranks(2, _overlapped, schedule):
-        assert all(torch.allclose(found[name], value, rtol=1e-10, atol=1e-14) for name, value in plain.items())
+    for plain, overlapped in ranks(2, _overlapped, schedule):
+        assert all(torch.allclose(overlapped[name], value, rtol=1e-10, atol=1e-14) for name, value in plain.items())
 
 
 def test_what_has_a_place_is_taken():

@@ -30,7 +30,7 @@ DOCUMENTS = torch.stack(
 
 
 def _attended(layout, heads, v_size, documents, window, *score, scores=PLAIN_SCORES):
-    """On a rank: how far result and gradients of its positions are from those of whole rows."""
+    """Return the largest errors of result and gradients of a rank's positions, compared to unsharded rows."""
     random, mesh = torch.Generator().manual_seed(0), mesh_of(layout)
     shapes = [(heads[0], 6), (heads[1], 6), (heads[1], v_size), (heads[0], v_size)]
     *qkv, grad = (torch.randn(ROWS, LENGTH, *one, generator=random, dtype=torch.float64) for one in shapes)
@@ -41,12 +41,12 @@ def _attended(layout, heads, v_size, documents, window, *score, scores=PLAIN_SCO
     how = (sinks[0] if sinks else None), scores
     whole = attend(Segments(ids, None), *(x.requires_grad_() for x in qkv), window, *how)
     out = context_parallel_attention(mesh)(torch.zeros(ROWS, len(mine)), ids)(*parts, window, *how)
-    wanted = [whole, *torch.autograd.grad(whole, [*qkv, *sinks], grad)]
-    found = [out, *torch.autograd.grad(out, [*parts, *sinks], grad[:, mine])]
-    for one in found[4:]:  # every rank has its own tokens' part
-        dist.all_reduce(one)
-    wanted = [*(x[:, mine] for x in wanted[:4]), *wanted[4:]]
-    return max(float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
+    expected = [whole, *torch.autograd.grad(whole, [*qkv, *sinks], grad)]
+    actual = [out, *torch.autograd.grad(out, [*parts, *sinks], grad[:, mine])]
+    for sink_grad in actual[4:]:  # every rank has its own tokens' part
+        dist.all_reduce(sink_grad)
+    expected = [*(x[:, mine] for x in expected[:4]), *expected[4:]]
+    return max(float((a - b).detach().abs().max()) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_sinks_are_those_of_whole_rows(ranks, how, cp, heads, window):
 
 def _with_scores(layout, scores, window, sinks):
     """On a rank: as `_attended`, of documents whose scores are not plain."""
-    found = [_attended(layout, (4, 2), 6, documents, window, *sinks, scores=scores) for documents in (False, True)]
+    errors = [_attended(layout, (4, 2), 6, documents, window, *sinks, scores=scores) for documents in (False, True)]
     with ON_CPU:  # which do not compute them, or do
-        return max(*found, _attended(layout, (4, 2), 6, True, window, *sinks, scores=scores))
+        return max(*errors, _attended(layout, (4, 2), 6, True, window, *sinks, scores=scores))
 
 
 SLOPES = (0.7, 0.3, 0.5, 0.01)
@@ -114,8 +114,8 @@ def _alone(family: str) -> Trace:
 
 def _close(part: Part, whole: Part) -> bool:
     sizes = zip(part.start, part.values.shape, strict=True)
-    wanted = whole.values[tuple(slice(first, first + size) for first, size in sizes)]
-    return bool(np.all(np.abs(part.values - wanted) <= TOLERANCE * np.abs(whole.values).max()))
+    expected = whole.values[tuple(slice(first, first + size) for first, size in sizes)]
+    return bool(np.all(np.abs(part.values - expected) <= TOLERANCE * np.abs(whole.values).max()))
 
 
 RING, ULYSSES = Layout(cp=2), Layout(cp=2, context="ulysses")
@@ -129,7 +129,7 @@ CASES = [
     (replace(RING, dp_shard=2, zero=1), "qwen", 3),
     (replace(RING, dp_replicate=2), "qwen", 3),
 ]
-# What these have, others here have, or those in test_model_layouts.
+# Others here and in test_model_layouts cover these.
 LATER = [
     (RING, "qwen", 3),
     (ULYSSES, "llama", 3),
@@ -143,20 +143,20 @@ LATER = [
     ("layout", "family", "microbatches"), sampled([*CASES, *LATER], lambda place: place < len(CASES))
 )
 def test_training_equals_one_process(ranks, layout, family, microbatches):
-    wanted = _alone(family)
+    expected = _alone(family)
     for trace in ranks(layout.world_size, train, layout, family, microbatches):
-        assert trace.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
-        assert trace.norms == pytest.approx(wanted.norms, rel=TOLERANCE)
-        for mine, whole in zip([*trace.grads, trace.params], [*wanted.grads, wanted.params], strict=True):
-            known = {part.name: part for part in whole}
-            assert [part.name for part in mine if not _close(part, known[part.name])] == []
+        assert trace.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert trace.norms == pytest.approx(expected.norms, rel=TOLERANCE)
+        for mine, whole in zip([*trace.grads, trace.params], [*expected.grads, expected.params], strict=True):
+            by_name = {part.name: part for part in whole}
+            assert [part.name for part in mine if not _close(part, by_name[part.name])] == []
 
 
 def _cut():
     mesh = mesh_of(Layout(cp=2))
     ids = torch.arange(16).view(2, 8)
-    found = shard_sequence({"input_ids": ids, "document_ids": (ids % 8 >= 3).int()}, mesh)
-    return {name: value.tolist() for name, value in found.items()}
+    shard = shard_sequence({"input_ids": ids, "document_ids": (ids % 8 >= 3).int()}, mesh)
+    return {name: value.tolist() for name, value in shard.items()}
 
 
 def test_the_cut(ranks):
@@ -188,7 +188,7 @@ def _whole(layout):
 
 
 def test_a_rank_can_take_whole_sequences(ranks):
-    wanted = ranks(1, _whole, Layout())[0]
+    expected = ranks(1, _whole, Layout())[0]
     for layout in (Layout(cp=2), Layout(cp=2, zero=3)):
-        for found in ranks(2, _whole, layout):
-            np.testing.assert_allclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+        for actual in ranks(2, _whole, layout):
+            np.testing.assert_allclose(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)

@@ -1,4 +1,4 @@
-"""Which products go to float8, and that they are refused where there are none. The kernels themselves need a GPU."""
+"""The matmuls that float8 replaces, and errors where there are no kernels. The kernels themselves need a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPEC = ModelSpec("llama", 64, 32, LAYERS, 1e-5, 128)
 
 
 class Recorded(nn.Linear):
-    """A product that rounds its input to bfloat16, and says that it was there."""
+    """A linear layer that rounds its input to bfloat16, and records its calls."""
 
     calls: ClassVar[list[tuple[int, int]]] = []
 
@@ -58,16 +58,18 @@ def test_the_layers_matrices_are_swapped_and_nothing_else(torchao):
         nn.init.normal_(parameter, std=0.1)
     names = [name for name, _ in decoder.named_parameters()]
     ids = torch.randint(0, 64, (2, 16))
-    wanted = decoder(ids)
-    found = swap_matmuls(decoder)
+    expected = decoder(ids)
+    swapped = swap_matmuls(decoder)
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
     first = [*attention, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    assert found == [f"model.layers.{layer}.{name}" for layer, these in enumerate((first, attention)) for name in these]
+    assert swapped == [
+        f"model.layers.{layer}.{name}" for layer, these in enumerate((first, attention)) for name in these
+    ]
     assert [name for name, _ in decoder.named_parameters()] == names
     out = decoder(ids)
-    assert len(Recorded.calls) == len(found)
-    assert not torch.equal(out, wanted)
-    assert torch.allclose(out, wanted, rtol=5e-2, atol=5e-2)
+    assert len(Recorded.calls) == len(swapped)
+    assert not torch.equal(out, expected)
+    assert torch.allclose(out, expected, rtol=5e-2, atol=5e-2)
     out.square().sum().backward()
     assert all(parameter.grad is not None for parameter in decoder.parameters())
 
@@ -88,8 +90,8 @@ def test_what_goes_with_float8_is_said():
     able = Device("GPU", "cuda", 80 * 2**30, ("float32", "bfloat16", "float8"))
     job = job_of(SPEC, seq_len=128, kind="fp8", device=able)
     assert refused(job) == []
-    (said,) = refused(replace(job, cluster=replace(job.cluster, device=Device("", "cpu", 0))))
-    assert "needs a CUDA device that is described with float8 matmuls, but the device is unnamed" in said
+    (message,) = refused(replace(job, cluster=replace(job.cluster, device=Device("", "cpu", 0))))
+    assert "needs a CUDA device that is described with float8 matmuls, but the device is unnamed" in message
     assert "is not supported with tp=2; set tp = 1" in refused(job, tp=2)[0]
     odd = job_of(SPEC, seq_len=8, kind="fp8", device=able)
     assert "but there are 8; change batch.seq_len" in refused(odd)[0]

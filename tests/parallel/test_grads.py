@@ -59,7 +59,7 @@ def _one_rank_overflows(layout):
     forward_backward(model, mesh, 0, 1)
     if mesh.rank == 1:
         local_shard(unwrap(model).model.layers["0"].mlp.up_proj.weight.grad)[0, 0] = float("inf")
-    if layout.zero == 0:  # whole gradients are equal on all ranks: what overflows on one has overflowed on all
+    if layout.zero == 0:  # unsharded gradients are equal on all ranks: they overflow on all or on none
         local_shard(unwrap(model).model.layers["0"].mlp.up_proj.weight.grad)[0, 0] = float("inf")
     norm = clip_gradients(model, 1.0, mesh)
     return LossScale(1024.0).after(norm).scale

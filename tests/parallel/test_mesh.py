@@ -31,24 +31,24 @@ def test_a_layout_of_another_size_is_refused():
 
 def _groups(layout):
     mesh = build_mesh(layout, init_distributed())
-    found = {}
+    groups = {}
     for name in ("dp_replicate", "dp_shard"):
         group = mesh.group(name)
-        found[name] = None if group is None else tuple(dist.get_process_group_ranks(group))
+        groups[name] = None if group is None else tuple(dist.get_process_group_ranks(group))
     transposed = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T * mesh.rank  # not contiguous
     largest = all_reduce_max(torch.tensor(mesh.rank), mesh).item()
-    return mesh.device_mesh(*found).mesh_dim_names, found, all_reduce_sum(transposed, mesh).tolist(), largest
+    return mesh.device_mesh(*groups).mesh_dim_names, groups, all_reduce_sum(transposed, mesh).tolist(), largest
 
 
 @pytest.mark.parametrize(
     "layout", [Layout(dp_replicate=4), Layout(dp_shard=4, zero=3), Layout(dp_replicate=2, dp_shard=2, zero=2)]
 )
 def test_groups_are_those_of_the_layout(ranks, layout):
-    for rank, (names, found, summed, largest) in enumerate(ranks(4, _groups, layout)):
+    for rank, (names, groups, summed, largest) in enumerate(ranks(4, _groups, layout)):
         assert names == tuple(name for name in ("dp_replicate", "dp_shard") if getattr(layout, name) > 1)
-        for name, members in found.items():
-            wanted = next(group for group in groups_by_coords(layout, name) if rank in group)
-            assert members == (wanted if len(wanted) > 1 else None)
+        for name, members in groups.items():
+            expected = next(group for group in groups_by_coords(layout, name) if rank in group)
+            assert members == (expected if len(expected) > 1 else None)
         assert summed == [[6.0, 18.0], [12.0, 24.0]]
         assert largest == 3
 
@@ -61,13 +61,13 @@ def _shared(layout, kind):
 
 
 def test_gpus_have_groups_of_their_own_for_what_goes_on_at_the_same_time(ranks):
-    """NCCL does what one group is told one after the other."""
+    """NCCL runs the operations of a group one after the other."""
     piped, contexts = Layout(pp=2), Layout(cp=2, zero=3)
     assert ("pp", "pp_back") in ranks(2, _shared, piped, "cpu")[0]
     assert ("cp", "zero") in ranks(2, _shared, contexts, "cpu")[0]
-    found = ranks(2, _shared, piped, "cuda")[0]
-    assert ("pp", "norm") in found
-    assert ("pp", "pp_back") not in found
-    found = ranks(2, _shared, contexts, "cuda")[0]
-    assert ("zero", "data") in found
-    assert ("cp", "zero") not in found
+    groups = ranks(2, _shared, piped, "cuda")[0]
+    assert ("pp", "norm") in groups
+    assert ("pp", "pp_back") not in groups
+    groups = ranks(2, _shared, contexts, "cuda")[0]
+    assert ("zero", "data") in groups
+    assert ("cp", "zero") not in groups

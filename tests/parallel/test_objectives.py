@@ -53,7 +53,7 @@ KINDS = {"lm": OBJECTIVES["lm"], "weighted": WeightedTokens(), "pairs": Pairs()}
 
 
 def _columns():
-    """The batch of `steps.batch`, and what the objectives read besides."""
+    """Return the batch of `steps.batch`, with the further columns that the objectives read."""
     random, place = torch.Generator().manual_seed(5), torch.arange(LENGTH)
     segments = ((place >= 3).long() + (place >= 9) + (place >= 12)).expand(SEQUENCES, LENGTH).contiguous()
     return batch(0) | {
@@ -95,23 +95,23 @@ LAYOUTS = [
 ]
 
 
-# Language modelling is what tests of layouts train.
+# The tests of layouts train language models.
 @pytest.mark.parametrize("kind", [pytest.param("lm", marks=pytest.mark.exhaustive), "weighted", "pairs"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_an_objective_gives_the_same_on_every_layout(ranks, layout, kind):
     loss, norm, whole = alone(kind, "llama")
-    known = {part.name: part.values for part in whole}
+    by_name = {part.name: part.values for part in whole}
     for own_loss, own_norm, parts in ranks(layout.world_size, _step, layout, kind, "llama", 2):
         assert own_loss == pytest.approx(loss, rel=1e-10)
         assert own_norm == pytest.approx(norm, rel=1e-10)
         for part in parts:
-            wanted = known[part.name]
+            expected = by_name[part.name]
             here = tuple(slice(first, first + size) for first, size in zip(part.start, part.values.shape))
-            assert np.abs(part.values - wanted[here]).max(initial=0.0) <= 1e-10 * np.abs(wanted).max(), part.name
+            assert np.abs(part.values - expected[here]).max(initial=0.0) <= 1e-10 * np.abs(expected).max(), part.name
 
 
 def test_pairs_are_those_of_one_formula():
-    """Computed from the log-probs of the whole batch, without any of what ranks do."""
+    """Compute the loss from the log-probs of the complete batch in one process."""
     mesh, columns = mesh_of(Layout()), _columns()
     model = build(SPECS["llama"], mesh, PRECISIONS["fp64"], weights=7)
     log_probs = model(columns["input_ids"], labels=columns["labels"], document_ids=columns["document_ids"])

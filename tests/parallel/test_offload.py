@@ -1,4 +1,4 @@
-"""Optimizer states on the host and on drives, and states on the host: the same numbers, and where they are."""
+"""Optimizer states and activations on the host and on drives: the same results, and the bytes on each."""
 
 from __future__ import annotations
 
@@ -62,21 +62,21 @@ def test_updates_equal_those_on_the_device_to_the_bit(tmp_path, offload, bucket)
     theirs = init_adamw(plain.named_parameters(), MATRICES, OPTIM)
     for module, optimizer in ((plain, theirs), (moved, ours)):
         _steps(module, optimizer, frozen=("1.weight", "3.bias"))
-    for one, other in zip(plain.parameters(), moved.parameters()):
-        assert torch.equal(one, other)
-        assert all(torch.equal(ours.state[other][name], value) for name, value in theirs.state[one].items())
+    for parameter, other in zip(plain.parameters(), moved.parameters()):
+        assert torch.equal(parameter, other)
+        assert all(torch.equal(ours.state[other][name], value) for name, value in theirs.state[parameter].items())
     assert list(tmp_path.iterdir()) == []
 
 
 def _mapped_pages():
-    """Bytes of the files of states that are in this process's memory."""
-    found, inside = 0, False
+    """Return the bytes of the files of states that are resident in this process's memory."""
+    pages, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             inside = "exp_avg" in line
         elif inside and line.startswith("Rss:"):
-            found += 1024 * int(line.split()[1])
-    return found
+            pages += 1024 * int(line.split()[1])
+    return pages
 
 
 def test_memory_holds_three_buckets_of_what_is_on_drives(tmp_path):
@@ -87,8 +87,8 @@ def test_memory_holds_three_buckets_of_what_is_on_drives(tmp_path):
     assert len(optimizer.buckets) == 16
     before = _mapped_pages()
     optimizer.step()
-    rooms = sum(tensor.nbytes for room in optimizer.staging_buffers for tensor in (room.means, room.squares))
-    assert rooms == 3 * 2 * 2**16 * 4
+    buffers = sum(tensor.nbytes for buffer in optimizer.staging_buffers for tensor in (buffer.means, buffer.squares))
+    assert buffers == 3 * 2 * 2**16 * 4
     assert _mapped_pages() == before
     assert optimizer.state[module.weight]["exp_avg"].unique().tolist() == pytest.approx([0.1])
     assert _mapped_pages() >= before + module.weight.nbytes
@@ -102,7 +102,7 @@ def test_drives_without_room_are_said(tmp_path):
 
 
 def _trained(layout, family, folder):
-    """Parameters and states after two steps, with what a rank saves then filled into an optimizer in memory."""
+    """Return parameters and states after two steps; the saved pieces are filled into an optimizer in memory."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS["fp32"], weights=3)
     weights = decayed_names(SPECS[family])
@@ -130,19 +130,19 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "kinds"), CASES)
 def test_layouts_train_alike_wherever_states_are(ranks, layout, kinds, tmp_path):
-    wanted = ranks(layout.world_size, _trained, layout, "qwen", str(tmp_path))
+    on_device = ranks(layout.world_size, _trained, layout, "qwen", str(tmp_path))
     for offload in kinds:
-        found = ranks(layout.world_size, _trained, replace(layout, offload=offload), "qwen", str(tmp_path))
-        for ours, theirs in zip(found, wanted, strict=True):
+        offloaded = ranks(layout.world_size, _trained, replace(layout, offload=offload), "qwen", str(tmp_path))
+        for ours, theirs in zip(offloaded, on_device, strict=True):
             for mine, other in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True):
                 assert (mine == other).all(), offload
 
 
 def _kept(recompute, kind):
-    """Bytes that leave in the forward pass of two layers, and the gradients with and without that."""
+    """Return the offloaded bytes of the forward pass of two layers, and the gradients with and without offloading."""
     spec = SPECS["llama"]
     mesh = build_mesh(Layout(recompute=recompute), RankInfo(0, 1, 0, torch.device("cpu")))
-    found = []
+    saved = []
     for moves in (False, True):
         model = build(spec, mesh, PRECISIONS[kind], weights=0)
         stream = OffloadStream(mesh.device)
@@ -155,8 +155,8 @@ def _kept(recompute, kind):
         summed, _ = model(**part, token_weights=torch.ones(part["labels"].shape))
         moved = stream.bytes_moved
         summed.backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    return moved, part["labels"].numel(), found
+        saved.append([parameter.grad for parameter in model.parameters()])
+    return moved, part["labels"].numel(), saved
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
@@ -165,26 +165,26 @@ def test_what_layers_keep_leaves_once_and_comes_back(recompute, kind):
     moved, tokens, (stayed, came) = _kept(recompute, kind)
     assert all(torch.equal(one, other) for one, other in zip(stayed, came))
     spec = SPECS["llama"]
-    kept = model_activations(job_of(spec, kind=kind), batch_layouts([Layout()])).layers[0]
-    said = len(spec.layers) * getattr(kept, recompute)[0] * tokens
-    # Small tensors stay: what attention says of its sums, and where its documents begin.
-    assert 0.9 * said <= moved <= said
+    activations = model_activations(job_of(spec, kind=kind), batch_layouts([Layout()])).layers[0]
+    planned = len(spec.layers) * getattr(activations, recompute)[0] * tokens
+    # Small tensors stay on the device: log-sum-exps of attention, and document boundaries.
+    assert 0.9 * planned <= moved <= planned
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "optimizer-nvme"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=2, zero=1)])
 def test_bytes_of_the_host_are_those_that_are_planned(ranks, layout, offload, tmp_path):
-    """Up to the elements that are left free in a bucket so that every tensor begins at a cache line."""
+    """Up to the padding in a bucket that aligns every tensor with a cache line."""
     layout = replace(layout, offload=offload)
     job = job_of(SPECS["llama"], kind="fp32")
-    (said,) = host_memory(job, *share_of(job, layout))
-    for states, rooms, buckets in ranks(layout.world_size, _host_bytes, layout, str(tmp_path)):
-        held = (0 if offload.endswith("nvme") else states) + rooms * STAGING_BUFFERS / buckets
-        assert said * 0.999 <= held <= said + STAGING_BUFFERS * 4 * 4 * ALIGNED * len(params(SPECS["llama"]))
+    (planned,) = host_memory(job, *share_of(job, layout))
+    for states, buffers, buckets in ranks(layout.world_size, _host_bytes, layout, str(tmp_path)):
+        expected = (0 if offload.endswith("nvme") else states) + buffers * STAGING_BUFFERS / buckets
+        assert planned * 0.999 <= expected <= planned + STAGING_BUFFERS * 4 * 4 * ALIGNED * len(params(SPECS["llama"]))
 
 
 def _host_bytes(layout, folder):
-    """Bytes of a rank's states and of the rooms they are updated in, and how many of those there are."""
+    """Return the bytes of a rank's states, the bytes of its staging buffers, and the number of buckets."""
     mesh = mesh_of(layout)
     model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=3)
     optimizer = init_placed_adamw(
@@ -193,7 +193,7 @@ def _host_bytes(layout, folder):
     states = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     tensors = [
         value
-        for room in optimizer.staging_buffers
-        for value in (room.parameters, room.gradients, room.means, room.squares)
+        for buffer in optimizer.staging_buffers
+        for value in (buffer.parameters, buffer.gradients, buffer.means, buffer.squares)
     ]
     return states, sum(value.nbytes for value in tensors), len(optimizer.staging_buffers)

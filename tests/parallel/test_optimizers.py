@@ -1,4 +1,4 @@
-"""Optimizers in one process: the arithmetic of PyTorch's classes and of bitsandbytes' definitions, on whole tensors."""
+"""Optimizers in one process agree with PyTorch's classes and with bitsandbytes' definitions."""
 
 from __future__ import annotations
 
@@ -117,23 +117,23 @@ def _muon(param, split):
 def test_muon_is_that_of_pytorch_on_every_matrix_of_a_layer():
     """In bfloat16, in which single matrices and stacks of them are multiplied by different kernels."""
     ours, _ = trained("muon", lr=0.01)
-    found = apart(ours, by_pytorch(_muon, halves=True))
+    differences = apart(ours, by_pytorch(_muon, halves=True))
     stacked = [param.dims[0] == EXPERTS and param.decayed for param in PARAMS]
-    assert max(value for value, several in zip(found, stacked) if not several) < 1e-7
-    assert max(found) < 0.01 * 0.2 * 32**0.5 * 3 * 2**-6
+    assert max(value for value, several in zip(differences, stacked) if not several) < 1e-7
+    assert max(differences) < 0.01 * 0.2 * 32**0.5 * 3 * 2**-6
 
 
 def test_matrices_of_float64_are_orthogonalised_in_it():
     torch.manual_seed(0)
     matrices = torch.randn(2, 30, 20, dtype=torch.float64)
-    found = orthogonalise(matrices)
+    orthogonal = orthogonalise(matrices)
     left, _, right = torch.linalg.svd(matrices, full_matrices=False)
-    kept, sizes, other = torch.linalg.svd(found, full_matrices=False)
+    u, sizes, other = torch.linalg.svd(orthogonal, full_matrices=False)
     assert (sizes > 0.6).all()
     assert (sizes < 1.3).all()
-    assert torch.allclose(kept @ other, left @ right, atol=1e-9)
-    assert torch.allclose(orthogonalise(matrices.mT), found.mT, atol=1e-12)
-    assert torch.allclose(orthogonalise(matrices[0]), found[0], atol=1e-12)
+    assert torch.allclose(u @ other, left @ right, atol=1e-9)
+    assert torch.allclose(orthogonalise(matrices.mT), orthogonal.mT, atol=1e-12)
+    assert torch.allclose(orthogonalise(matrices[0]), orthogonal[0], atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,4 +1,4 @@
-"""Every schedule trains as one process does, and does what its list says."""
+"""Every schedule gives the results of one process, and executes its list of actions."""
 
 from itertools import product
 
@@ -21,12 +21,12 @@ from steps import SPECS, batch, mesh_of, train
 
 
 def compare(ranks, layout, family, microbatches):
-    wanted = alone(family)
-    found: set[str] = set()
+    expected = alone(family)
+    names: set[str] = set()
     for trace in ranks(layout.world_size, train, layout, family, microbatches):
-        equal(trace, wanted)
-        found |= {part.name for part in trace.params}
-    assert found == {part.name for part in wanted.params}
+        equal(trace, expected)
+        names |= {part.name for part in trace.params}
+    assert names == {part.name for part in expected.params}
 
 
 def piped(pp, schedule, **rest):
@@ -40,7 +40,7 @@ def test_every_schedule(ranks, pp, schedule):
     compare(ranks, piped(pp, schedule), "deep-tied", 12 if schedule in ("dualpipe", "interleaved") else 6)
 
 
-# Each of the ways to sum gradients with whole backwards, with weight gradients put off, and with two stages a rank.
+# Each way to sum gradients: with full backwards, with deferred weight gradients, and with two stages a rank.
 DATA = {
     "copies": ({"dp_replicate": 2}, ("1f1b", "zb-v")),
     "zero1": ({"dp_shard": 2, "zero": 1}, ("interleaved", "zb-h1", "zb-v")),
@@ -93,15 +93,15 @@ HALF = [(zero, kind) for zero in (0, 1, 3) for kind in ("bf16", "fp16")]
 @pytest.mark.parametrize(("zero", "kind"), sampled(HALF, lambda place: place in (3, 4)))
 def test_half_precision(ranks, zero, kind):
     data = {"dp_shard": 2, "zero": zero} if zero else {}
-    wanted = run_ranks(1, train, Layout(), "deep", 6, kind)[0]
+    expected = run_ranks(1, train, Layout(), "deep", 6, kind)[0]
     for trace in ranks(2 * data.get("dp_shard", 1), train, piped(2, "zb-h1", **data), "deep", 6, kind):
-        assert trace.losses == pytest.approx(wanted.losses, rel=1e-3)
-        assert trace.norms[0] == pytest.approx(wanted.norms[0], rel=5e-3)
-        assert trace.norms == pytest.approx(wanted.norms, rel=5e-2)
+        assert trace.losses == pytest.approx(expected.losses, rel=1e-3)
+        assert trace.norms[0] == pytest.approx(expected.norms[0], rel=5e-3)
+        assert trace.norms == pytest.approx(expected.norms, rel=5e-2)
 
 
 def recorded(layout, microbatches):
-    """What this rank did, and the whole pipeline's on the first rank."""
+    """Return the actions of this rank, and on the first rank those of the pipeline."""
     mesh = mesh_of(layout)
     model = build(SPECS["deep"], mesh, PRECISIONS["fp32"], weights=7)
     record = start_trace(mesh)
@@ -114,16 +114,16 @@ def recorded(layout, microbatches):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_ran_is_the_schedules_list(ranks, schedule):
     layout = piped(2, schedule)
-    found = ranks(2, recorded, layout, 4)
+    recordings = ranks(2, recorded, layout, 4)
     lists = actions(schedule, 2, layout.stages, 4)
-    for (mine, _, _), listed in zip(found, lists):
+    for (mine, _, _), listed in zip(recordings, lists):
         assert tuple(span.action for span in mine) == listed
         times = [moment for span in mine for moment in (span.start, span.end)]
         assert times == sorted(times)
-    whole = found[0][1]
-    assert whole.spans == tuple(mine for mine, _, _ in found)
-    assert found[1][1] is None
-    # Nothing begins before what it needs has been made.
+    whole = recordings[0][1]
+    assert whole.spans == tuple(mine for mine, _, _ in recordings)
+    assert recordings[1][1] is None
+    # No action begins before the action that it depends on has ended.
     ends = {span.action: span.end for rank in whole.spans for span in rank}
     for rank in whole.spans:
         for span in rank:
@@ -138,13 +138,13 @@ SKEW = 0.05
 
 
 def evaluated(layout, microbatches):
-    """The log-probs that this rank has of each microbatch, and what is left of the gradients."""
+    """Return this rank's log-probs of each microbatch, and the gradients afterwards."""
     mesh = mesh_of(layout)
     model = build(SPECS["deep-tied"], mesh, PRECISIONS["fp64"], weights=7)
     parts = [{"input_ids": one, "labels": one.roll(-1, 1)} for one in batch(0)["input_ids"].split(2)[:microbatches]]
-    found = pipeline.forward_microbatches(model, mesh, parts)
+    log_probs = pipeline.forward_microbatches(model, mesh, parts)
     assert all(parameter.grad is None for parameter in model.parameters())
-    return [one.numpy() for one in found]
+    return [one.numpy() for one in log_probs]
 
 
 @pytest.mark.parametrize(
@@ -152,21 +152,21 @@ def evaluated(layout, microbatches):
     [(2, "1f1b", 3), (2, "zb-v", 3), (2, "interleaved", 1), (4, "zb-v", 5), (4, "gpipe", 2)],
 )
 def test_forward_alone_gives_what_one_process_gives(ranks, pp, schedule, microbatches):
-    wanted = run_ranks(1, evaluated, Layout(), microbatches)[0]
+    expected = run_ranks(1, evaluated, Layout(), microbatches)[0]
     layout = piped(pp, schedule)
-    found = ranks(pp, evaluated, layout, microbatches)
+    by_rank = ranks(pp, evaluated, layout, microbatches)
     last = next(
         rank
         for rank, held in enumerate(stage_assignment(schedule, pp, layout.stages))
         if pp * layout.stages - 1 in held
     )
-    assert [len(one) for one in found] == [microbatches * (rank == last) for rank in range(pp)]
-    for one, other in zip(found[last], wanted):
-        np.testing.assert_allclose(one, other, rtol=1e-12)
+    assert [len(one) for one in by_rank] == [microbatches * (rank == last) for rank in range(pp)]
+    for actual, other in zip(by_rank[last], expected):
+        np.testing.assert_allclose(actual, other, rtol=1e-12)
 
 
 def saved(layout):
-    """The names and places of what this rank saves."""
+    """Return the names and positions of the pieces that this rank saves."""
     mesh = mesh_of(layout)
     model = build(SPECS["deep-tied"], mesh, PRECISIONS["fp32"], weights=7)
     return [(piece.name, piece.start) for piece in owned_pieces(model_pieces(model, mesh), model, mesh)]

@@ -45,7 +45,7 @@ def test_half_precision_follows_float32(ranks, layout, kind):
 def _scales(layout):
     """The loss scale after a step that overflowed in one part of one matrix of the last rank, and after a good one."""
     mesh = mesh_of(layout)
-    model, found = build(SPECS["llama"], mesh, PRECISIONS["fp16"], weights=0), []
+    model, scales = build(SPECS["llama"], mesh, PRECISIONS["fp16"], weights=0), []
     scale = LossScale(1024.0, patience=1)
     for step in range(2):
         forward_backward(model, mesh, step, 2, scale=scale.scale)
@@ -53,10 +53,10 @@ def _scales(layout):
         if step == 0 and mesh.rank == layout.world_size - 1:
             local_shard(matrices[-1].grad)[0, 0] = float("inf")
         scale = scale.after(clip_gradients(model, 1.0, mesh, loss_scale=scale.scale))
-        found.append(scale.scale)
+        scales.append(scale.scale)
         for parameter in model.parameters():
             parameter.grad = None
-    return found
+    return scales
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(tp=2, dp_shard=2, zero=1), Layout(cp=2, zero=3)])

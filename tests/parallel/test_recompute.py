@@ -1,4 +1,4 @@
-"""Recomputation changes what is kept, and nothing else."""
+"""Recomputation changes the saved tensors, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
+from allocation import count_allocated
 from grids import sampled
-from held import held
 from kumi.parallel import build, build_mesh
 from kumi.parallel.mesh import RankInfo
 from kumi.spec.layout import Layout
@@ -18,27 +18,27 @@ from steps import SPECS, batch
 
 
 def _forward_backward(how: str, family: str, kind: str = "fp32") -> tuple[int, dict[str, torch.Tensor]]:
-    """Bytes held after the forward pass, and the gradients."""
+    """Return the bytes saved by the forward pass, and the gradients."""
     mesh = build_mesh(Layout(recompute=how), RankInfo(0, 1, 0, torch.device("cpu")))
     model = build(SPECS[family], mesh, PRECISIONS[kind], weights=0)
     part = batch(0)
-    with held() as found:
+    with count_allocated() as allocated:
         summed, _ = model(**part, token_weights=torch.ones(part["labels"].shape))
     summed.backward()
-    return found.bytes, {name: parameter.grad for name, parameter in model.named_parameters()}
+    return allocated.bytes, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-# What a model keeps in half precision differs by its dtypes alone: one model shows it.
+# Half precision changes only the dtypes of saved tensors: one model is enough.
 @pytest.mark.parametrize(
     ("kind", "family"), sampled(list(product(("fp32", "bf16"), SPECS)), lambda place: place <= len(SPECS))
 )
 def test_gradients_and_names_stay_and_memory_falls(family, kind):
-    kept, grads = zip(*(_forward_backward(how, family, kind) for how in ("none", "selective", "full")))
+    saved, grads = zip(*(_forward_backward(how, family, kind) for how in ("none", "selective", "full")))
     assert sorted(grads[0]) == sorted(param.name for param in params(SPECS[family]))
     for other in grads[1:]:
         assert list(other) == list(grads[0])
         assert all(torch.equal(other[name], grad) for name, grad in grads[0].items())
-    assert kept[0] > kept[1] > kept[2]
+    assert saved[0] > saved[1] > saved[2]
 
 
 def test_evaluation_does_not_recompute():

@@ -1,4 +1,4 @@
-"""Attention whose keys and values go round the ranks equals attention over whole rows on one rank."""
+"""Ring attention equals attention over unsharded rows on one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCE = 1e-12
 
 
 def _documents(length, lengths):
-    """Document ids (ROWS, length): one row of documents of `lengths`, repeated, and one whole."""
+    """Return document ids (ROWS, length): rows of documents of `lengths`, and one row of a single document."""
     again = torch.tensor(lengths * length)
     ids = torch.repeat_interleave(torch.arange(len(again)), again)[:length]
     return torch.stack([ids, torch.zeros_like(ids)])
@@ -32,12 +32,12 @@ def _inputs(length, heads, kv_heads, size, v_size, dtype=torch.float64):
 
 
 def _around(length, heads, sizes, lengths, window, strided):
-    """On a rank: how far result and gradients of its positions are from those of whole rows."""
+    """Return the largest errors of result and gradients of a rank's positions, compared to unsharded rows."""
     _plan.cache_clear()
     with patch.multiple(partial_attention, QUERY_BLOCKS={"cpu": 4}, KEY_ALIGNMENT=2, QUERY_ALIGNMENT=2):
-        found = _differences(length, heads, sizes, lengths, window, strided)
+        errors = _differences(length, heads, sizes, lengths, window, strided)
     _plan.cache_clear()
-    return found
+    return errors
 
 
 def _differences(length, heads, sizes, lengths, window, strided):
@@ -47,7 +47,7 @@ def _differences(length, heads, sizes, lengths, window, strided):
     for x in qkv:
         x.requires_grad_()
     whole = attend(Segments(ids, None), *qkv, window)
-    wanted = [whole, *torch.autograd.grad(whole, qkv, grad)]
+    expected = [whole, *torch.autograd.grad(whole, qkv, grad)]
     mine = positions_of_rank(length, dist.get_world_size(), dist.get_rank())
     parts = [x.detach()[:, mine] for x in qkv]
     if strided:
@@ -56,9 +56,9 @@ def _differences(length, heads, sizes, lengths, window, strided):
         x.requires_grad_()
     out = ring_attention_fn(where.cu_seqlens, dist.group.WORLD)(*parts, window)
     own_grad = grad[:, mine].transpose(1, 2).contiguous().transpose(1, 2) if strided else grad[:, mine]
-    found = [out, *torch.autograd.grad(out, parts, own_grad)]
+    actual = [out, *torch.autograd.grad(out, parts, own_grad)]
     assert out.is_contiguous()
-    return max(float((a - b[:, mine]).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
+    return max(float((a - b[:, mine]).detach().abs().max()) for a, b in zip(actual, expected, strict=True))
 
 
 CASES = {

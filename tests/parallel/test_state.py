@@ -28,7 +28,7 @@ LAYOUTS = [
     ("latent", Layout(dp_shard=2, tp=2, zero=3, ep=2, expert_tp=2)),
     ("moe", Layout(pp=2, dp_shard=2, zero=1, ep=2)),
 ]
-# What reads them: of each kind one.
+# Layouts that load them: one of each kind.
 OTHERS = {
     "qwen": (Layout(), Layout(dp_shard=2, zero=2), Layout(tp=2, sequence_parallel=False)),
     "deep-tied": (Layout(), Layout(tp=2, pp=2, schedule="interleaved", stages=2), Layout(dp_shard=2, zero=3)),
@@ -38,7 +38,7 @@ OTHERS = {
 
 
 def _saved(layout, family="qwen", steps=1):
-    """What this rank would save after `steps` steps: (name, shape, start, values)."""
+    """Return the pieces that this rank saves after `steps` steps: (name, shape, start, values)."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=3)
     optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(SPECS[family]), Optim())
@@ -50,7 +50,7 @@ def _saved(layout, family="qwen", steps=1):
 
 
 def _gather(parts):
-    """The global tensors, each element written once."""
+    """Return the global tensors, after checking that each element is written once."""
     whole, written = {}, {}
     for name, shape, start, values in (piece for part in parts for piece in part):
         where = tuple(slice(first, first + size) for first, size in zip(start, values.shape))
@@ -61,7 +61,7 @@ def _gather(parts):
 
 
 def _loaded(layout, family, whole):
-    """Builds and fills from the global tensors, and returns them as this rank would save them."""
+    """Build a model from the global tensors, and return the pieces that this rank saves."""
     mesh = mesh_of(layout)
 
     def read(name, start, shape):
@@ -95,7 +95,7 @@ def test_replicated_tensors_are_shared_out_by_bytes(ranks):
         assert max(sizes) - min(sizes) <= largest
 
 
-# Divided by rows or by columns, by experts, by layers, and not at all, which is what the others are made of.
+# Sharded by rows or by columns, by experts, by layers, and not at all; the other layouts combine these.
 @pytest.mark.parametrize(("family", "layout"), sampled(LAYOUTS, lambda place: place in (1, 3, 5, 8, 9)))
 def test_start_weights_do_not_depend_on_the_layout(ranks, family, layout):
     whole = _gather(ranks(layout.world_size, _saved, layout, family, 0))
@@ -104,7 +104,7 @@ def test_start_weights_do_not_depend_on_the_layout(ranks, family, layout):
 
 
 def _saved_model(layout):
-    """What this rank would save of a model with biases that choose experts, after these have moved."""
+    """Return the pieces that this rank saves of a model with routing biases, after these have changed."""
     mesh = mesh_of(layout)
     model = build(SPECS["latent"], mesh, PRECISIONS["bf16"], weights=3)
     for _, router in routers(model):

@@ -1,4 +1,4 @@
-"""Whole matrices come to one of the ranks that shard them, and their parts go back to where they came from."""
+"""Sharded matrices are gathered by one of their ranks, and scattered back to the same shards."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from steps import SPECS, mesh_of
 
 
 def _numbered(param):
-    """The global tensor whose elements are numbered."""
+    """Return the global tensor, whose elements are numbered."""
     return torch.arange(param.numel, dtype=torch.float64).view(param.shape)
 
 
 def _part(param, layout, rank):
-    """What `rank` holds of the numbered tensor."""
+    """Return the shard of `rank` of the numbered tensor."""
     whole, part = _numbered(param), torch.zeros(local_shape(param, layout, rank), dtype=torch.float64)
-    for one in slices(param, layout, rank):
-        here, there = ([slice(a, a + b) for a, b in zip(start, one.shape)] for start in (one.local, one.start))
+    for part_slice in slices(param, layout, rank):
+        here, there = (
+            [slice(a, a + b) for a, b in zip(start, part_slice.shape)] for start in (part_slice.local, part_slice.start)
+        )
         part[tuple(here)] = whole[tuple(there)]
     return part
 
 
 def _exchanged(layout, family, owned):
-    """How many whole tensors this rank was given of each bucket, all of them right, and as many ranks share it."""
+    """Check this rank's gathered matrices of each bucket; return their count, the bucket's parameters and its ranks."""
     mesh = mesh_of(layout)
-    found = [(param, nn.Parameter(_part(param, layout, mesh.rank))) for param in params(SPECS[family])]
-    matrices = {parameter: param for param, parameter in found if is_muon_matrix(param)}
+    parameters = [(param, nn.Parameter(_part(param, layout, mesh.rank))) for param in params(SPECS[family])]
+    matrices = {parameter: param for param, parameter in parameters if is_muon_matrix(param)}
     counts = []
     for bucket in matrix_buckets([(param, one) for one, param in matrices.items()], mesh, owned):
         parts = [entry.parameter.detach() for entry in bucket.entries]

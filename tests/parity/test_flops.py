@@ -16,7 +16,7 @@ SCANNED = ("nemotron-h", "nemotron-h-moe", "nemotron-h-omni")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SCANNED])
 def test_flops_of_the_forward_pass(name):
     family, changes = CASES[name]
-    # Heads are computed in products that PyTorch's counter knows.
+    # Heads are computed by matmuls that PyTorch's counter knows.
     theirs = reference_of(family, {**changes, "attn_implementation": "eager"})
     theirs.set_attn_implementation("eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

@@ -55,8 +55,8 @@ def test_longrope_is_chosen_by_the_document_in_rows_longer_than_the_original_con
     flat = torch.randint(0, decoder.spec.vocab_size, (120,), generator=torch.Generator().manual_seed(1))
     alone = flat.split(sizes)
     targets = [document.roll(-1) for document in alone]
-    found = [reference(input_ids=document[None], use_cache=False).logits[0] for document in alone]
-    expected = [F.cross_entropy(*pair, reduction="sum") / 120 for pair in zip(found, targets)]
+    logits = [reference(input_ids=document[None], use_cache=False).logits[0] for document in alone]
+    expected = [F.cross_entropy(*pair, reduction="sum") / 120 for pair in zip(logits, targets)]
     ids, labels = flat.view(2, 60), torch.cat(targets).view(2, 60)
     documents = torch.arange(8).repeat_interleave(torch.tensor(sizes)).view(2, 60)
     loss = torch.stack(expected).sum()
@@ -89,8 +89,11 @@ def _gradients(reference, decoder):
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "olmoe", "qwen2-moe"])
 def test_the_auxiliary_loss(name):
-    """That of transformers for the last layer alone. Of several, transformers multiplies what all layers together chose
-    with their mean scores; here the loss is the mean of the layers' own."""
+    """The auxiliary loss of the last layer is that of transformers.
+
+    For several layers, transformers multiplies the choices of all layers with their mean scores; kumi's loss is the
+    mean of the layers' losses.
+    """
     reference, decoder = build_pair(name)
     last, coef = decoder.spec.layers[-1].mlp, 3.0
     balance = list(decoder.model.layers.values())[-1].mlp.gate.balance
@@ -171,12 +174,12 @@ def test_ledger_counts_the_activations_that_are_kept(name):
     _, decoder = build_pair(name)
     ids, tokens = torch.zeros(2, 24, dtype=torch.int64), 48
     parameters = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     blocks = _InBlocks()
@@ -190,5 +193,5 @@ def test_ledger_counts_the_activations_that_are_kept(name):
     # Whatever the number of tokens: the gradient of the head, formed in the forward pass, its scale, and how many rows
     # every expert has.
     once = 4 * decoder.head_weight.numel() + 4 + 8 * sum(op.target.size for op in ops if op.kind == "router")
-    assert sum(kept.values()) == listed + once
+    assert sum(saved.values()) == listed + once
     total.backward()

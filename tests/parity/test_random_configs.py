@@ -65,7 +65,7 @@ FAMILIES = (
 
 @st.composite
 def changes_of(draw, family):
-    """What to change of the sizes of tiny models."""
+    """Draw changes of the sizes of tiny models."""
     layers = draw(st.integers(1, 3))
     kv_heads, queries = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     head_dim, heads = draw(st.sampled_from((4, 8, 12))), kv_heads * queries
@@ -108,12 +108,12 @@ def windows(draw, family, layers):
     if family not in KINDS_OF_LAYERS:
         return {}
     kinds = draw(st.lists(st.sampled_from(("full_attention", "sliding_attention")), min_size=layers, max_size=layers))
-    found = {"layer_types": kinds, "sliding_window": window}
+    keys = {"layer_types": kinds, "sliding_window": window}
     if family in ("Qwen2", "Qwen3", "SmolLM3"):
-        found["use_sliding_window"] = "sliding_attention" in kinds
+        keys["use_sliding_window"] = "sliding_attention" in kinds
     if family == "SmolLM3":
-        found["no_rope_layers"] = draw(st.lists(st.integers(0, 1), min_size=layers, max_size=layers))
-    return found
+        keys["no_rope_layers"] = draw(st.lists(st.integers(0, 1), min_size=layers, max_size=layers))
+    return keys
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -123,8 +123,8 @@ def test_a_random_configuration(family, data):
     check(family, data.draw(changes_of(family)))
 
 
-# A hidden state of four numbers whose terms nearly cancel: the norm after it makes it large again, and with it what was
-# rounded. Other draws of this shape are up to 1e-4 of the largest logit off, on some CPUs and not on others.
+# A hidden state of four numbers whose terms nearly cancel: the norm after it makes it large again, and with it the
+# rounding error. Other draws of this shape are up to 1e-4 of the largest logit off, on some CPUs and not on others.
 CANCELLING = {
     "num_hidden_layers": 3,
     "num_attention_heads": 1,

@@ -44,7 +44,7 @@ def gpt_neox(draw, heads, head_dim):
 def falcon(draw, heads, head_dim):
     kind = draw(st.sampled_from(("one key head", "all key heads", "groups", "groups and one norm")))
     new = kind.startswith("groups")
-    said = {
+    keys = {
         "new_decoder_architecture": new,
         "multi_query": kind == "one key head",
         "alibi": draw(st.booleans()),
@@ -54,8 +54,8 @@ def falcon(draw, heads, head_dim):
         "ffn_hidden_size": draw(st.integers(1, 40)),
     }
     if new:
-        said["num_kv_heads"] = draw(st.sampled_from([count for count in range(1, heads + 1) if heads % count == 0]))
-    return said | ({"num_ln_in_parallel_attn": 1} if kind == "groups and one norm" else {})
+        keys["num_kv_heads"] = draw(st.sampled_from([count for count in range(1, heads + 1) if heads % count == 0]))
+    return keys | ({"num_ln_in_parallel_attn": 1} if kind == "groups and one norm" else {})
 
 
 def bloom(heads, head_dim):

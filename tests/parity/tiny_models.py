@@ -102,7 +102,7 @@ RADIO = {
     "video_temporal_patch_size": 2,
 }
 
-# What a family has no word for; its other sizes it has under names of its own.
+# Sizes that a family has no key for; it has keys of its own for the others.
 WITHOUT = {
     "GPT2": ("intermediate_size", "num_key_value_heads"),
     "GPTNeoX": ("num_key_value_heads",),
@@ -116,7 +116,7 @@ CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", OMNI: "
 }
 # Their norms multiply by 1 + weight.
 ZERO_CENTERED = ("Gemma", "Gemma2", "Gemma3Text", "Gemma3")
-# What names in memory begin with, where files have something else.
+# Prefixes of names in memory and in files, where they differ.
 IN_MEMORY = {
     "nemotron_h": ("model.", "backbone."),
     "gemma3": ("model.language_model.", "language_model.model."),
@@ -449,7 +449,7 @@ CASES = {
             },
         },
     ),
-    # Rows of 24 tokens are not whole chunks of 7.
+    # Rows of 24 tokens are not a multiple of chunks of 7.
     "nemotron-h": (
         "NemotronH",
         {
@@ -578,7 +578,7 @@ def config_of(family: str, changes: Mapping[str, object]) -> transformers.PreTra
 def reference_of(family: str, changes: Mapping[str, object]) -> transformers.PreTrainedModel:
     """transformers' model of `family` with `changes` of the sizes, with random weights everywhere."""
     config = config_of(family, changes)
-    # Experts are computed in products that PyTorch's counter knows.
+    # Experts are computed by matmuls that PyTorch's counter knows.
     config._experts_implementation = "eager"
     model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config)
     generator = torch.Generator().manual_seed(0)
@@ -622,21 +622,21 @@ def decoder_of(reference: transformers.PreTrainedModel) -> Decoder:
 
 
 def native(spec: ModelSpec, theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What transformers has in memory under its names, weights or their gradients, under kumi's and in its shapes."""
-    found, (memory, files) = {}, IN_MEMORY.get(spec.family, ("", ""))
+    """Return transformers' tensors in memory, weights or their gradients, under kumi's names and in kumi's shapes."""
+    tensors, (memory, files) = {}, IN_MEMORY.get(spec.family, ("", ""))
     theirs = {files + key.removeprefix(memory) if key.startswith(memory) else key: x for key, x in theirs.items()}
     for param in ledger.tensors(spec):
         pieces = stored_parts(spec, param, stacked=True)
         if not all(piece.name in theirs for piece in pieces):  # only files have it under another name
-            found[param.name] = theirs[param.name].detach()
+            tensors[param.name] = theirs[param.name].detach()
             continue
-        found[param.name] = torch.full(param.shape, torch.nan, dtype=theirs[pieces[0].name].dtype)
+        tensors[param.name] = torch.full(param.shape, torch.nan, dtype=theirs[pieces[0].name].dtype)
         for piece in pieces:
             source = theirs[piece.name].detach()
             assert source.shape == piece.shape, piece
             values = source.reshape(piece.view)[_box(piece.at, piece.size)].permute(piece.order)
-            found[param.name][_box(piece.start, piece.extent)] = values.reshape(piece.extent)
-    return found
+            tensors[param.name][_box(piece.start, piece.extent)] = values.reshape(piece.extent)
+    return tensors
 
 
 def _box(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:

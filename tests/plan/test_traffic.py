@@ -21,7 +21,7 @@ EXPERTS = model(8, experts=8, vocab=32000, hidden=4096)
 MIXED = model(8, experts=8, vocab=32000, dense=2, hidden=4096)
 TIED = model(8, vocab=32000, hidden=4096, tied=True)
 FAR = (LINKS[0], Link("overseas", 1 << 30, 1e9, 0.1))
-# Nothing overlaps.
+# No message overlaps.
 IN_TURN = replace(KUMI, overlap_grads=False, overlap_params=False)
 
 

@@ -1,4 +1,4 @@
-"""What guides print, reproduced under their own assumptions, and what the planner says instead.
+"""Figures of guides, reproduced under their own assumptions, and the planner's estimates of the same.
 
 These are the examples of docs/worked-examples.md that follow from formulas; tests/plan/test_measured_examples.py has
 those that were measured.
@@ -22,16 +22,16 @@ from kumi.spec.layout import AXES, Layout
 from kumi.spec.ledger import num_params
 from kumi.spec.schedule import actions, stage_assignment
 
-# The guides' 70 B, as bf16 without masters, with each ZeRO stage dividing what it says (DeepSpeed's way).
+# The guides' 70 B, in bf16 without master weights, sharded by each ZeRO stage as in DeepSpeed.
 PURE = replace(KUMI, half_weights=True)
 LLAMA_70B = planned("llama-3-70b", "aws-p5", 1, 4096, 8, engine=PURE, kind="bf16-pure")
 SIZE = num_params(LLAMA_70B.model) / 70e9
 EIGHT = {0: Layout(dp_replicate=8), **{zero: Layout(dp_shard=8, zero=zero) for zero in (1, 2, 3)}}
 
 
-def states(found):
+def states(estimated):
     """Bytes of parameters, gradients and optimizer on the fullest rank."""
-    return max(one.params + one.grads + one.optimizer for one in found.memory)
+    return max(one.params + one.grads + one.optimizer for one in estimated.memory)
 
 
 # States
@@ -48,58 +48,58 @@ def test_states_of_a_70b_on_8_devices_at_8_bytes_a_parameter(zero, gigabytes):
         (replace(KUMI, half_weights=True, grad_itemsize=2), 16),  # 2 + 2 + 12, as the ZeRO paper counts
         (KUMI, 16),  # float32 weights, gradients and moments
         (ENGINES["megatron-lm"], 18),  # gradients are added up in float32
-        (ENGINES["nanotron"], 20),  # and the bfloat16 ones are alive besides
+        (ENGINES["nanotron"], 20),  # and the bfloat16 gradients exist at the same time
     ],
 )
 def test_mixed_precision_takes_16_bytes_a_parameter_or_more(engine, each):
-    wanted = planned("llama-3-70b", "aws-p5", 1, 4096, 8, engine=engine)
-    found = states(estimate(wanted, EIGHT[0])) / num_params(wanted.model)
-    assert found == pytest.approx(each, rel=1e-3)
+    job = planned("llama-3-70b", "aws-p5", 1, 4096, 8, engine=engine)
+    size = states(estimate(job, EIGHT[0])) / num_params(job.model)
+    assert size == pytest.approx(each, rel=1e-3)
 
 
 def test_fsdp_needs_more_in_passing_than_its_share_of_the_states():
-    """(parameters + gradients + optimizer) / N leaves out layers that are whole for a moment."""
-    found = estimate(planned("llama-3-70b", "aws-p5", 8, 4096, 64), Layout(dp_shard=64, zero=3)).memory[0]
+    """(parameters + gradients + optimizer) / N leaves out layers that are temporarily unsharded."""
+    memory = estimate(planned("llama-3-70b", "aws-p5", 8, 4096, 64), Layout(dp_shard=64, zero=3)).memory[0]
     share = 16 * num_params(LLAMA_70B.model) / 64
-    assert found.params + found.grads + found.optimizer == pytest.approx(share, rel=0.01)
-    assert found.gathered > 0.3 * share
+    assert memory.params + memory.grads + memory.optimizer == pytest.approx(share, rel=0.01)
+    assert memory.gathered > 0.3 * share
 
 
 # Activations
 
 
-def kept(engine, recompute):
+def activation_bytes(engine, recompute):
     """Bytes of activations per token, hidden element and layer, of a 70 B at batch 1 x 2048."""
-    wanted = planned("llama-3-70b", "aws-p5", 1, 2048, 8, engine=ENGINES[engine])
-    found = estimate(wanted, Layout(dp_replicate=8, recompute=recompute)).memory[0].activations
-    return found / (2048 * 8192 * 80)
+    job = planned("llama-3-70b", "aws-p5", 1, 2048, 8, engine=ENGINES[engine])
+    activations = estimate(job, Layout(dp_replicate=8, recompute=recompute)).memory[0].activations
+    return activations / (2048 * 8192 * 80)
 
 
 def test_activations_take_two_to_four_times_what_the_rule_says():
     """16 x batch x sequence x hidden x layers is 21 GB of a 70 B at batch 1 x 2048; the guide's own "about 1 GB a
-    layer, 80 GB" is 64 times. What is kept lies between."""
+    layer, 80 GB" is 64 times. The planned bytes lie between."""
     each = 2048 * 8192 * 80
     assert (16 * each, 64 * each) == (pytest.approx(21.5e9, rel=1e-2), pytest.approx(86e9, rel=1e-2))
     for engine in ("kumi", "megatron-lm", "nanotron"):
-        assert 2 * 16 < kept(engine, "none") < 64
-    assert kept("nanotron", "none") > 1.3 * kept("megatron-lm", "none")
+        assert 2 * 16 < activation_bytes(engine, "none") < 64
+    assert activation_bytes("nanotron", "none") > 1.3 * activation_bytes("megatron-lm", "none")
 
 
 def test_checkpointing_saves_more_than_the_root_of_the_layers_and_costs_a_third():
     """sqrt(80) is 9: full recomputation keeps the layers' inputs, 2 bytes each, and one layer at a time."""
-    assert kept("kumi", "none") / kept("kumi", "full") > 12
-    wanted = planned("llama-3-70b", "aws-p5", 8, 4096, 64)
-    time = dict(estimate(wanted, Layout(dp_shard=64, zero=3, recompute="full")).time)
+    assert activation_bytes("kumi", "none") / activation_bytes("kumi", "full") > 12
+    job = planned("llama-3-70b", "aws-p5", 8, 4096, 64)
+    time = dict(estimate(job, Layout(dp_shard=64, zero=3, recompute="full")).time)
     assert time["recompute"] / (time["forward"] + time["backward"]) == pytest.approx(1 / 3, abs=0.03)
 
 
 # Traffic
 
 
-def sent(wanted, layout, axis, kinds, *, passes=1.0):
+def sent(job, layout, axis, kinds, *, passes=1.0):
     """Bytes that a rank sends a step along `axis` in messages of `kinds`, as a ring sends them."""
-    found = [one for one in collectives(wanted, layout) if one.axis == axis and one.kind in kinds]
-    return sum(passes * (one.degree - 1) / one.degree * one.bytes * one.count for one in found)
+    messages = [one for one in collectives(job, layout) if one.axis == axis and one.kind in kinds]
+    return sum(passes * (one.degree - 1) / one.degree * one.bytes * one.count for one in messages)
 
 
 def test_fsdp_traffic_of_a_70b_on_8_devices():
@@ -125,7 +125,7 @@ def test_tensor_parallel_traffic_of_a_70b():
     assert {one.bytes for one in layers} == {2 * 8 * 4096 * 8192}
     assert layers[0].bytes == pytest.approx(536.9e6, rel=1e-3)
     assert sum(one.bytes * one.count for one in layers) == pytest.approx(4 * 42.9e9, rel=2e-3)
-    # In the ring each is sent nearly twice; with sequence parallelism as gathers and scatters, half as many again.
+    # A ring sends each nearly twice; with sequence parallelism, gathers and scatters send a quarter more.
     plain = sent(LLAMA_70B, layout, "tp", ("all_reduce",), passes=2)
     divided = sent(LLAMA_70B, replace(layout, sequence_parallel=True), "tp", ("all_gather", "reduce_scatter"))
     assert plain == pytest.approx(4 * 42.9e9 * 2 * 7 / 8, rel=0.01)
@@ -133,13 +133,13 @@ def test_tensor_parallel_traffic_of_a_70b():
 
 
 def test_pipeline_traffic_of_a_70b():
-    wanted = planned("llama-3-70b", "aws-p5", 1, 4096, 8)
+    job = planned("llama-3-70b", "aws-p5", 1, 4096, 8)
     layout = Layout(pp=8)
-    found = {one.when: one for one in collectives(wanted, layout, 3) if one.axis == "pp"}
-    assert found["forward"].bytes == found["backward"].bytes == pytest.approx(67.1e6, rel=1e-3)
-    assert found["forward"].bytes * found["forward"].count == pytest.approx(536e6, rel=2e-3)
+    messages = {one.when: one for one in collectives(job, layout, 3) if one.axis == "pp"}
+    assert messages["forward"].bytes == messages["backward"].bytes == pytest.approx(67.1e6, rel=1e-3)
+    assert messages["forward"].bytes * messages["forward"].count == pytest.approx(536e6, rel=2e-3)
     # The guide counts one direction of one boundary; an inner rank sends both ways.
-    assert found["forward"].count == found["backward"].count == 8
+    assert messages["forward"].count == messages["backward"].count == 8
 
 
 def test_tensor_parallel_size_of_a_70b_on_80_gb_cards():
@@ -147,8 +147,8 @@ def test_tensor_parallel_size_of_a_70b_on_80_gb_cards():
     fewest = 280 / (80 - 20)
     assert fewest == pytest.approx(4.67, abs=0.01)
     assert min(size for size in divisors(8) if size >= fewest) == 8
-    found = estimate(LLAMA_70B, Layout(tp=8, recompute="full"))
-    assert 0.8 * found.usable < states(found) < found.usable
+    estimated = estimate(LLAMA_70B, Layout(tp=8, recompute="full"))
+    assert 0.8 * estimated.usable < states(estimated) < estimated.usable
     mixed = estimate(planned("llama-3-70b", "aws-p5", 1, 4096, 8), Layout(tp=8, recompute="full"))
     assert not mixed.fits
 
@@ -158,8 +158,8 @@ def test_tensor_parallel_size_of_a_70b_on_80_gb_cards():
 
 def idle_share(schedule, stages, pp, microbatches):
     """Share of the ranks' time that equal stages idle, a backward taking twice a forward."""
-    held = stage_assignment(schedule, pp, stages)
-    made = simulate(actions(schedule, pp, stages, microbatches), held, [(1.0, 1.0, 1.0)] * (pp * stages))
+    assignment = stage_assignment(schedule, pp, stages)
+    made = simulate(actions(schedule, pp, stages, microbatches), assignment, [(1.0, 1.0, 1.0)] * (pp * stages))
     return sum(made.idle) / made.seconds / pp
 
 
@@ -175,17 +175,17 @@ def test_the_bubble_of_4_stages_and_8_microbatches_is_27_percent(schedule):
 def test_the_bubble_of_a_real_model_is_not_the_rule_s():
     """The head of Llama-3-8B weighs as much as more than two of its layers: the others wait for the stage that has it,
     in every microbatch."""
-    wanted = planned("llama-3-8b", "aws-p5", 1, 8192, 64, engine=ENGINES["megatron-lm"])
-    timeline = estimated_timeline(wanted, estimate(wanted, Layout(pp=8, recompute="full")))
+    job = planned("llama-3-8b", "aws-p5", 1, 8192, 64, engine=ENGINES["megatron-lm"])
+    timeline = estimated_timeline(job, estimate(job, Layout(pp=8, recompute="full")))
     rule = 7 / (64 + 7)
     assert sum(timeline.idle) / timeline.seconds / 8 > 2 * rule
 
 
 def test_schedules_trade_bubble_memory_and_traffic():
     """GPipe and 1F1B idle alike, 1F1B keeps less; interleaving idles least and sends more."""
-    wanted = planned("llama-3-70b", "aws-p5", 4, 4096, 32)
+    job = planned("llama-3-70b", "aws-p5", 4, 4096, 32)
     gpipe, plain, interleaved = (
-        estimate(wanted, Layout(pp=4, tp=8, schedule=schedule, stages=stages))
+        estimate(job, Layout(pp=4, tp=8, schedule=schedule, stages=stages))
         for schedule, stages in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4))
     )
     bubble = [dict(one.time)["bubble"] for one in (gpipe, plain, interleaved)]
@@ -208,9 +208,9 @@ def test_batches_of_the_gpipe_example():
 
 
 def test_more_sharding_takes_less_memory_and_more_traffic():
-    wanted = planned("llama-3-8b", "aws-p5", 2, 8192, 64)
+    job = planned("llama-3-8b", "aws-p5", 2, 8192, 64)
     layouts = [Layout(dp_replicate=16), Layout(dp_shard=16, zero=2), Layout(dp_shard=16, zero=3)]
-    made = [estimate(wanted, layout) for layout in layouts]
+    made = [estimate(job, layout) for layout in layouts]
     peaks = [one.peak_memory for one in made]
     assert peaks == sorted(peaks, reverse=True)
     full, middle = (
@@ -218,15 +218,15 @@ def test_more_sharding_takes_less_memory_and_more_traffic():
         for found in (made[2], made[1])
     )
     assert full > 1.2 * middle
-    hybrid = estimate(wanted, Layout(dp_replicate=2, dp_shard=8, zero=3))
+    hybrid = estimate(job, Layout(dp_replicate=2, dp_shard=8, zero=3))
     assert {one.axis: one.link for one in hybrid.collectives if one.axis == "dp_shard"}["dp_shard"].startswith("NVLink")
 
 
 def test_tensor_parallel_ranks_are_neighbours_and_pipeline_ranks_are_far_apart():
     layout = Layout(pp=4, dp_shard=2, tp=8, zero=1)
     assert [axis for axis in reversed(AXES) if getattr(layout, axis) > 1] == ["tp", "dp_shard", "pp"]
-    found = estimate(planned("llama-3-70b", "aws-p5", 8, 4096, 64), layout)
-    links = {one.axis: one.link for one in found.collectives}
+    estimated = estimate(planned("llama-3-70b", "aws-p5", 8, 4096, 64), layout)
+    links = {one.axis: one.link for one in estimated.collectives}
     assert links["tp"].startswith("NVLink")
     assert links["pp"].startswith("EFA")
     assert links["dp_shard"].startswith("EFA")

@@ -1,4 +1,4 @@
-"""The benchmark of the planner: nothing is dropped, the committed figures and the page are those that it gives."""
+"""The benchmark of the planner drops no rows, and the committed figures and the page agree with its results."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SMALL = ("sc21t1", "mtnlg", "nano-dp", "nano-tp", "titan", "mlmh100", "ptfsdp")
 FIGURES = ("time_mean_abs_error", "time_signed_error", "one_constant_mean_abs_error", "memory_mean_abs_error")
 
 
-def table(path: Path, wanted) -> Path:
-    """The rows of runs.csv that are `wanted`, as a file of their own."""
+def table(path: Path, selects) -> Path:
+    """The rows of runs.csv that are `selects`, as a file of their own."""
     with (HERE / "runs.csv").open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
-        found = [row for row in rows if wanted(row)]
+        selected = [row for row in rows if selects(row)]
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, rows.fieldnames)
         writer.writeheader()
-        writer.writerows(found)
+        writer.writerows(selected)
     return path
 
 
@@ -47,19 +47,19 @@ def small(tmp_path_factory):
 
 
 def test_the_committed_figures_are_those_of_the_planner_as_it_is(small):
-    """Where this fails, the model has changed: run benchmarks/planner_accuracy.py with --json again."""
+    """If this fails, the planner has changed: run benchmarks/planner_accuracy.py with --json again."""
     committed = {one["source"]: one for one in COMMITTED["sources"]}
     assert [one["source"] for one in small["sources"]] == [name for name in committed if name in SMALL]
-    for one in small["sources"]:
+    for source in small["sources"]:
         for name in (
             "time_mean_abs_error",
             "time_signed_error",
             "one_constant_mean_abs_error",
             "memory_mean_abs_error",
         ):
-            stated = committed[one["source"]].get(name)
-            assert one.get(name) == (stated if stated is None else pytest.approx(stated, abs=5e-4)), name
-        assert one["time_rows"] == committed[one["source"]]["time_rows"]
+            stated = committed[source["source"]].get(name)
+            assert source.get(name) == (stated if stated is None else pytest.approx(stated, abs=5e-4)), name
+        assert source["time_rows"] == committed[source["source"]]["time_rows"]
 
 
 def test_the_page_has_the_committed_figures():
@@ -121,9 +121,9 @@ def test_every_scored_row_is_written_with_what_was_measured_and_predicted(tmp_pa
 
 def test_another_estimator_is_scored_alike(tmp_path):
     path = table(tmp_path / "runs.csv", lambda row: row["id"].startswith("sc21t1"))
-    found = planner_accuracy.accuracy(path, path, estimator=slow)
-    (source,) = found["sources"]
-    assert source["time_rows"] == found["summary"]["rows"] == 10
+    result = planner_accuracy.accuracy(path, path, estimator=slow)
+    (source,) = result["sources"]
+    assert source["time_rows"] == result["summary"]["rows"] == 10
     assert source["one_constant_mean_abs_error"] == pytest.approx(
         {one["source"]: one for one in COMMITTED["sources"]}["sc21t1"]["one_constant_mean_abs_error"]
     )
@@ -137,8 +137,8 @@ def test_a_source_that_cannot_be_used_at_all_is_listed(tmp_path, capsys):
     path = table(tmp_path / "runs.csv", lambda row: row["id"] == "sc21t1-0001")
     path.write_text(path.read_text().replace("A100", "Abacus"))
     assert planner_accuracy.main([str(path), "--json", str(tmp_path / "out.json")]) == 0
-    found = json.loads((tmp_path / "out.json").read_text())
-    (source,) = found["sources"]
+    data = json.loads((tmp_path / "out.json").read_text())
+    (source,) = data["sources"]
     assert (source["time_rows"], source["unused_rows"]) == (0, 1)
     assert "not used, runs: sc21t1: 1 (gpu" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""What the planner is scored by, on figures worked out by hand."""
+"""The metrics of the planner's scores agree with figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_groups_too_small_or_all_equal_are_not_ranked():
 def test_regret_is_what_the_chosen_row_costs_over_the_best():
     predicted = np.array([1.0, 2.0, 5.0, 5.0, 7.0])
     measured = np.array([3.0, 2.0, 4.0, 6.0, 1.0])
-    # Of two rows predicted alike, each is chosen half of the time; a group of one has no choice.
+    # Two rows with equal predictions are each chosen half of the time; a group of one has no choice.
     assert top1_regrets(predicted, measured, ["a", "a", "b", "b", "c"]).tolist() == [0.5, 0.25]
     assert not len(top1_regrets(predicted[:1], measured[:1], ["a"]))
 

@@ -1,4 +1,4 @@
-"""Tables of runs are read as they are: blanks stay blank, what cannot be used is refused with a reason."""
+"""Tables of runs are read unchanged: blanks stay blank, unusable rows are refused with a reason."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def case(**cells):
 
 
 def test_a_plain_row_is_a_job_and_a_layout():
-    found = case(tp="2", pp="2", recompute="full")
-    assert isinstance(found, Case)
-    assert (found.layout.tp, found.layout.pp, found.layout.dp, found.layout.recompute) == (2, 2, 2, "full")
-    assert (found.job.batch.sequences, found.job.batch.seq_len, found.seconds) == (32, 2048, 1.5)
-    assert found.job.cluster.device.name == "NVIDIA H100 80GB HBM3"
+    plain = case(tp="2", pp="2", recompute="full")
+    assert isinstance(plain, Case)
+    assert (plain.layout.tp, plain.layout.pp, plain.layout.dp, plain.layout.recompute) == (2, 2, 2, "full")
+    assert (plain.job.batch.sequences, plain.job.batch.seq_len, plain.seconds) == (32, 2048, 1.5)
+    assert plain.job.cluster.device.name == "NVIDIA H100 80GB HBM3"
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_a_cell_that_is_no_number_is_refused_with_its_line(tmp_path):
 
 @pytest.mark.parametrize(("name", "rows"), [("runs", 4218), ("failures", 1792), ("torchtitan", 83), ("megatron", 95)])
 def test_every_published_row_is_read_and_is_a_case_or_has_a_reason(name, rows):
-    found = [case_of(run, measured=name != "failures") for run in read(HERE / f"{name}.csv")]
-    assert len(found) == rows
-    reasons = [one for one in found if isinstance(one, str)]
+    cases = [case_of(run, measured=name != "failures") for run in read(HERE / f"{name}.csv")]
+    assert len(cases) == rows
+    reasons = [one for one in cases if isinstance(one, str)]
     assert all(": " in reason for reason in reasons)
     assert len(reasons) <= {"runs": 31, "failures": 0, "torchtitan": 5, "megatron": 30}[name]
 
@@ -109,10 +109,10 @@ def test_models_have_the_parameters_that_their_rows_state():
     seen = set()
     for run in read(HERE / "runs.csv"):
         stated, key = run.params, (run.model, run.layers, run.hidden)
-        found = None if key in seen or not stated else case_of(run)
+        published = None if key in seen or not stated else case_of(run)
         seen.add(key)
-        if isinstance(found, Case) and run.source in ("vtrain-s", "vtrain-m", "titan"):
-            assert parameters(found.job.model) == pytest.approx(stated, rel=0.03), key
+        if isinstance(published, Case) and run.source in ("vtrain-s", "vtrain-m", "titan"):
+            assert parameters(published.job.model) == pytest.approx(stated, rel=0.03), key
 
 
 def test_an_unknown_trainer_has_megatron_s_habits_where_the_model_is_divided():

@@ -1,4 +1,4 @@
-"""Jobs and hand-made estimates for tests of what is said about plans: round numbers, and no cost model behind them."""
+"""Jobs and hand-made estimates with round numbers, for tests of reports on plans."""
 
 from dataclasses import replace
 from typing import Any
@@ -41,14 +41,14 @@ SHARDED = Layout(dp_shard=64, zero=3, recompute="full")
 
 
 def job(nodes: int = 8, sequences: int = 128, links: tuple[Link, ...] = LINKS, **config: int) -> Job:
-    """Llama-3 70B, or what `config` makes of it, on `nodes` nodes of 8 H100, in sequences of 8192 tokens."""
+    """Return Llama-3 70B with the changes in `config`, on `nodes` nodes of 8 H100, in sequences of 8192 tokens."""
     cluster = ClusterSpec("test", H100, 8, nodes, links=links if nodes > 1 else links[:1])
     model = families.from_hf(LLAMA_70B | config)
     return Job(model, cluster, BatchSpec(8192, 8192 * sequences), PRECISIONS["bf16"], Optim())
 
 
 def one_device(**config: int) -> Job:
-    """As `job`, on a single H100 that is joined to nothing."""
+    """Return `job` on a single H100 without links."""
     made = job(nodes=1, **config)
     return replace(made, cluster=replace(made.cluster, devices_per_node=1, links=()))
 
@@ -165,8 +165,8 @@ def runner_up(name: str, seconds: float, layout: Layout, **gib: float) -> Estima
 
 def timeline(microbatches: int = 64, schedule: str = "1f1b", stages: int = 1) -> Timeline:
     """Four ranks with 10 ms a forward, 12 ms a gradient of inputs, 8 ms of weights, and 1 ms to send."""
-    lists, held = actions(schedule, 4, stages, microbatches), stage_assignment(schedule, 4, stages)
-    return simulate(lists, held, [(0.010, 0.012, 0.008)] * (4 * stages), 0.001)
+    lists, assignment = actions(schedule, 4, stages, microbatches), stage_assignment(schedule, 4, stages)
+    return simulate(lists, assignment, [(0.010, 0.012, 0.008)] * (4 * stages), 0.001)
 
 
 def report() -> Report:

@@ -26,20 +26,20 @@ from kumi.spec.checks import layout_unsupported_by_trainer
 from kumi.spec.layout import Layout
 
 
-def refused(wanted, pinned, **fields):
+def refused(job, pinned, **fields):
     with pytest.raises(LayoutError) as error:
-        plan(wanted, pinned, **fields)
+        plan(job, pinned, **fields)
     return str(error.value)
 
 
 def test_pins_that_are_refused_are_not_blamed_for_what_was_left_open():
-    """Stages and ZeRO are open, so that it is not for their defaults that nothing is legal."""
-    said = refused(job(of=model(16), sequences=8), {"schedule": "dualpipe", "pp": 8})
-    assert "needs at least 2 x pp = 16 microbatches" in said
+    """Stages and ZeRO stage are not pinned, so their defaults are not to blame."""
+    message = refused(job(of=model(16), sequences=8), {"schedule": "dualpipe", "pp": 8})
+    assert "needs at least 2 x pp = 16 microbatches" in message
     for pinned in ({"pp": 2, "dp_shard": 3}, {"dp_replicate": 3}):
-        said = refused(job(), pinned)
-        assert "choose degrees with a product of 8" in said
-        assert "zero" not in said
+        message = refused(job(), pinned)
+        assert "choose degrees with a product of 8" in message
+        assert "zero" not in message
 
 
 def test_a_schedule_without_a_pipeline_is_refused_with_the_reason():
@@ -47,7 +47,7 @@ def test_a_schedule_without_a_pipeline_is_refused_with_the_reason():
 
 
 @pytest.mark.parametrize(
-    ("layout", "said"),
+    ("layout", "words"),
     [
         (Layout(cp=16, zero=2), "CP 16 x ZeRO-2 over CP"),
         (Layout(cp=8, dp_replicate=2, zero=3), "CP 8 x FSDP (ZeRO-3) over CP, 2 replicas"),
@@ -57,22 +57,22 @@ def test_a_schedule_without_a_pipeline_is_refused_with_the_reason():
         (Layout(ep=8, expert_tp=2, dp_shard=16, zero=2), "EP 8 x ETP 2 x ZeRO-2 over 16"),
     ],
 )
-def test_layouts_that_differ_have_different_names(layout, said):
+def test_layouts_that_differ_have_different_names(layout, words):
     """Context-parallel ranks divide the states, and expert tensor parallelism is a degree of its own."""
-    assert phrases.arrangement(layout) == said
+    assert phrases.arrangement(layout) == words
 
 
 def test_most_of_the_memory_is_more_than_half_of_it():
     for size, part in ((20, "the largest part is activations (20 GiB)"), (24, "most of it is activations (24 GiB)")):
-        found = estimate(
+        estimated = estimate(
             Layout(), {"forward": 1.0, "backward": 2.0}, (memory(activations=size, params=12, optimizer=10),)
         )
-        assert part in bottlenecks(Report(report_job(), found))[1]
+        assert part in bottlenecks(Report(report_job(), estimated))[1]
 
 
 def test_machines_without_links_are_said_to_send_for_nothing():
-    wanted = job(links=())
-    assert "communication is estimated as free" in "\n".join(headline(plan(wanted, {"pp": 1, "cp": 1, "tp": 1})))
+    workload = job(links=())
+    assert "communication is estimated as free" in "\n".join(headline(plan(workload, {"pp": 1, "cp": 1, "tp": 1})))
     assert "estimated as free" not in "\n".join(headline(plan(job(), {"pp": 1, "cp": 1, "tp": 1})))
 
 
@@ -85,12 +85,12 @@ def test_more_devices_than_anyone_has_are_refused_at_once():
     assert "has 4000000000000 devices, and a search takes at most 1048576" in refused(job(10**12), {})
 
 
-def faster(wanted, name):
+def faster(job, name):
     links = (
         replace(link, bandwidth=1.1 * link.bandwidth * (link.name == name) or link.bandwidth)
-        for link in wanted.cluster.links
+        for link in job.cluster.links
     )
-    return replace(wanted, cluster=replace(wanted.cluster, links=tuple(links)))
+    return replace(job, cluster=replace(job.cluster, links=tuple(links)))
 
 
 @pytest.mark.parametrize(
@@ -102,39 +102,39 @@ def faster(wanted, name):
     ],
 )
 def test_what_more_would_buy_is_no_less_than_what_it_buys(fields, pinned):
-    """Bounds are held against the estimate of the same layout with more of each."""
-    wanted = job(**fields)
-    report = plan(wanted, pinned)
+    """Compare each bound with the estimate of the same layout with more of the resource."""
+    workload = job(**fields)
+    report = plan(workload, pinned)
     best = report.best
     claimed = {lever.what: lever.seconds for lever in levers(report)}
-    tokens = replace(wanted.batch, tokens_per_step=2 * wanted.batch.tokens_per_step)
+    tokens = replace(workload.batch, tokens_per_step=2 * workload.batch.tokens_per_step)
     bought = {
-        f"10% more bandwidth on {link.name}": plain(faster(wanted, link.name), best.layout).step_seconds
-        for link in wanted.cluster.links
+        f"10% more bandwidth on {link.name}": plain(faster(workload, link.name), best.layout).step_seconds
+        for link in workload.cluster.links
     }
-    bought["twice the tokens per step"] = plain(replace(wanted, batch=tokens), best.layout).step_seconds / 2
+    bought["twice the tokens per step"] = plain(replace(workload, batch=tokens), best.layout).step_seconds / 2
     bought["enough memory to recompute nothing"] = plain(
-        wanted, replace(best.layout, recompute="none", recompute_layers=None)
+        workload, replace(best.layout, recompute="none", recompute_layers=None)
     ).step_seconds
     for what, seconds in bought.items():
         assert best.step_seconds - seconds <= 1.001 * claimed.get(what, WORTH * best.step_seconds), what
 
 
 def test_what_a_trainer_rules_out_is_not_blamed_on_pins():
-    """Nothing is pinned; tensor parallelism is what the trainer does not have, and faster or slower without it."""
-    report = plan(job(of=model(8, hidden=2048)), {}, unsupported=lambda _, one: ["no tp"] * (one.tp > 1))
-    said = {item.title: verdict(item, report.best) for item in report.expected}
-    assert said["TP in nodes, FSDP across"].endswith("the time, but not supported: no tp.")
-    assert not any("pinned" in sentence for sentence in (*said.values(), *advice(report)))
+    """No field is pinned, and the trainer does not have tensor parallelism."""
+    report = plan(job(of=model(8, hidden=2048)), {}, unsupported=lambda _, layout: ["no tp"] * (layout.tp > 1))
+    verdicts = {item.title: verdict(item, report.best) for item in report.expected}
+    assert verdicts["TP in nodes, FSDP across"].endswith("the time, but not supported: no tp.")
+    assert not any("pinned" in sentence for sentence in (*verdicts.values(), *advice(report)))
 
 
 def test_what_this_version_does_not_train_is_ruled_out_where_that_is_asked_for():
     """Rows of experts that the ranks of a shard do not divide: legal, and not trained."""
-    wanted = job(of=model(8, hidden=2052, experts=8))
-    report = plan(wanted, {}, trainable=True)
-    assert all(not layout_unsupported_by_trainer(wanted, one.layout) for one in (report.best, *report.others))
+    workload = job(of=model(8, hidden=2052, experts=8))
+    report = plan(workload, {}, trainable=True)
+    assert all(not layout_unsupported_by_trainer(workload, one.layout) for one in (report.best, *report.others))
     ruled_out = [
-        item for item in report.expected if item.estimate and layout_unsupported_by_trainer(wanted, item.layout)
+        item for item in report.expected if item.estimate and layout_unsupported_by_trainer(workload, item.layout)
     ]
     assert ruled_out
     assert all("not supported: zero=" in verdict(item, report.best) for item in ruled_out)

@@ -12,7 +12,7 @@ from kumi.spec.layout import Layout
 PLAIN = Layout(dp_replicate=64)
 
 
-def said(made):
+def advised(made):
     return " ".join(advice(made))
 
 
@@ -25,30 +25,30 @@ def whole(gib, *, devices=64):
 
 
 def test_whether_a_whole_copy_fits_decides_whether_states_are_divided():
-    assert "needs 1.07 TiB per device, 15x the 72 GiB usable: the states must be sharded" in said(report())
+    assert "needs 1.07 TiB per device, 15x the 72 GiB usable: the states must be sharded" in advised(report())
     roomy = Report(job(), best(), expected=(whole(70),))
-    assert "fits on one device (70 GiB of 72 GiB usable): memory does not require sharding" in said(roomy)
+    assert "fits on one device (70 GiB of 72 GiB usable): memory does not require sharding" in advised(roomy)
     alone = estimate(Layout(), {"forward": 1.0, "backward": 2.0}, (memory(params=90),))
     single = Report(one_device(), alone, expected=(StandardLayout("Plain", Layout(), estimate=alone),))
-    assert "the states must be offloaded to the host" in said(single)
+    assert "the states must be offloaded to the host" in advised(single)
 
 
 def test_a_network_is_slow_when_fsdp_would_wait_for_it():
     assert (
         "450 GB/s inside its node (NVLink) and 50.0 GB/s to the most distant devices (InfiniBand), 9.0x less"
-        in said(report())
+        in advised(report())
     )
-    assert "would wait for communication for 33% of the step: the network is slow for this job" in said(report())
+    assert "would wait for communication for 33% of the step: the network is slow for this job" in advised(report())
     hidden = Report(job(), best(), expected=(StandardLayout("FSDP", SHARDED, estimate=sharded(dp=0.0)),))
-    assert "would hide its communication behind compute: the network is fast enough for this job" in said(hidden)
+    assert "would hide its communication behind compute: the network is fast enough for this job" in advised(hidden)
     node = Report(job(nodes=1), best(), expected=hidden.expected)
-    assert "Devices are connected by NVLink, 450 GB/s each" in said(node)
+    assert "Devices are connected by NVLink, 450 GB/s each" in advised(node)
 
 
 def test_a_layer_that_does_not_fit_must_itself_be_cut():
-    assert "The largest layer does not fit" not in said(report())
+    assert "The largest layer does not fit" not in advised(report())
     small = best(usable=2**30)
-    text = said(Report(job(), small))
+    text = advised(Report(job(), small))
     assert "The largest layer does not fit: ZeRO-3 gathers two layers at a time, 3.91 GiB, and 1 GiB are usable" in text
 
 
@@ -63,7 +63,7 @@ def test_the_rule_by_size_is_held_against_the_estimates(layers, words):
         StandardLayout("FSDP", SHARDED, estimate=sharded()),
         StandardLayout("Megatron", CHOSEN, estimate=best()),
     ]
-    text = said(Report(made, best(), expected=tuple(items)))
+    text = advised(Report(made, best(), expected=tuple(items)))
     assert (words in text) if words else ("rule of thumb by size" not in text)
 
 
@@ -72,34 +72,34 @@ def test_why_the_chosen_one_wins_names_the_terms_that_differ():
         "Of the standard layouts, FSDP (ZeRO-3) over all devices comes closest. The chosen layout saves 4.20 s of "
         "exposed dp communication and 1.80 s of recomputation at the cost of 1.50 s of pipeline bubble and 1.00 s of "
         "exposed tp communication."
-    ) in said(report())
+    ) in advised(report())
 
 
 def test_a_rival_within_the_models_error_is_worth_measuring():
     near = StandardLayout("Megatron", replace(CHOSEN, pp=2), estimate=runner_up("tp", 0.5, replace(CHOSEN, pp=2)))
-    text = said(Report(job(), best(), expected=(near,)))
+    text = advised(Report(job(), best(), expected=(near,)))
     assert "Megatron is 500 ms per step slower, within the model's error of 8.0%: take the one that is simpler" in text
     same = StandardLayout("Megatron", CHOSEN, estimate=best())
-    assert "The choice is a standard layout: Megatron." in said(Report(job(), best(), expected=(same,)))
+    assert "The choice is a standard layout: Megatron." in advised(Report(job(), best(), expected=(same,)))
 
 
 def test_what_pins_rule_out_is_said_when_it_would_be_faster():
     faster = StandardLayout("FSDP", SHARDED, estimate=sharded(dp=0.0))
-    assert "FSDP would take 8.70 s per step instead of 10.0 s; the pinned fields rule it out." in said(
+    assert "FSDP would take 8.70 s per step instead of 10.0 s; the pinned fields rule it out." in advised(
         Report(job(), best(), expected=(faster,))
     )
     assert verdict(faster, best()) == "0.87x the time: ruled out by the pinned fields."
     near = StandardLayout("HSDP", SHARDED, estimate=sharded(dp=1.0))
     assert verdict(near, best()) == "0.97x the time: as fast, within the model's error."
-    assert "HSDP is as fast, within the model's error of 8.0%" in said(Report(job(), best(), expected=(near,)))
+    assert "HSDP is as fast, within the model's error of 8.0%" in advised(Report(job(), best(), expected=(near,)))
 
 
 def test_nothing_expected_that_runs_is_said():
     none = Report(
         job(), best(), expected=(StandardLayout("DDP", PLAIN, estimate=copies()), StandardLayout("TP", PLAIN, ("no",)))
     )
-    assert "None of the standard layouts can run here" in said(none)
-    assert "None of the standard layouts" not in said(Report(job(), best()))
+    assert "None of the standard layouts can run here" in advised(none)
+    assert "None of the standard layouts" not in advised(Report(job(), best()))
 
 
 def test_verdicts():
@@ -116,8 +116,8 @@ def test_verdicts():
 
 
 def test_what_one_would_expect_of_a_cluster():
-    found = dict(standard_layouts(job()))
-    assert list(found) == [
+    layouts = dict(standard_layouts(job()))
+    assert list(layouts) == [
         "DDP (a full replica per device)",
         "DeepSpeed ZeRO-2 over all devices",
         "FSDP (ZeRO-3) over all devices",
@@ -125,10 +125,10 @@ def test_what_one_would_expect_of_a_cluster():
         "TP in nodes, FSDP across",
         "Megatron-LM (TP x PP, ZeRO-1)",
     ]
-    assert all(layout.world_size == 64 for layout in found.values())
-    assert found["HSDP (shard in nodes, replicate across)"].dp_replicate == 8
-    assert found["TP in nodes, FSDP across"].tp == 8
-    assert found["FSDP (ZeRO-3) over all devices"].microbatch == 2
+    assert all(layout.world_size == 64 for layout in layouts.values())
+    assert layouts["HSDP (shard in nodes, replicate across)"].dp_replicate == 8
+    assert layouts["TP in nodes, FSDP across"].tp == 8
+    assert layouts["FSDP (ZeRO-3) over all devices"].microbatch == 2
 
 
 def test_megatron_takes_as_much_tp_and_pp_as_the_states_need():
@@ -139,13 +139,13 @@ def test_megatron_takes_as_much_tp_and_pp_as_the_states_need():
         {},
         {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_hidden_layers": 126},
     ]
-    found = [dict(standard_layouts(job(**config)))["Megatron-LM (TP x PP, ZeRO-1)"] for config in sizes]
-    assert [(layout.tp, layout.pp) for layout in found] == [(1, 1), (2, 1), (8, 2), (8, 8)]
+    layouts = [dict(standard_layouts(job(**config)))["Megatron-LM (TP x PP, ZeRO-1)"] for config in sizes]
+    assert [(layout.tp, layout.pp) for layout in layouts] == [(1, 1), (2, 1), (8, 2), (8, 8)]
 
 
 def test_tp_goes_no_further_than_the_heads():
-    found = dict(standard_layouts(job(num_key_value_heads=2)))
-    assert found["TP in nodes, FSDP across"].tp == 2
+    layouts = dict(standard_layouts(job(num_key_value_heads=2)))
+    assert layouts["TP in nodes, FSDP across"].tp == 2
 
 
 def test_a_single_device_is_expected_to_offload_where_there_is_a_host_to_take_it():
@@ -160,9 +160,9 @@ def test_expected_layouts_are_estimated_the_fastest_way_that_fits():
     made = job(
         nodes=1, sequences=64, hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_hidden_layers=16
     )
-    found = {item.title: item for item in estimate_standard_layouts(made)}
-    assert list(found) == [title for title, _ in standard_layouts(made)]
-    ddp = found["DDP (a full replica per device)"]
+    by_title = {item.title: item for item in estimate_standard_layouts(made)}
+    assert list(by_title) == [title for title, _ in standard_layouts(made)]
+    ddp = by_title["DDP (a full replica per device)"]
     assert ddp.fits
     assert ddp.estimate.layout.dp_replicate == 8
     huge = {item.title: item for item in estimate_standard_layouts(replace(job(nodes=1, sequences=64)))}
@@ -172,7 +172,7 @@ def test_expected_layouts_are_estimated_the_fastest_way_that_fits():
 
 
 def test_what_is_illegal_comes_with_its_reasons():
-    found = {item.title: item for item in estimate_standard_layouts(job(nodes=1, sequences=4, links=LINKS))}
-    ddp = found["DDP (a full replica per device)"]
+    by_title = {item.title: item for item in estimate_standard_layouts(job(nodes=1, sequences=4, links=LINKS))}
+    ddp = by_title["DDP (a full replica per device)"]
     assert ddp.estimate is None
     assert any("does not divide the 4 sequences" in problem for problem in ddp.problems)

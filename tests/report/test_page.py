@@ -43,31 +43,31 @@ def full():
 
 
 def test_tags_nest_and_ids_are_unique():
-    found = Outline(page(full()))
-    assert found.open == []
-    assert len(found.ids) == len(set(found.ids))
-    assert found.tags.count("svg") == found.tags.count("figure") == 7
+    outline = Outline(page(full()))
+    assert outline.open == []
+    assert len(outline.ids) == len(set(outline.ids))
+    assert outline.tags.count("svg") == outline.tags.count("figure") == 7
 
 
 def test_it_needs_nothing_from_anywhere():
     text = page(full())
-    found = Outline(text)
-    assert not {"script", "link", "img", "iframe", "object"} & set(found.tags)
-    assert not [pair for pair in found.attributes if pair[1] in ("src", "href", "style") or pair[1].startswith("on")]
+    outline = Outline(text)
+    assert not {"script", "link", "img", "iframe", "object"} & set(outline.tags)
+    assert not [pair for pair in outline.attributes if pair[1] in ("src", "href", "style") or pair[1].startswith("on")]
     assert set(re.findall(r"https?://[^\s\"<]+", text)) == {"http://www.w3.org/2000/svg"}
-    assert set(re.findall(r"url\(([^)]*)\)", text)) <= {f"#{one}" for one in found.ids}
+    assert set(re.findall(r"url\(([^)]*)\)", text)) <= {f"#{one}" for one in outline.ids}
 
 
 def test_references_inside_of_it_are_met():
-    found = Outline(page(full()))
-    for _, name, value in found.attributes:
+    outline = Outline(page(full()))
+    for _, name, value in outline.attributes:
         if name == "aria-labelledby":
-            assert set(value.split()) <= set(found.ids)
+            assert set(value.split()) <= set(outline.ids)
 
 
 def test_every_figure_of_the_report_is_in_a_table_as_well():
-    said = " ".join(Outline(page(full())).said)
-    for wanted in (
+    text = " ".join(Outline(page(full())).said)
+    for figure in (
         "pp = 4",
         "55.00",
         "pipeline bubble",
@@ -80,22 +80,22 @@ def test_every_figure_of_the_report_is_in_a_table_as_well():
         "60-79",
         "Tensor parallelism sends one all-reduce per layer",
     ):
-        assert wanted in said
+        assert figure in text
 
 
 def test_tables_name_their_rows_and_columns():
-    found = Outline(table("What", ["name.", "figure"], [["a<b", "1"], ["c", "2"]]))
-    assert found.tags.count("th") == 4
-    assert found.tags.count("caption") == 1
-    assert "a<b" in found.said
-    assert ("td", "class", "n") in found.attributes
+    outline = Outline(table("What", ["name.", "figure"], [["a<b", "1"], ["c", "2"]]))
+    assert outline.tags.count("th") == 4
+    assert outline.tags.count("caption") == 1
+    assert "a<b" in outline.said
+    assert ("td", "class", "n") in outline.attributes
 
 
 def test_a_plan_for_one_device_is_a_short_page():
     alone = estimate(Layout(), {"forward": 1.0, "backward": 2.0}, (memory(params=10),))
-    found = Outline(page(Report(one_device(), alone)))
-    assert found.tags.count("svg") == 2
-    assert "Communication" not in found.said
+    outline = Outline(page(Report(one_device(), alone)))
+    assert outline.tags.count("svg") == 2
+    assert "Communication" not in outline.said
 
 
 def test_it_is_the_same_every_time():

@@ -100,16 +100,16 @@ def test_every_kind_of_memory_can_be_told_from_every_other_without_its_colour_al
 
 
 def test_the_timeline_has_a_box_for_every_action():
-    found = timeline(8)
-    root = ElementTree.fromstring(pipeline_picture.draw_timeline(found, "timeline", found.seconds))
+    picture = timeline(8)
+    root = ElementTree.fromstring(pipeline_picture.draw_timeline(picture, "timeline", picture.seconds))
     hints = [title.text for rect in root.iter(f"{SVG}rect") for title in rect.iter(f"{SVG}title")]
     assert len(hints) == 4 * 2 * 8
     assert "forward, stage 3, microbatch 7" in hints
 
 
 def test_a_long_timeline_is_cut_and_that_is_said():
-    found = timeline(700)
-    drawn = pipeline_picture.draw_timelines(found)
+    picture = timeline(700)
+    drawn = pipeline_picture.draw_timelines(picture)
     assert len(re.findall(r"<title>(?:forward|backward)", drawn["timeline"])) <= 1.1 * pipeline_picture.SPANS
     assert "; the first " in drawn["timeline"]
     assert "; the first " in drawn["timeline-start"]
@@ -145,10 +145,10 @@ def test_numbers_of_layouts_do_not_hide_each_other():
 
 
 @pytest.mark.parametrize(
-    ("most", "wanted"), [(80, [0, 20, 40, 60, 80]), (7.3, [0, 2, 4, 6]), (0.05, [0, 0.01, 0.02, 0.03, 0.04, 0.05])]
+    ("most", "expected"), [(80, [0, 20, 40, 60, 80]), (7.3, [0, 2, 4, 6]), (0.05, [0, 0.01, 0.02, 0.03, 0.04, 0.05])]
 )
-def test_ticks_are_round(most, wanted):
-    assert svg.ticks(most) == pytest.approx(wanted)
+def test_ticks_are_round(most, expected):
+    assert svg.ticks(most) == pytest.approx(expected)
 
 
 def test_ink_on_a_colour_is_what_reads_better():

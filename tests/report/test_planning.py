@@ -31,13 +31,13 @@ def grow(device, nodes):
 
 
 def test_a_plan_is_the_search_s_with_what_explains_it():
-    wanted = job(of=BIG)
-    report, found = plan(wanted, {}, top=3), search(wanted, {}, top=4)
-    assert (report.best, *report.others) == found.plans
+    workload = job(of=BIG)
+    report, searched = plan(workload, {}, top=3), search(workload, {}, top=4)
+    assert (report.best, *report.others) == searched.plans
     assert len(report.others) == 3
-    assert (report.searched, report.fitting, report.front) == (found.count, found.fitting, found.pareto)
+    assert (report.searched, report.fitting, report.front) == (searched.count, searched.fitting, searched.pareto)
     assert report.expected
-    assert report.job == wanted
+    assert report.job == workload
     assert all(not one.fits and one.step_seconds < report.best.step_seconds for one in report.lacking)
 
 
@@ -49,7 +49,7 @@ def test_a_pipeline_s_timeline_comes_with_it():
 
 
 def test_where_everything_is_pinned_that_layout_is_taken_however_slow():
-    """Pinned stages are the sign that nothing is left to choose."""
+    """Pinned stages mean that the complete layout is pinned."""
     layout = Layout(pp=4, dp_shard=2, zero=1, recompute="full", stage_layers=(1, 3, 3, 1))
     pinned = {"pp": 4, "dp_shard": 2, "zero": 1, "recompute": "full", "stage_layers": (1, 3, 3, 1)}
     report = plan(job(of=BIG), pinned)
@@ -83,9 +83,9 @@ def test_illegal_pins_are_refused_with_the_reason(pinned, words):
     assert words in str(refused.value)
 
 
-def refused_with(wanted, pinned, **fields):
+def refused_with(job, pinned, **fields):
     with pytest.raises(FitError) as refused:
-        plan(wanted, pinned, **fields)
+        plan(job, pinned, **fields)
     return str(refused.value)
 
 
@@ -98,18 +98,18 @@ def tight(share, of=BIG, seq_len=4096):
 
 def test_what_is_advised_where_nothing_fits_makes_something_fit():
     """Every remedy, carried out alone, is enough; half of it is not."""
-    wanted = tight(0.6)
-    said = refused_with(replace(wanted, cluster_of_nodes=partial(grow, wanted.cluster.device)), {})
-    assert "the model does not fit" in said
-    nodes = int(re.search(r"set cluster\.nodes=(\d+)", said)[1])
-    more = replace(wanted, cluster=grow(wanted.cluster.device, nodes))
+    job = tight(0.6)
+    message = refused_with(replace(job, cluster_of_nodes=partial(grow, job.cluster.device)), {})
+    assert "the model does not fit" in message
+    nodes = int(re.search(r"set cluster\.nodes=(\d+)", message)[1])
+    more = replace(job, cluster=grow(job.cluster.device, nodes))
     assert any_layout_fits(more, {})
-    assert not any_layout_fits(replace(wanted, cluster=grow(wanted.cluster.device, nodes // 2)), {})
-    card = parse_bytes(re.search(r"use devices of (.*?) or more", said)[1])
-    larger = replace(wanted, cluster=replace(wanted.cluster, device=replace(wanted.cluster.device, memory=card)))
+    assert not any_layout_fits(replace(job, cluster=grow(job.cluster.device, nodes // 2)), {})
+    card = parse_bytes(re.search(r"use devices of (.*?) or more", message)[1])
+    larger = replace(job, cluster=replace(job.cluster, device=replace(job.cluster.device, memory=card)))
     assert plan(larger, {}).best.fits
-    assert "describe the host's memory" in said
-    assert plan(replace(wanted, cluster=replace(wanted.cluster, host=HOST)), {}).best.layout.offload != "none"
+    assert "describe the host's memory" in message
+    assert plan(replace(job, cluster=replace(job.cluster, host=HOST)), {}).best.layout.offload != "none"
 
 
 @pytest.mark.parametrize("pinned", [{}, {"zero": 1}, {"zero": 3}, {"pp": 2}, {"tp": 2, "cp": 2}, {"dp_replicate": 2}])
@@ -117,38 +117,38 @@ def test_whether_anything_fits_is_decided_as_by_a_search(pinned):
     """With the smallest microbatches alone, where these need the least."""
     least = estimate_smallest(job(of=BIG, seq_len=4096), pinned)
     for share, enough in ((1.001, True), (0.999, False)):
-        wanted = job(of=BIG, seq_len=4096, memory=share * least.peak_memory / (1 - MARGIN))
-        assert any_layout_fits(wanted, pinned) == enough
+        workload = job(of=BIG, seq_len=4096, memory=share * least.peak_memory / (1 - MARGIN))
+        assert any_layout_fits(workload, pinned) == enough
 
 
 def test_shorter_sequences_are_advised_where_they_are_enough():
-    wanted = tight(0.9, of=model(4, hidden=1024), seq_len=8192)
-    said = refused_with(wanted, {"offload": "none"})
-    length = int(re.search(r"shorten batch\.seq_len from 8192 to (\d+)", said)[1])
+    job = tight(0.9, of=model(4, hidden=1024), seq_len=8192)
+    message = refused_with(job, {"offload": "none"})
+    length = int(re.search(r"shorten batch\.seq_len from 8192 to (\d+)", message)[1])
     assert length < 8192
-    assert any_layout_fits(replace(wanted, batch=replace(wanted.batch, seq_len=length)), {})
-    assert not any_layout_fits(replace(wanted, batch=replace(wanted.batch, seq_len=2 * length)), {})
+    assert any_layout_fits(replace(job, batch=replace(job.batch, seq_len=length)), {})
+    assert not any_layout_fits(replace(job, batch=replace(job.batch, seq_len=2 * length)), {})
 
 
 def test_the_pin_that_is_in_the_way_is_named():
     pinned = {"zero": 0, "recompute": "none", "tp": 1, "pp": 1, "cp": 1}
-    wanted = tight(1.02)
-    said = refused_with(wanted, pinned)
-    names = re.findall(r"do not pin layout\.(\w+)=", said)
+    job = tight(1.02)
+    message = refused_with(job, pinned)
+    names = re.findall(r"do not pin layout\.(\w+)=", message)
     for name in names:
-        assert any_layout_fits(wanted, {key: value for key, value in pinned.items() if key != name})
-    one = {"recompute": "none", "zero": 3}
-    name = re.search(r"do not pin layout\.(\w+)=", refused_with(wanted, one))
+        assert any_layout_fits(job, {key: value for key, value in pinned.items() if key != name})
+    pins = {"recompute": "none", "zero": 3}
+    name = re.search(r"do not pin layout\.(\w+)=", refused_with(job, pins))
     assert name is not None
-    assert any_layout_fits(wanted, {key: value for key, value in one.items() if key != name[1]})
+    assert any_layout_fits(job, {key: value for key, value in pins.items() if key != name[1]})
 
 
 def test_hosts_that_are_too_small_for_what_is_pinned_to_them_are_named():
-    wanted = job(of=BIG, host=replace(HOST, memory=1 << 20))
-    said = refused_with(wanted, {"offload": "states"})
-    assert "layout.offload=states needs more than the hosts have, 1 MiB of memory per node" in said
+    workload = job(of=BIG, host=replace(HOST, memory=1 << 20))
+    message = refused_with(workload, {"offload": "states"})
+    assert "layout.offload=states needs more than the hosts have, 1 MiB of memory per node" in message
     whole = {"offload": "states", "pp": 4, "dp_replicate": 2, "stage_layers": (2, 2, 2, 2)}
-    assert "needs more than the hosts have" in refused_with(wanted, whole)
+    assert "needs more than the hosts have" in refused_with(workload, whole)
 
 
 def test_only_what_is_supported_is_planned():

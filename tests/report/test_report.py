@@ -18,14 +18,14 @@ from kumi.spec.schedules import SCHEDULES
 
 
 def test_as_dict_is_strict_json_with_every_part():
-    found = json.loads(json.dumps(report().as_dict(), allow_nan=False))
-    assert found["model"]["parameters"] == 70_553_706_496
-    assert found["cluster"]["devices"] == 64
-    assert found["best"]["step_seconds"] == pytest.approx(10.0)
-    assert [item["estimate"] is None for item in found["expected"]] == [False, False, True]
-    assert found["expected"][2]["problems"] == ["tp=16 does not divide 8 heads; use 8"]
-    assert [len(found[name]) for name in ("others", "front", "lacking")] == [3, 3, 1]
-    assert (found["searched"], found["fitting"]) == (12345, 678)
+    data = json.loads(json.dumps(report().as_dict(), allow_nan=False))
+    assert data["model"]["parameters"] == 70_553_706_496
+    assert data["cluster"]["devices"] == 64
+    assert data["best"]["step_seconds"] == pytest.approx(10.0)
+    assert [item["estimate"] is None for item in data["expected"]] == [False, False, True]
+    assert data["expected"][2]["problems"] == ["tp=16 does not divide 8 heads; use 8"]
+    assert [len(data[name]) for name in ("others", "front", "lacking")] == [3, 3, 1]
+    assert (data["searched"], data["fitting"]) == (12345, 678)
 
 
 def test_the_headline_says_speed_memory_and_the_convention_of_mfu():
@@ -99,13 +99,13 @@ def test_every_layout_that_differs_reads_differently():
         {"stage_layers": (20, 20, 20, 20)},
         {"recompute_layers": 3},
     )
-    said = {phrases.layout_words(replace(CHOSEN, **change)) for change in ({}, *changes)}
-    assert len(said) == len(changes) + 1
+    words = {phrases.layout_words(replace(CHOSEN, **change)) for change in ({}, *changes)}
+    assert len(words) == len(changes) + 1
     assert phrases.layout_words(Layout()) == "one device, microbatch 1"
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "text"),
     [
         (0, "0 s"),
         (123.4, "123 s"),
@@ -117,8 +117,8 @@ def test_every_layout_that_differs_reads_differently():
         (0.000042, "0.042 ms"),
     ],
 )
-def test_seconds_have_three_digits_and_no_exponent(value, said):
-    assert phrases.seconds(value) == said
+def test_seconds_have_three_digits_and_no_exponent(value, text):
+    assert phrases.seconds(value) == text
 
 
 def test_nearly_all_is_not_called_all():
@@ -140,31 +140,31 @@ def test_equal_neighbouring_ranks_are_one_group():
 
 @given(st.integers(1, 200), st.integers(3, 20), st.data())
 def test_a_pick_of_ranks_has_the_ends_and_the_wanted_one(count, most, data):
-    wanted = data.draw(st.integers(0, count - 1))
-    found = quantities.pick(count, most, wanted)
-    assert found == sorted(set(found))
-    assert {0, count - 1, wanted} <= set(found) <= set(range(count))
-    assert len(found) <= most
+    rank = data.draw(st.integers(0, count - 1))
+    picked = quantities.pick(count, most, rank)
+    assert picked == sorted(set(picked))
+    assert {0, count - 1, rank} <= set(picked) <= set(range(count))
+    assert len(picked) <= most
 
 
 def test_a_gap_names_what_is_lost_and_what_would_have_to_be_gained():
-    found = gap(best(), sharded())
-    assert found.seconds == pytest.approx(3.0)
-    assert not found.noise
-    assert found.losses[0] == ("dp", pytest.approx(4.2))
-    assert savings_needed(found) == "3.00 s less exposed dp communication"
+    text = gap(best(), sharded())
+    assert text.seconds == pytest.approx(3.0)
+    assert not text.noise
+    assert text.losses[0] == ("dp", pytest.approx(4.2))
+    assert savings_needed(text) == "3.00 s less exposed dp communication"
 
 
 def test_a_gap_is_that_of_equal_tokens_in_every_kind():
-    """Half of the tokens in 5.5 s are as good as all of them in 11 s, of which every kind takes twice its time."""
+    """Half of the tokens in 5.5 s equal all of them in 11 s, with twice the time of every kind."""
     half = replace(sharded(dp=2.3), tokens_per_step=best().tokens_per_step // 2)
     time = {kind: seconds / 2 for kind, seconds in half.time}
     half = replace(half, time=tuple(time.items()), step_seconds=sum(time.values()))
     assert sum(time.values()) == pytest.approx(5.5)
-    found = gap(best(), half)
-    assert found.seconds == pytest.approx(1.0)
-    assert dict(found.losses)["dp"] == pytest.approx(2.2)
-    assert savings_needed(found) == "1.00 s less exposed dp communication"
+    text = gap(best(), half)
+    assert text.seconds == pytest.approx(1.0)
+    assert dict(text.losses)["dp"] == pytest.approx(2.2)
+    assert savings_needed(text) == "1.00 s less exposed dp communication"
 
 
 def test_what_one_kind_cannot_close_others_must():
@@ -223,16 +223,16 @@ def test_memory_binds_where_it_is_full_or_keeps_something_faster_out():
 
 
 def test_levers_are_what_each_resource_could_save_at_most():
-    found = {lever.what: lever.seconds for lever in levers(report())}
-    assert found["devices with 10% more FLOP/s"] == pytest.approx((2.3 + 4.6 + 0.3 + 1.5) * (1 - 1 / 1.1))
+    seconds = {lever.what: lever.seconds for lever in levers(report())}
+    assert seconds["devices with 10% more FLOP/s"] == pytest.approx((2.3 + 4.6 + 0.3 + 1.5) * (1 - 1 / 1.1))
     waits = 1 + (1 + STAGE_IMBALANCE) * 1.5 / (
         2.3 + 4.6 + 0.3 + 1.0
-    )  # the bubble, to what every microbatch takes: compute and tp traffic
-    assert found["enough memory to recompute nothing"] == pytest.approx(waits * 0.3)
-    assert found["twice the tokens per step"] == pytest.approx((1.5 + 0.2 + 0.1) / 2)
+    )  # the bubble, relative to compute and tp traffic of all microbatches
+    assert seconds["enough memory to recompute nothing"] == pytest.approx(waits * 0.3)
+    assert seconds["twice the tokens per step"] == pytest.approx((1.5 + 0.2 + 0.1) / 2)
     sent = 2 * 2560 * 128e6 * 7 / 8 / (450e9 * 0.8)
-    assert found["10% more bandwidth on NVLink"] == pytest.approx(waits * sent * (1 - 1 / 1.1))
-    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert seconds["10% more bandwidth on NVLink"] == pytest.approx(waits * sent * (1 - 1 / 1.1))
+    assert list(seconds.values()) == sorted(seconds.values(), reverse=True)
 
 
 def test_what_would_buy_nothing_is_left_out():

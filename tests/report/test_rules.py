@@ -33,11 +33,11 @@ def test_sixteen_bytes_per_parameter():
 
 
 def test_states_count_unsharded_buffers():
-    kept = memory(params=5, grads=6, optimizer=7, weights=1, gathered=10, activations=50)
-    rule = rules_of_thumb.sixteen_bytes(JOB, plain(Layout(dp_shard=8, zero=3), stages=(kept,)))
+    resident = memory(params=5, grads=6, optimizer=7, weights=1, gathered=10, activations=50)
+    rule = rules_of_thumb.sixteen_bytes(JOB, plain(Layout(dp_shard=8, zero=3), stages=(resident,)))
     assert rule.estimated == 29 * 2**30
     assert "stores 19 GiB; unsharded weights and gradients take 10 GiB more" in rule.why
-    halves = rules_of_thumb.eight_bytes(JOB, plain(Layout(dp_shard=8, zero=2), stages=(kept,)))
+    halves = rules_of_thumb.eight_bytes(JOB, plain(Layout(dp_shard=8, zero=2), stages=(resident,)))
     assert halves.estimated == rule.estimated
     assert "; unsharded weights and gradients take 10 GiB more" in halves.why
 
@@ -110,12 +110,12 @@ def test_latency_is_what_bytes_over_bandwidth_leave_unexplained():
 
 
 def test_only_what_is_off_by_more_than_a_fifth_is_reported_and_on_whom():
-    found = {rule.name.split(" (")[0]: rule for rule in rules_of_thumb.misleading(report())}
-    assert found["model states take 8 bytes per parameter"].where == ""
-    assert found["FSDP sends one all-gather and one reduce-scatter of bf16 weights per step"].where == (
+    rules = {rule.name.split(" (")[0]: rule for rule in rules_of_thumb.misleading(report())}
+    assert rules["model states take 8 bytes per parameter"].where == ""
+    assert rules["FSDP sends one all-gather and one reduce-scatter of bf16 weights per step"].where == (
         "FSDP (ZeRO-3) over all devices"
     )
-    assert not any("every stage" in name for name in found)
+    assert not any("every stage" in name for name in rules)
     right = Report(job(), sharded())
     assert all(abs(rule.claimed / rule.estimated - 1) > 0.16 for rule in rules_of_thumb.misleading(right))
     assert len(rules_of_thumb.misleading(right)) < len(rules_of_thumb.RULES)

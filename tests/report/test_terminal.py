@@ -25,7 +25,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_cell_is_cut(width):
 
 def test_every_section_is_there():
     text = " ".join(shown(report()).split())
-    for said in (
+    for words in (
         "TP 8 x PP 4 (1f1b) x ZeRO-1 over 2",
         "Memory of pp rank 0 (the fullest)",
         "activations 24 GiB 33%",
@@ -37,7 +37,7 @@ def test_every_section_is_there():
         "Rules of thumb that mislead here",
         "[layout] pp = 4",
     ):
-        assert said in text
+        assert words in text
 
 
 def test_a_plain_pipe_without_blocks_gets_letters_and_hashes():

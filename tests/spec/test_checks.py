@@ -19,7 +19,7 @@ BATCH = BatchSpec(64, 64 * 24)
 UNKNOWN, KNOWN = Host(), Host(2**40, 1e10)
 
 
-def found(layout, batch=BATCH, devices=None, model=MODEL, host=UNKNOWN):
+def illegal_in(layout, batch=BATCH, devices=None, model=MODEL, host=UNKNOWN):
     cluster = ClusterSpec("test", Device("cpu", "cpu", 2**34), devices or layout.world_size, host=host)
     return illegal(model, layout, cluster, batch)
 
@@ -42,7 +42,7 @@ def found(layout, batch=BATCH, devices=None, model=MODEL, host=UNKNOWN):
     ],
 )
 def test_legal_layouts_have_no_problems(layout):
-    assert found(layout) == []
+    assert illegal_in(layout) == []
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_legal_layouts_have_no_problems(layout):
     [Layout(dp_shard=4, zero=1, ep=4), Layout(dp_shard=2, tp=2, zero=1, ep=2, expert_tp=2), Layout(tp=4, ep=4)],
 )
 def test_experts_borrow_ranks_from_sharded_data_context_and_tensor_parallelism(layout):
-    assert found(layout, model=MIXED) == []
+    assert illegal_in(layout, model=MIXED) == []
 
 
 def test_tensor_parallelism_may_leave_the_node_and_outnumber_key_value_heads():
@@ -60,14 +60,14 @@ def test_tensor_parallelism_may_leave_the_node_and_outnumber_key_value_heads():
 
 @pytest.mark.parametrize("offload", ["optimizer", "states", "activations"])
 def test_what_is_known_of_the_host_decides_whether_it_can_be_used(offload):
-    assert found(Layout(offload=offload), host=KNOWN) == []
-    assert found(Layout(offload=offload)) == [
+    assert illegal_in(Layout(offload=offload), host=KNOWN) == []
+    assert illegal_in(Layout(offload=offload)) == [
         f"offload='{offload}' needs host.memory and host.device_bandwidth, which the description of the cluster does "
         "not give; add it to a cluster file, or set offload = 'none'"
     ]
 
 
-# (layout, what the sentence says), for the plain model, batch and host.
+# (layout, part of the sentence), for the plain model, batch and host.
 ILLEGAL = [
     (Layout(dp_replicate=5), "dp=5 does not divide the 24 sequences of a step; choose dp = 1, 2, 3, 4, 6, 8, 12 or 24"),
     (
@@ -150,7 +150,7 @@ ILLEGAL = [
 
 @pytest.mark.parametrize(("layout", "sentence"), ILLEGAL)
 def test_each_problem_of_a_layout_has_its_sentence(layout, sentence):
-    assert any(sentence in problem for problem in found(layout)), found(layout)
+    assert any(sentence in problem for problem in illegal_in(layout)), illegal_in(layout)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,9 @@ def test_each_problem_of_a_layout_has_its_sentence(layout, sentence):
     ],
 )
 def test_each_problem_of_the_batch_and_the_cluster_has_its_sentence(layout, batch, devices, sentence):
-    assert any(sentence in problem for problem in found(layout, batch, devices)), found(layout, batch, devices)
+    assert any(sentence in problem for problem in illegal_in(layout, batch, devices)), illegal_in(
+        layout, batch, devices
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,11 +188,11 @@ def test_each_problem_of_the_batch_and_the_cluster_has_its_sentence(layout, batc
     ],
 )
 def test_each_problem_of_experts_has_its_sentence(layout, sentence):
-    assert any(sentence in problem for problem in found(layout, model=MIXED)), found(layout, model=MIXED)
+    assert any(sentence in problem for problem in illegal_in(layout, model=MIXED)), illegal_in(layout, model=MIXED)
 
 
 def test_a_batch_that_does_not_divide_is_not_blamed_on_the_schedule():
-    assert found(Layout(pp=2, schedule="dualpipe", stages=2), BatchSpec(64, 100)) == [
+    assert illegal_in(Layout(pp=2, schedule="dualpipe", stages=2), BatchSpec(64, 100)) == [
         "seq_len=64 does not divide tokens_per_step=100; set tokens_per_step = 128"
     ]
 
@@ -249,6 +251,6 @@ def test_every_pipeline_can_be_trained(schedule, stages):
     ],
 )
 def test_what_can_only_be_planned_is_said(layout, change, sentence):
-    said = unsupported_by_trainer(replace(JOB, **change), layout)
-    assert len(said) == 1
-    assert sentence in said[0]
+    messages = unsupported_by_trainer(replace(JOB, **change), layout)
+    assert len(messages) == 1
+    assert sentence in messages[0]

@@ -1,4 +1,4 @@
-"""What a config.json leaves out means what it means to transformers, and spellings of the past what they meant."""
+"""Keys that a config.json leaves out have transformers' defaults, and old spellings their old meaning."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_is_left_out_is_what_transformers_assumes(name):
     # Whether files hold layers that predict further ahead is theirs to say; neither computes them.
     written.pop("num_nextn_predict_layers", None)
     if name == "mistral3":
-        # Its class ties the head where nothing is said; the published models, which say nothing, have a head.
+        # Its class ties the head by default; the published models, without the key, have a head.
         written.pop("tie_word_embeddings")
     ours, theirs = (families.from_hf(config) for config in (least(name) | {"model_type": name}, written))
     assert replace(ours, carried_config="") == replace(theirs, carried_config="")

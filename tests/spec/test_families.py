@@ -1,4 +1,4 @@
-"""config.json files: what is read, what is refused and in which words, and the way back."""
+"""config.json files are read, refused in a sentence, and written back."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Families besides those of the first hour: what makes them other than Llama, and what of them is refused."""
+"""Further families: their differences from Llama, and the configurations that are refused."""
 
 from dataclasses import replace
 
@@ -18,8 +18,8 @@ def spec(name, **changes):
 
 def test_layers_without_positions():
     assert [layer.attention.rope is None for layer in spec("SmolLM3-3B").layers[:5]] == [False] * 3 + [True, False]
-    said = {key: value for key, value in CONFIGS["SmolLM3-3B"].items() if key != "no_rope_layers"}
-    assert families.from_hf(said) == spec("SmolLM3-3B")
+    config = {key: value for key, value in CONFIGS["SmolLM3-3B"].items() if key != "no_rope_layers"}
+    assert families.from_hf(config) == spec("SmolLM3-3B")
     command = spec("Command-R7B").layers
     assert [layer.window for layer in command[:5]] == [4096] * 3 + [None, 4096]
     assert all((layer.attention.rope is None) == (layer.window is None) for layer in command)
@@ -56,9 +56,9 @@ def test_the_shared_expert_of_qwen2_has_a_gate():
 
 
 def test_the_gelu_of_the_first_gemma_is_the_approximation():
-    """Whatever the key is called, and whatever the first configs said."""
-    for said in ({"hidden_act": "gelu"}, {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}):
-        assert spec("google/gemma-7b", **said).layers[0].mlp.hidden_act == "gelu_pytorch_tanh"
+    """Under both names of the key, and for the value of the first configs."""
+    for keys in ({"hidden_act": "gelu"}, {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}):
+        assert spec("google/gemma-7b", **keys).layers[0].mlp.hidden_act == "gelu_pytorch_tanh"
 
 
 def test_factors_of_granite():
@@ -194,10 +194,10 @@ def test_queries_that_grow():
     }
     config = {key: value for key, value in CONFIGS["Ministral-8B"].items() if key not in ("rope_theta", "rope_scaling")}
     config |= {"model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"], "rope_parameters": table}
-    found = families.from_hf(config)
-    turned = found.layers[0].attention.rope
+    read = families.from_hf(config)
+    turned = read.layers[0].attention.rope
     assert (turned.query_growth, turned.attention_factor, turned.key_rope.query_growth) == (0.1, 1.0, 0.0)
-    assert families.from_hf(families.to_hf(found)) == found
+    assert families.from_hf(families.to_hf(read)) == read
     for change in ({"type": "default"}, {"llama_4_scaling_beta": -1}):
         with pytest.raises(ModelError, match=r"of a ministral3 model must be YaRN's|is not a key that kumi knows"):
             families.from_hf(config | {"rope_parameters": table | change})

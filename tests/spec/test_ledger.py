@@ -20,7 +20,7 @@ def test_names_are_unique_and_in_the_order_of_the_forward_pass():
 def test_matrix_flops_are_twice_the_parameters_of_matrices_a_token():
     matrices = sum(p.numel for p in ledger.params(SPEC) if len(p.shape) == 2)
     attention = 4 * 16 * 32 * 64
-    # The tied table is used as the head, and costs nothing as the embedding.
+    # The tied table has FLOPs as the head, and none as the embedding.
     assert ledger.forward_flops(SPEC, tokens=10, seq_len=5) == 10 * (2 * matrices + 5 * attention)
     assert ledger.train_flops(SPEC, tokens=10, seq_len=5) == 3 * ledger.forward_flops(SPEC, tokens=10, seq_len=5)
 

@@ -26,8 +26,8 @@ SHAPES = [
 ]
 
 
-def finished(lists, held):
-    """How many steps each rank does where a send, and a receive, blocks until its counterpart is reached."""
+def finished(lists, assignment):
+    """Return the number of steps that each rank completes if sends and receives block until their counterpart."""
     position = [0] * len(lists)
     made, moved = set(), True
     while moved:
@@ -37,7 +37,7 @@ def finished(lists, held):
                 continue
             step = listed[position[rank]]
             if isinstance(step, Action):
-                assert missing(step, rank, held, made) == []
+                assert missing(step, rank, assignment, made) == []
                 made.add((rank, "B" if step.kind == "I" else step.kind, *step[1:]))
             elif isinstance(step, Send):
                 kind, stage, number, source, other = step.message
@@ -54,14 +54,14 @@ def finished(lists, held):
     return position
 
 
-def missing(action, rank, held, made):
-    """What `action` takes in and `rank` does not have."""
+def missing(action, rank, assignment, made):
+    """Return the inputs of `action` that `rank` does not have."""
     kind, stage, number = action
-    last = sum(map(len, held)) - 1
-    wanted = {"F": [("F", stage - 1)] if stage else [], "W": [("B", stage)]}.get(
+    last = sum(map(len, assignment)) - 1
+    needed = {"F": [("F", stage - 1)] if stage else [], "W": [("B", stage)]}.get(
         kind, [("F", stage), *([("B", stage + 1)] if stage < last else [])]
     )
-    return [one for one in wanted if (rank, *one, number) not in made]
+    return [one for one in needed if (rank, *one, number) not in made]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -69,44 +69,44 @@ def test_nobody_is_stuck_even_where_every_message_blocks_both_its_ranks(schedule
     shapes = [shape for shape in SHAPES if shape[0] == schedule]
     assert len(shapes) >= 10
     for shape in shapes:
-        held = stage_assignment(*shape[:3])
+        assignment = stage_assignment(*shape[:3])
         for lists in (pipeline_steps(*shape), forward_pipeline_steps(*shape)):
-            assert finished(lists, held) == [len(listed) for listed in lists], shape
+            assert finished(lists, assignment) == [len(listed) for listed in lists], shape
 
 
 def test_the_simulator_notices_ranks_that_are_stuck():
-    held = stage_assignment("1f1b", 2, 1)
+    assignment = stage_assignment("1f1b", 2, 1)
     first, second = (list(listed) for listed in pipeline_steps("1f1b", 2, 1, 4))
     swapped = next(i for i, one in enumerate(second) if isinstance(one, Receive) and i > 2)
     sends = [i for i, one in enumerate(second) if isinstance(one, Send)]
     place = max(i for i in sends if i < swapped)
     second[place], second[swapped] = second[swapped], second[place]
     with pytest.raises(AssertionError):
-        assert finished((first, second), held) == [len(first), len(second)]
+        assert finished((first, second), assignment) == [len(first), len(second)]
 
 
 @pytest.mark.parametrize("shape", SHAPES[::7], ids=str)
 def test_actions_stay_in_the_schedules_order_and_every_message_has_both_ends(shape):
-    lists, held = pipeline_steps(*shape), stage_assignment(*shape[:3])
+    lists, assignment = pipeline_steps(*shape), stage_assignment(*shape[:3])
     assert [tuple(one for one in listed if isinstance(one, Action)) for listed in lists] == list(actions(*shape))
-    home = {stage: rank for rank, stages in enumerate(held) for stage in stages}
-    wanted = Counter(
+    home = {stage: rank for rank, stages in enumerate(assignment) for stage in stages}
+    expected = Counter(
         message for listed in actions(*shape) for action in listed for message in messages_after(action, home)
     )
-    assert Counter(one.message for listed in lists for one in listed if isinstance(one, Send)) == wanted
-    assert Counter(one.message for listed in lists for one in listed if isinstance(one, Receive)) == wanted
-    assert set(wanted.values()) == {1}
+    assert Counter(one.message for listed in lists for one in listed if isinstance(one, Send)) == expected
+    assert Counter(one.message for listed in lists for one in listed if isinstance(one, Receive)) == expected
+    assert set(expected.values()) == {1}
 
 
 def test_the_turn_of_a_v_sends_nothing():
-    found = [one.message for listed in pipeline_steps("zb-v", 2, 2, 3) for one in listed if isinstance(one, Send)]
-    assert {(message.kind, message.stage) for message in found} == {
+    sent = [one.message for listed in pipeline_steps("zb-v", 2, 2, 3) for one in listed if isinstance(one, Send)]
+    assert {(message.kind, message.stage) for message in sent} == {
         ("activation", 0),
         ("activation", 2),
         ("gradient", 1),
         ("gradient", 3),
     }
-    assert all(message.source != message.target for message in found)
+    assert all(message.source != message.target for message in sent)
 
 
 def test_two_ranks_of_one_microbatch():

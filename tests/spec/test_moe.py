@@ -1,4 +1,4 @@
-"""Experts, latent attention and the parts of GPTs in the ledger: dims, passes, FLOPs, what is kept."""
+"""Experts, latent attention and the parts of GPTs in the ledger: dims, passes, FLOPs, activations."""
 
 from dataclasses import replace
 from math import prod
@@ -92,7 +92,7 @@ def test_a_router_and_its_bias_are_not_cut_like_experts():
 
 def test_pieces_that_can_be_cut():
     ops = ops_of(spec_of())
-    # A column of the gate goes with its column of what it gates.
+    # A column of the gate goes with its column of the up projection.
     assert ops["mlp.experts.gate_up_proj"].target.count == 48
     assert ops["mlp.experts.gate_up_proj"].target.unit == 2
 
@@ -123,8 +123,8 @@ def test_attention_of_fewer_positions_costs_the_same_in_the_convention_but_reach
 @pytest.mark.parametrize("act", ["gelu", "relu", "relu2"])
 def test_a_plain_mlp_keeps_what_its_activation_needs(act):
     ops = ops_of(spec_of(mlp=MLP(48, True, act, gated=False)))
-    kept = sum(map(numel_of, ops["mlp.activation"].saved))
-    assert kept == (0 if act == "relu" else 48)
+    saved = sum(map(numel_of, ops["mlp.activation"].saved))
+    assert saved == (0 if act == "relu" else 48)
     assert [param.shape for param in ops["mlp.up_proj"].params] == [(48, 64), (48,)]
 
 

@@ -1,4 +1,4 @@
-"""Nemotron-H's config.json in all its spellings, and what its models cannot do."""
+"""Nemotron-H's config.json in all its spellings, and the layouts and exports that its models do not support."""
 
 from __future__ import annotations
 
@@ -170,15 +170,15 @@ def test_layouts_that_are_refused(layout, words):
 
 def test_a_plan_counts_every_kind_of_layer():
     job = job_of(families.from_hf(NANO_30B), seq_len=4096, sequences=8)
-    found = estimate(job, Layout(dp_shard=8, zero=3, ep=8))
-    assert found.step_seconds > 0
-    assert max(one.total for one in found.memory) > 31_577_937_344 * 16 / 8
+    estimated = estimate(job, Layout(dp_shard=8, zero=3, ep=8))
+    assert estimated.step_seconds > 0
+    assert max(one.total for one in estimated.memory) > 31_577_937_344 * 16 / 8
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_exports_of_one_kind_of_layer_refuse(name):
     """Those that leave the model to transformers do not describe it."""
     job = job_of(families.from_hf(NANO_9B), seq_len=4096, sequences=8)
-    found = " ".join(TRAINERS[name].unsupported(job, Layout(dp_shard=8, zero=3)))
+    reasons = " ".join(TRAINERS[name].unsupported(job, Layout(dp_shard=8, zero=3)))
     described = name in ("megatron-lm", "megatron-bridge", "torchtitan", "nanotron")
-    assert ("not attention with an mlp each" in found) == described
+    assert ("not attention with an mlp each" in reasons) == described

@@ -17,17 +17,17 @@ def test_warm_up_is_linear_and_never_zero(schedule):
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_decays_end_at_the_floor_and_never_rise(schedule):
-    found = rates(schedule=schedule)
-    assert found[10] == pytest.approx(1.0)
-    assert found[-1] == pytest.approx(0.1)
-    assert all(later <= earlier for earlier, later in pairwise(found[10:]))
+    curve = rates(schedule=schedule)
+    assert curve[10] == pytest.approx(1.0)
+    assert curve[-1] == pytest.approx(0.1)
+    assert all(later <= earlier for earlier, later in pairwise(curve[10:]))
 
 
 def test_wsd_stays_and_then_falls():
-    found = rates(schedule="wsd", decay_steps=20)
-    assert set(found[10:81]) == {1.0}
-    assert found[-1] == pytest.approx(0.1)
-    assert found[90] == pytest.approx(1.0 - 0.9 * 10 / 19)
+    curve = rates(schedule="wsd", decay_steps=20)
+    assert set(curve[10:81]) == {1.0}
+    assert curve[-1] == pytest.approx(0.1)
+    assert curve[90] == pytest.approx(1.0 - 0.9 * 10 / 19)
 
 
 def test_wsd_ends_at_the_floor_even_when_it_falls_in_one_step():

@@ -34,8 +34,8 @@ def _torch_bytes(optimizer, shape):
     [
         ("adamw", torch.optim.AdamW, {}),
         ("adafactor", torch.optim.Adafactor, {}),
-        ("sgd", lambda found: torch.optim.SGD(found, lr=0.1, momentum=0.9), {}),
-        ("sgd", lambda found: torch.optim.SGD(found, lr=0.1), {"betas": (0.0, 0.0)}),
+        ("sgd", lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), {}),
+        ("sgd", lambda params: torch.optim.SGD(params, lr=0.1), {"betas": (0.0, 0.0)}),
     ],
 )
 def test_bytes_are_those_of_pytorch(kind, made, options, shape):
@@ -75,5 +75,5 @@ def test_an_unknown_optimizer_is_refused():
 
 def test_bytes_of_an_element_of_a_large_matrix():
     each = {kind: bytes_per_element(Optim(kind=kind), 4) for kind in OPTIM_KINDS}
-    wanted = {"adamw": 8, "adamw-8bit": 2 + 8 / 256, "muon": 4, "adafactor": 8 / 4096, "sgd": 4}
-    assert each == pytest.approx(wanted, rel=1e-3)
+    expected = {"adamw": 8, "adamw-8bit": 2 + 8 / 256, "muon": 4, "adafactor": 8 / 4096, "sgd": 4}
+    assert each == pytest.approx(expected, rel=1e-3)

@@ -37,12 +37,12 @@ NAMES = (*AXES, *EXPERT_AXES, "zero")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_groups_partition_the_ranks(layout, name):
-    found, one = groups(layout, name), axis(layout, name)
-    assert sorted(rank for group in found for rank in group) == list(range(layout.world_size))
-    assert {len(group) for group in found} == {one.degree}
-    for group in found:
-        assert [one.index(rank) for rank in group] == list(range(one.degree))
-        assert all(one.group(rank) == group for rank in group)
+    by_coords, joined = groups(layout, name), axis(layout, name)
+    assert sorted(rank for group in by_coords for rank in group) == list(range(layout.world_size))
+    assert {len(group) for group in by_coords} == {joined.degree}
+    for group in by_coords:
+        assert [joined.index(rank) for rank in group] == list(range(joined.degree))
+        assert all(joined.group(rank) == group for rank in group)
 
 
 @pytest.mark.parametrize("name", AXES)
@@ -61,22 +61,22 @@ def test_a_rank_has_a_place_of_its_own_in_both_arrangements(layout, arrangement)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("name", "routed"), [("zero", False), ("expert_dp", True)])
 def test_what_zero_divides_is_divided_over_its_group_in_order(layout, name, routed):
-    one = zero_axis(layout, routed=routed)
-    assert (one, one.degree) == (axis(layout, name), zero_degree(layout, routed=routed))
+    zero = zero_axis(layout, routed=routed)
+    assert (zero, zero.degree) == (axis(layout, name), zero_degree(layout, routed=routed))
     parts = layout.ep * layout.expert_tp if routed else layout.tp
     for group in groups(layout, name):
         places = [layout.coords(rank) for rank in group]
         inside = [(place["dp_shard"] * layout.cp + place["cp"]) * layout.tp + place["tp"] for place in places]
-        assert [place // parts for place in inside] == list(range(one.degree))
+        assert [place // parts for place in inside] == list(range(zero.degree))
         assert len({(place["pp"], place["dp_replicate"]) for place in places}) == 1
 
 
 @pytest.mark.parametrize("name", ["data", "expert_data", "sequence"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_joined_groups_have_the_ranks_of_all_their_axes(layout, name):
-    one = axis(layout, name)
+    joined = axis(layout, name)
     for rank in range(layout.world_size):
-        assert one.group(rank) == members_of(layout, COMBINED_AXES[name], rank)
+        assert joined.group(rank) == members_of(layout, COMBINED_AXES[name], rank)
 
 
 def test_the_norm_is_summed_over_stages_with_copies_between_them():
@@ -94,8 +94,8 @@ def test_the_ends_of_a_pipeline_are_its_first_and_its_last_rank():
 @pytest.mark.parametrize("name", [*NAMES, *COMBINED_AXES, "ends"])
 def test_columns_have_the_groups_of_each_of_their_layouts(name):
     several = [layout for layout in LAYOUTS if layout.pp > 1 or name != "ends"]
-    found = [np.broadcast_to(part, len(several)) for part in process_group(batch_layouts(several), name)]
-    assert [tuple(pair) for pair in np.transpose(found)] == [process_group(layout, name) for layout in several]
+    columns = [np.broadcast_to(part, len(several)) for part in process_group(batch_layouts(several), name)]
+    assert [tuple(pair) for pair in np.transpose(columns)] == [process_group(layout, name) for layout in several]
 
 
 def test_an_unknown_group_is_refused():
@@ -139,12 +139,12 @@ def _cluster(nodes, per_node=8):
 )
 def test_links_that_groups_cross(layout, name, crossed):
     cluster = _cluster(2)
-    one = axis(layout, name)
-    found = slowest_link(cluster, one)
-    assert (found and found.name) == crossed
-    assert spans_nodes(cluster, one) == (crossed == "network")
+    crossing = axis(layout, name)
+    link = slowest_link(cluster, crossing)
+    assert (link and link.name) == crossed
+    assert spans_nodes(cluster, crossing) == (crossed == "network")
     apart = any(len({rank // 8 for rank in group}) > 1 for group in groups(layout, name))
-    assert spans_nodes(cluster, one) == apart
+    assert spans_nodes(cluster, crossing) == apart
 
 
 def test_a_group_may_straddle_nodes_that_its_degree_would_fit():

@@ -1,4 +1,4 @@
-"""Families and the models in them: what is read, what is counted, what is refused."""
+"""Families and their models: reading, parameter counts, errors."""
 
 import re
 from dataclasses import replace

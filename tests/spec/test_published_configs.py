@@ -1,4 +1,4 @@
-"""The configurations of published checkpoints: what the data says of itself, and that kumi accepts every one."""
+"""The configurations of published checkpoints have their sources, and kumi accepts every one."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_every_one_is_accepted_as_the_model_that_it_is(id):
 
 def test_there_is_one_of_every_family_that_any_is_published_of():
     """`ministral` and `nemotron_h_omni` are how transformers 5 writes models that are published otherwise."""
-    found = {families.from_hf(entry["config"]).family for entry in PUBLISHED.values()}
-    assert set(families.FAMILIES) - found == {"ministral", "nemotron_h_omni"}
+    read = {families.from_hf(entry["config"]).family for entry in PUBLISHED.values()}
+    assert set(families.FAMILIES) - read == {"ministral", "nemotron_h_omni"}
 
 
 def test_weights_in_blocks_of_fp8_are_read_and_said():

@@ -35,20 +35,20 @@ LAYOUTS = [
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)
 def test_every_element_is_held_by_as_many_ranks_as_there_are_copies(model, layout):
     for param in params(model):
-        held = np.zeros(param.shape, dtype=int)
+        owners = np.zeros(param.shape, dtype=int)
         for rank in range(layout.world_size):
             for region in slices(param, layout, rank):
-                held[tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))] += 1
-        assert set(held.ravel()) == {prod(one.degree for one in replica_axes(param, layout))}, param.name
+                owners[tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))] += 1
+        assert set(owners.ravel()) == {prod(one.degree for one in replica_axes(param, layout))}, param.name
 
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)
 def test_a_rank_s_tensor_is_its_regions_and_padding(model, layout):
     for param, rank in product(params(model), range(layout.world_size)):
         shape = local_shape(param, layout, rank)
-        found = slices(param, layout, rank)
+        parts = slices(param, layout, rank)
         inside = Counter()
-        for region in found:
+        for region in parts:
             inside.update(product(*(range(a, a + n) for a, n in zip(region.local, region.shape, strict=True))))
         assert set(inside.values()) <= {1}
         assert all(0 <= i < n for index in inside for i, n in zip(index, shape, strict=True))
@@ -59,5 +59,5 @@ def test_a_rank_s_tensor_is_its_regions_and_padding(model, layout):
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)
 def test_copies_hold_the_same(model, layout):
     for param, rank in product(params(model), range(layout.world_size)):
-        for one in replica_axes(param, layout):
-            assert len({slices(param, layout, other) for other in one.group(rank)}) == 1
+        for replica_axis in replica_axes(param, layout):
+            assert len({slices(param, layout, other) for other in replica_axis.group(rank)}) == 1

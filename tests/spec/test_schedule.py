@@ -29,9 +29,9 @@ def test_every_list_runs_to_its_end_and_does_everything_once(schedule):
         check(actions(schedule, pp, stages, microbatches), stage_assignment(schedule, pp, stages), microbatches)
 
 
-def check(lists, held, microbatches):
-    """Works through the lists, each action when what it needs is done, and looks at what was done."""
-    last = sum(map(len, held)) - 1
+def check(lists, assignment, microbatches):
+    """Run the lists, each action after its dependencies, and check that every action ran once and in order."""
+    last = sum(map(len, assignment)) - 1
     done, position = set(), [0] * len(lists)
     before = -1
     while len(done) != before:
@@ -39,7 +39,7 @@ def check(lists, held, microbatches):
         for rank, listed in enumerate(lists):
             while position[rank] < len(listed) and needs(listed[position[rank]], last) <= done:
                 action = listed[position[rank]]
-                assert action.stage in held[rank]
+                assert action.stage in assignment[rank]
                 assert action not in done
                 done |= {action, Action("I", *action[1:]), Action("W", *action[1:])} if action.kind == "B" else {action}
                 position[rank] += 1
@@ -51,7 +51,7 @@ def check(lists, held, microbatches):
 
 
 def needs(action, last):
-    """What must be done before `action`."""
+    """Return the actions that must be done before `action`."""
     kind, stage, number = action
     if kind == "F":
         return {Action("F", stage - 1, number)} if stage else set()
@@ -158,6 +158,6 @@ def test_the_order_is_that_of_pytorch(schedule):
 
 
 def test_the_order_of_1f1b_is_that_of_pytorch_but_for_the_last_rank():
-    """PyTorch lists the last rank's forwards from microbatch 1 on, for pictures; what it runs is another list."""
+    """PyTorch lists the last rank's forwards from microbatch 1 on, for pictures; it runs another list."""
     for pp, microbatches in ((2, 2), (2, 5), (4, 4), (4, 9), (8, 8), (8, 20)):
         assert actions("1f1b", pp, 1, microbatches)[:-1] == pytorch_order("1f1b", pp, 1, microbatches)[:-1]

@@ -1,4 +1,4 @@
-"""What ranks hold of every parameter adds up to the model, and optimizer states are the bytes of real ones."""
+"""The shards of every parameter add up to the model, and optimizer states have the bytes of real ones."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ SPARSE = ModelSpec("moe", 256, 128, (LayerSpec(ATTENTION, MoE(8, 2, 64, 96)),) *
 
 
 def test_styles_of_a_layer():
-    found = {op.name.rpartition(".")[2]: tp_style(op) for op in layer_ops(DENSE, 0)}
-    columns = {name for name, one in found.items() if one == "column"}
+    styles = {op.name.rpartition(".")[2]: tp_style(op) for op in layer_ops(DENSE, 0)}
+    columns = {name for name, one in styles.items() if one == "column"}
     assert columns == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
-    assert {name for name, one in found.items() if one == "row"} == {"o_proj", "down_proj"}
+    assert {name for name, one in styles.items() if one == "row"} == {"o_proj", "down_proj"}
     router = next(op for op in layer_ops(SPARSE, 0) if op.kind == "router")
     assert tp_style(router) == "replicated"
 
@@ -60,9 +60,9 @@ LAYOUTS = [
 def test_parts_of_dense_parameters_add_up(layout):
     shards = layout.tp * (layout.dp_shard * layout.cp if layout.zero else 1)
     for param in params(DENSE):
-        held = sum(local_numel(param, layout, rank) for rank in range(layout.world_size))
+        elements = sum(local_numel(param, layout, rank) for rank in range(layout.world_size))
         whole = not any(dim.name in ("vocab", "heads", "kv_heads", "ffn") for dim in param.dims)
-        assert held == param.numel * layout.world_size // (shards // layout.tp if whole else shards)
+        assert elements == param.numel * layout.world_size // (shards // layout.tp if whole else shards)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_parts_of_dense_parameters_add_up(layout):
     ],
 )
 def test_parts_of_experts_add_up(layout, copies):
-    """Experts are divided over dp_shard x cp x tp: by ep, expert_tp, and what is left by ZeRO."""
+    """Experts are sharded over dp_shard x cp x tp: by ep, expert_tp, and over the remaining ranks by ZeRO."""
     for param in params(SPARSE):
         if param.dims[0].name == "experts":
             shapes = [local_shape(param, layout, rank) for rank in range(layout.world_size)]
@@ -121,10 +121,10 @@ def test_a_checkpoint_has_parameters_and_moments_once():
 
 def named(model, layers, **stage):
     """The FSDP units of a stage: names, modules, and the parameters of those that are not layers."""
-    found = fsdp_units(stage_ops(model, layers, **stage))
+    units = fsdp_units(stage_ops(model, layers, **stage))
     return [
         (one.name, *one.modules, *([] if "layer" in one.modules[0] else [param.name for param in one.params]))
-        for one in found
+        for one in units
     ]
 
 

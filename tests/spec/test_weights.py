@@ -43,18 +43,18 @@ def natives():
 
 
 def written(spec, tensors):
-    """The tensors of files, as `Part` says it; what nothing was written to is not a number."""
-    found = {}
+    """Return the tensors of files as their `Part`s place them; elements that no part writes are NaN."""
+    weights = {}
     for name, pieces in stored_tensors(spec).items():
-        found[name] = np.full(pieces[0].part.shape, np.nan)
+        weights[name] = np.full(pieces[0].part.shape, np.nan)
         for piece in pieces:
             part = piece.part
             assert part.shape == pieces[0].part.shape
-            target = found[name].reshape(part.view)[box(part.at, part.size)].transpose(part.order)
+            target = weights[name].reshape(part.view)[box(part.at, part.size)].transpose(part.order)
             values = tensors[piece.param.name][box(part.start, part.extent)].reshape(target.shape)
             assert np.isnan(target).all()
-            found[name].reshape(part.view)[box(part.at, part.size)] = values.transpose(np.argsort(part.order))
-    return found
+            weights[name].reshape(part.view)[box(part.at, part.size)] = values.transpose(np.argsort(part.order))
+    return weights
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -1,4 +1,4 @@
-"""Checkpoint storage: what is written is read, in any slices; what is damaged or half written is never taken."""
+"""Checkpoint storage: written tensors are read, in any slices; damaged or incomplete checkpoints are refused."""
 
 import json
 import os
@@ -58,12 +58,12 @@ def test_all_dtypes_and_shapes_come_back(tmp_path):
     checkpoint.save(
         tmp_path / "step_000001", [whole(name, tensor) for name, tensor in tensors.items()], {"tokens": 2**60}
     )
-    found = checkpoint.open(tmp_path / "step_000001")
-    assert found.meta == {"tokens": 2**60}
-    assert set(found.tensors) == set(tensors)
-    found.verify()
+    stored = checkpoint.open(tmp_path / "step_000001")
+    assert stored.meta == {"tokens": 2**60}
+    assert set(stored.tensors) == set(tensors)
+    stored.verify()
     for name, tensor in tensors.items():
-        read = found.read(name)
+        read = stored.read(name)
         assert read.dtype == tensor.dtype
         assert read.shape == tensor.shape
         assert torch.equal(read, tensor), name
@@ -81,17 +81,17 @@ def test_other_readers_read_the_shard(tmp_path):
 def test_any_slice_of_any_pieces(tmp_path, monkeypatch, block_bytes):
     monkeypatch.setattr("kumi.storage.write.BLOCK_BYTES", block_bytes)
     w = two_rank_checkpoint(tmp_path / "step_000007")
-    found = checkpoint.open(tmp_path / "step_000007")
+    stored = checkpoint.open(tmp_path / "step_000007")
     rng = random.Random(1)
     for _ in range(200):
         low = [rng.randrange(size + 1) for size in w.shape]
         high = [rng.randrange(a, size + 1) for a, size in zip(low, w.shape)]
         expected = w[low[0] : high[0], low[1] : high[1]]
-        assert torch.equal(found.read("w", low, expected.shape), expected), (low, high)
+        assert torch.equal(stored.read("w", low, expected.shape), expected), (low, high)
     out = torch.zeros(6, 10, dtype=torch.bfloat16).t()  # strides and dtype of the destination are its own
-    found.read_into(out, "w", (0, 0))
+    stored.read_into(out, "w", (0, 0))
     assert torch.equal(out, w.bfloat16())
-    assert found.read("step") == 7
+    assert stored.read("step") == 7
 
 
 def test_random_tilings_of_three_dims(tmp_path):
@@ -164,13 +164,13 @@ def test_a_missing_rank_and_another_launch_are_not_committed(tmp_path):
 
 def test_wrong_names_shapes_and_slices_are_refused(tmp_path):
     two_rank_checkpoint(tmp_path / "step_000007")
-    found = checkpoint.open(tmp_path / "step_000007")
+    stored = checkpoint.open(tmp_path / "step_000007")
     with pytest.raises(
         RefusedError, match=r"'stop' is not among the checkpoint's 2 tensors; the nearest name is 'step'"
     ):
-        found.read("stop")
+        stored.read("stop")
     with pytest.raises(RefusedError, match=r"has no slice \(2, 6\) at \(9, 0\)"):
-        found.read("w", (9, 0), (2, 6))
+        stored.read("w", (9, 0), (2, 6))
 
 
 def test_every_flipped_bit_is_found_and_its_file_named(tmp_path):
@@ -200,10 +200,10 @@ def test_a_damaged_tensor_is_named_when_it_is_read_and_only_then(tmp_path):
     bad = bytearray(path.read_bytes())
     bad[-1] ^= 1
     path.write_bytes(bytes(bad))
-    found = checkpoint.open(folder)
-    assert found.read("w", (0, 0), (4, 6)).shape == (4, 6)
+    stored = checkpoint.open(folder)
+    assert stored.read("w", (0, 0), (4, 6)).shape == (4, 6)
     with pytest.raises(RefusedError, match=r"shard_00001.safetensors: .* checksum of 'w' is .* to start anew"):
-        found.read("w")
+        stored.read("w")
 
 
 def test_every_truncated_or_missing_file_is_found_and_named(tmp_path):
@@ -270,9 +270,9 @@ def test_saving_in_the_background_keeps_what_was_there_at_the_call(tmp_path, mon
     saver.wait()
     assert not saver.busy
     assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step_000002", "step_000003"]
-    found = checkpoint.open(tmp_path / "step_000003")
-    assert torch.equal(found.read("w"), torch.full((1000,), 3.0))
-    assert (found.read("t"), found.meta) == (3, {"rng": [3]})
+    stored = checkpoint.open(tmp_path / "step_000003")
+    assert torch.equal(stored.read("w"), torch.full((1000,), 3.0))
+    assert (stored.read("t"), stored.meta) == (3, {"rng": [3]})
 
 
 def test_all_is_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
@@ -384,10 +384,10 @@ def test_killed_at_any_instant_the_last_complete_checkpoint_is_whole(tmp_path):
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         for folder in checkpoint.list_complete(tmp_path):
-            found = checkpoint.open(folder)
-            found.verify()
-            assert found.meta["step"] == checkpoint.step_of(folder)
-            assert torch.equal(found.read("x"), torch.full((512, 300), float(found.meta["step"])))
+            stored = checkpoint.open(folder)
+            stored.verify()
+            assert stored.meta["step"] == checkpoint.step_of(folder)
+            assert torch.equal(stored.read("x"), torch.full((512, 300), float(stored.meta["step"])))
         newest = checkpoint.step_of(checkpoint.latest(tmp_path))
         assert newest > seen
         seen = newest

@@ -113,10 +113,10 @@ def test_training_is_stopped_resumed_and_the_same_as_the_command_line_s(small, t
         assert (done.global_step, done.stopped, done.model_dir) == (6, False, Path("other/hf"))
         assert done.training_loss == pytest.approx(sum(losses(folder / "other").values()) / 6)
         assert losses(folder / "other") == pytest.approx(losses(folder / "run"), abs=1e-4)
-    said = capfd.readouterr().out
-    assert "step 1/6" in said  # of the first call, and of transformers' callback
-    assert "{'step': 1," in said
-    assert "step 6/6" not in said
+    output = capfd.readouterr().out
+    assert "step 1/6" in output  # of the first call, and of transformers' callback
+    assert "{'step': 1," in output
+    assert "step 6/6" not in output
 
 
 def test_what_a_callback_raises_comes_out_after_a_save(small, tmp_path):

@@ -19,17 +19,19 @@ from steps import LENGTH, SEQUENCES, SPECS, forward_backward, mesh_of
 
 
 def two_steps(layout, microbatches):
-    """Of a step with an auxiliary loss over sequences, and then one that moves biases, what this rank reports: losses,
-    how busy the busiest expert was, gradient norms, and the biases of its layers."""
+    """Return losses, loads of the busiest expert and gradient norms of two steps, and biases of this rank's layers.
+
+    The first step has an auxiliary loss over sequences, the second one moves routing biases.
+    """
     mesh, spec = mesh_of(layout), SPECS["latent"]
     model = build(spec, mesh, PRECISIONS["fp64"], weights=7)
     batch, seen = SimpleNamespace(tokens_per_step=SEQUENCES * LENGTH), []
-    for step, wanted in enumerate((Balance("aux", 0.5, True), Balance("loss-free", 0.25))):
-        run = SimpleNamespace(balance=wanted, model=spec, batch=batch)
+    for step, expected in enumerate((Balance("aux", 0.5, True), Balance("loss-free", 0.25))):
+        run = SimpleNamespace(balance=expected, model=spec, batch=batch)
         expert_balance.prepare_routers(model, run, 1.0)
         forward_backward(model, mesh, step, microbatches, dtype=torch.float64)
-        found = expert_balance.balance_experts(model, run, mesh, 1.0)
-        seen += [found.aux_loss.item(), found.busiest.item(), clip_gradients(model, None, mesh).item()]
+        shares = expert_balance.balance_experts(model, run, mesh, 1.0)
+        seen += [shares.aux_loss.item(), shares.busiest.item(), clip_gradients(model, None, mesh).item()]
         for parameter in model.parameters():
             parameter.grad = None
     return seen, [router.e_score_correction_bias.tolist() for _, router in routers(model)]
@@ -55,10 +57,10 @@ LAYOUTS = [
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=range(len(LAYOUTS)))
 def test_experts_are_balanced_as_in_one_process(ranks, layout, microbatches):
-    wanted, biases = alone()
-    found = ranks(2, two_steps, layout, microbatches)
-    for seen, _ in found:
-        assert seen == pytest.approx(wanted, rel=1e-10)
-    held = [bias for _, mine in found for bias in mine] if layout.pp > 1 else found[1][1]
-    assert held == biases
+    expected, biases = alone()
+    results = ranks(2, two_steps, layout, microbatches)
+    for seen, _ in results:
+        assert seen == pytest.approx(expected, rel=1e-10)
+    trained = [bias for _, mine in results for bias in mine] if layout.pp > 1 else results[1][1]
+    assert trained == biases
     assert any(value != 0 for value in biases[0])

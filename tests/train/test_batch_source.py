@@ -1,4 +1,4 @@
-"""A run whose batches come from elsewhere than its mixture: it trains, saves what the source says, and resumes."""
+"""A run with another batch source than the mixture trains, saves the source's state, and resumes."""
 
 import contextlib
 import functools

@@ -44,7 +44,7 @@ def test_it_resumes_with_the_losses_of_the_run_that_was_not_killed(mid_run, caps
     assert "run/data/tokens: verified by its digests; added checksums of its blocks to meta.json" in printed.err
     expected = {int(step): loss for step, loss in json.loads((mid_run / "losses.json").read_text()).items()}
     assert losses(mid_run / "run") == pytest.approx(expected, rel=1e-9)
-    # What the version did not write down is completed: the layout, in the folder and in the next checkpoint.
+    # The layout, which this version did not store, is added to the folder and to the next checkpoint.
     plan = json.loads((mid_run / "run/plan.json").read_text())
     assert plan["layout"] == checkpoint.open(checkpoint.latest(mid_run / "run/checkpoints")).meta["layout"]
     assert plan["pinned"] == {"zero": 1}

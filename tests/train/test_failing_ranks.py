@@ -1,4 +1,4 @@
-"""A rank that fails, alone, beside another and under torchrun's agent: exit code, reason, nothing lost, nothing left.
+"""A rank that fails, alone, with another and under torchrun's agent: exit code, reason, no lost step, no leftovers.
 
 Each case runs the command in a forked child whose trainer has the fault built in, then runs it again without.
 """
@@ -136,11 +136,11 @@ def agent_rank(folder):
     (folder / "tmp" / f"forked{os.environ['RANK']}").touch()
     while not (folder / "tmp" / f"forked{last_rank()}").exists():
         time.sleep(0.01)
-    sys.exit(said_and_ended())  # as the command does, so that what is to be done at the exit is done
+    sys.exit(said_and_ended())  # as the command does, so that exit handlers run
 
 
 def under_agent(folder):
-    """What torchrun does with the command: its agent, its report, and its exit code."""
+    """Run the command under torchrun's agent, with its report and its exit code."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

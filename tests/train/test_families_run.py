@@ -1,4 +1,4 @@
-"""Models of other shapes than Llama's, from run file to a Hugging Face folder that transformers computes alike."""
+"""Models of other families than Llama, from run file to a Hugging Face folder with which transformers agrees."""
 
 import contextlib
 import shutil
@@ -51,8 +51,8 @@ def test_a_model_is_trained_and_exported(small, tmp_path, family):
     config = {"model_type": family, **CONFIGS[family]}
     with contextlib.chdir(folder):
         assert main(["train", str(run_file(folder, model={"init": "random", "config": config}))]) == 0
-    found = losses(folder / "run")
-    assert found[6] < found[1] - 0.3
+    trained = losses(folder / "run")
+    assert trained[6] < trained[1] - 0.3
     theirs = AutoModelForCausalLM.from_pretrained(folder / "run" / "hf")
     ids = torch.arange(20)[None]
     assert (theirs(ids).logits - kumi.load_decoder(folder / "run" / "hf")(ids)).abs().max() <= 1e-5

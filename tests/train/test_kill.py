@@ -93,7 +93,7 @@ def training(folder):
 
 @contextlib.contextmanager
 def ending(process):
-    """Kills what is left of the group of `process`."""
+    """Kill the remaining processes of the group of `process`."""
     try:
         yield process
     finally:

@@ -1,4 +1,4 @@
-"""The lines of a run: their width at every magnitude, what is said once, and when the machine is called busy."""
+"""The lines of a run: their width at every magnitude, warnings that are printed once, and busy machines."""
 
 import re
 
@@ -68,17 +68,17 @@ def test_a_line_is_never_longer(
     }
     if skipped is not None:
         entry |= {"train/skipped_updates": skipped, "train/loss_scale": rate}
-    said = "machine busy: load 1234.5/1024" if busy else ""
-    line = step_line(entry, steps, format_seconds(left), said)
+    warning = "machine busy: load 1234.5/1024" if busy else ""
+    line = step_line(entry, steps, format_seconds(left), warning)
     assert len(line) <= WIDTH == 100
     assert line.startswith(f"step {step}/{steps}  loss ")
     assert re.search(r"  \S+ m?s(  |$)", line)
     if estimate is not None:
         assert re.search(r"  \S+/\S+ m?s(  |$)", line)
-    # Beyond these sizes there may be no room for what else the machine does.
+    # Beyond these sizes the line may have no room for the machine's load.
     seconds = (time,) if estimate is None else (time, estimate)
     if max(steps, step, skipped or 0) < 10**5 and loss <= 100 and all(1e-3 <= value <= 999 for value in seconds):
-        assert said in line
+        assert warning in line
     assert ("skipped " in line) == bool(skipped)
 
 
@@ -97,7 +97,7 @@ def test_the_machine_is_called_busy_only_where_that_explains_a_slow_step():
     assert busy_note(8.37, 0.548, 0.7, 9.1, 2) == "machine busy: load 9.1/2"
     assert busy_note(0.6, 0.548, 0.7, 9.1, 2) == ""  # as fast as expected
     assert busy_note(8.37, 0.548, 0.05, 9.1, 2) == ""  # slow, but the process had its CPU
-    assert busy_note(8.37, None, 0.7, 9.1, 2) == ""  # nothing to compare with
+    assert busy_note(8.37, None, 0.7, 9.1, 2) == ""  # no step to compare with
     assert busy_note(8.37, 0.548, None, 9.1, 2) == "machine busy: load 9.1/2"
     assert busy_note(8.37, 0.548, None, 2.1, 2) == ""
 

@@ -1,4 +1,4 @@
-"""Runs that train adapters: nothing else is saved, a continued run is the same, and what is exported is verified."""
+"""Runs that train adapters save only these, continue with the same results, and verify their exports."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_only_adapters_are_trained_and_saved(run):
     assert len([name for name in saved.tensors if name.startswith("model/")]) == 2 * 3 * 2
     assert saved.meta["base_digest"] == base_digest(run / "run/hf")
     assert {path.name for path in (run / "adapted").iterdir()} <= set(RUN_FILES)
-    found = losses(run / "adapted")
-    assert found[6] < found[1]
-    assert found[1] == pytest.approx(losses(run / "run")[6], rel=0.2)
+    curve = losses(run / "adapted")
+    assert curve[6] < curve[1]
+    assert curve[1] == pytest.approx(losses(run / "run")[6], rel=0.2)
 
 
 def test_peft_loads_it_and_the_merged_model_is_the_same(run):
@@ -81,11 +81,11 @@ def test_peft_loads_it_and_the_merged_model_is_the_same(run):
 
 def test_a_continued_run_is_the_same_run(run, tmp_path):
     shutil.copytree(run, tmp_path, dirs_exist_ok=True)
-    wanted = losses(run / "adapted")
+    expected = losses(run / "adapted")
     back_to(tmp_path / "adapted", 2)
     with contextlib.chdir(tmp_path):
         assert main(["train", str(adapters(tmp_path, lora={"merge": True}))]) == 0
-    assert losses(tmp_path / "adapted") == wanted
+    assert losses(tmp_path / "adapted") == expected
     before, after = (load_file(where / "adapted/adapter" / WEIGHTS) for where in (run, tmp_path))
     assert before.keys() == after.keys()
     assert all(before[name].equal(after[name]) for name in before)
@@ -97,10 +97,10 @@ def test_checkpoints_and_folders_of_adapters_are_merged_on_the_command_line(run,
             assert main(["convert", source, str(tmp_path / str(number)), "--to", "hf", "--verify"]) == 0
         assert main(["convert", "adapted/adapter", str(tmp_path / "kumi"), "--to", "kumi", "--base", "run/hf"]) == 0
     assert "with unmerged adapters" in capsys.readouterr().out
-    wanted = load_file(run / "adapted/hf/model.safetensors")
+    expected = load_file(run / "adapted/hf/model.safetensors")
     for number in range(2):
-        found = load_file(tmp_path / str(number) / "model.safetensors")
-        assert all(found[name].equal(wanted[name]) for name in wanted)
+        merged = load_file(tmp_path / str(number) / "model.safetensors")
+        assert all(merged[name].equal(expected[name]) for name in expected)
 
 
 def test_adapters_go_on_from_adapters(run, tmp_path):
@@ -126,7 +126,7 @@ def test_another_base_is_refused(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["lora.target_modules=['q_prj']"], "did you mean 'q_proj'?"),
         (["lora.r=0"], "lora.r"),
@@ -138,13 +138,13 @@ def test_another_base_is_refused(run, tmp_path, capsys):
         (["model.balance=aux"], "model.balance"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(run, tmp_path, capsys, words, said):
+def test_what_cannot_be_is_refused_before_anything_starts(run, tmp_path, capsys, words, message):
     file = adapters(tmp_path)
     shutil.copytree(run / "run/hf", tmp_path / "run/hf")
     shutil.copy(run / "documents.jsonl", tmp_path)
     with contextlib.chdir(tmp_path):
         assert main(["train", str(file), *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "adapted").exists()
 
 
@@ -155,8 +155,8 @@ def test_frozen_matrices_in_four_bits(run, tmp_path, dora):
     file = adapters(tmp_path, lora={"quantize": "nf4", "use_dora": dora})
     with contextlib.chdir(tmp_path):
         assert main(["train", str(file), "train.out=packed", "precision.kind=fp32"]) == 0
-    plain, found = losses(run / "adapted"), losses(tmp_path / "packed")
-    assert found != plain
-    assert list(found.values()) == pytest.approx(list(plain.values()), rel=0.01)
+    plain, quantized = losses(run / "adapted"), losses(tmp_path / "packed")
+    assert quantized != plain
+    assert list(quantized.values()) == pytest.approx(list(plain.values()), rel=0.01)
     assert all(value.any() for value in load_file(tmp_path / "packed/adapter" / WEIGHTS).values())
     assert json.loads((tmp_path / "packed/adapter" / CONFIG).read_text())["use_dora"] is dora

@@ -21,13 +21,13 @@ FOUND = Numerics("fp32", "default", ("fp32-short",))
 
 @pytest.fixture
 def folder(small, tmp_path, monkeypatch):
-    """A folder with data and a run file that does not say in which precision; nothing is measured yet."""
+    """A folder with data and a run file without a precision, before any measurement."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("KUMI_NUMERICS")
     small.copy(tmp_path / "work")
     monkeypatch.chdir(tmp_path / "work")
     back_to("run", 0)
-    monkeypatch.setattr(measure_numerics, "_may_fork", lambda: True)  # so that what measures can be replaced
+    monkeypatch.setattr(measure_numerics, "_may_fork", lambda: True)  # so that the measurement can be replaced
     run_file(
         tmp_path / "work",
         precision={},
@@ -39,7 +39,7 @@ def folder(small, tmp_path, monkeypatch):
     return tmp_path / "work"
 
 
-def measures(monkeypatch, found=FOUND):
+def measures(monkeypatch, numerics=FOUND):
     """Have `kumi.nn.fastest_numerics` find this without measuring. It runs in another process, so files count the
     calls."""
     calls = Path("calls").absolute()
@@ -48,7 +48,7 @@ def measures(monkeypatch, found=FOUND):
     def measure(kind):
         with calls.open("a") as file:
             file.write(f"{kind}\n")
-        return found, {"products": {"default": 1.0, "onednn": 2.0}}
+        return numerics, {"products": {"default": 1.0, "onednn": 2.0}}
 
     monkeypatch.setattr("kumi.nn.fastest_numerics.measure", measure)
     return lambda: len(calls.read_text().splitlines())
@@ -118,10 +118,10 @@ def test_where_torch_is_loaded_a_new_process_measures(folder, monkeypatch, capsy
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setattr(measure_numerics, "_TIMEOUT_SECONDS", 600.0)
     assert not measure_numerics._may_fork()
-    found = measure_numerics.measure_here(1)
+    measured = measure_numerics.measure_here(1)
     # On a machine as busy as one that runs tests it may not have come to its end.
-    assert read_cached_numerics(this_processor(1)) == (found if found.complete else None)
-    assert {"products", "formats", "attention fp32-short"} <= found.seconds.keys()
+    assert read_cached_numerics(this_processor(1)) == (measured if measured.complete else None)
+    assert {"products", "formats", "attention fp32-short"} <= measured.seconds.keys()
     monkeypatch.setattr(measure_numerics.sys, "executable", "/bin/false")
     assert measure_numerics.measure_here(1).numerics == REFERENCE
     assert "could not be measured" in capsys.readouterr().out
@@ -136,7 +136,7 @@ def test_what_was_measured_in_part_is_not_kept_for_other_runs(folder, monkeypatc
 
 
 class Meeting:
-    """Where rank 0 has said `word`."""
+    """A rendezvous where rank 0 has sent `word`."""
 
     def __init__(self, word):
         self.receive = lambda: word
@@ -149,10 +149,10 @@ def test_the_other_ranks_of_a_launcher_compute_as_rank_0_says(folder, monkeypatc
     monkeypatch.setattr(start, "open_data", lambda run: None)
     for own in (None, FOUND):
         run = measure_numerics.with_numerics(resolve(load("run.toml")), own) if own else resolve(load("run.toml"))
-        said = Numerics("bf16", "onednn", ("bf16-long",))
-        rank_0 = measure_numerics.with_numerics(run, said)
-        word = {"finished": False, "numerics": str(said), "plan": rank_0.plan.plain()}
+        numerics = Numerics("bf16", "onednn", ("bf16-long",))
+        rank_0 = measure_numerics.with_numerics(run, numerics)
+        word = {"finished": False, "numerics": str(numerics), "plan": rank_0.plan.plain()}
         assert start._follow(run, Meeting(json.dumps(word))) == 0
-        assert (launched[-1].numerics, launched[-1].precision.compute) == (said, "bfloat16")
+        assert (launched[-1].numerics, launched[-1].precision.compute) == (numerics, "bfloat16")
     assert start._follow(run, Meeting(json.dumps(word | {"finished": True}))) == 0
     assert len(launched) == 2

@@ -1,4 +1,4 @@
-"""A model with experts from run file to Hugging Face folder: both ways of balancing, and what a checkpoint keeps."""
+"""A model with experts from run file to Hugging Face folder: both ways of balancing, and the checkpoint's tensors."""
 
 import contextlib
 import shutil
@@ -73,17 +73,17 @@ def test_a_model_with_experts_is_trained_resumed_and_exported(folder):
 
 
 def test_the_auxiliary_loss_is_reported_and_does_not_depend_on_microbatches(folder):
-    found = []
+    results = []
     for size in (2, 8):
         # Every sequence for itself, so that it does not matter which go together.
         assert train(folder, f"layout.microbatch={size}", "export.enabled=false", "train.steps=3", balance="aux") == 0
-        found.append([entry for entry in metrics(folder / "run") if "train/loss" in entry])
+        results.append([entry for entry in metrics(folder / "run") if "train/loss" in entry])
         shutil.rmtree(folder / "run")
-    for one, other in zip(*found, strict=True):
+    for record, other in zip(*results, strict=True):
         # A sequence's loss is 1 when its experts are equally busy.
-        assert one["train/aux_loss"] == pytest.approx(0.01, rel=0.3)
+        assert record["train/aux_loss"] == pytest.approx(0.01, rel=0.3)
         for key in ("train/loss", "train/aux_loss", "train/grad_norm"):
-            assert one[key] == pytest.approx(other[key], rel=2e-4)
+            assert record[key] == pytest.approx(other[key], rel=2e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whole runs with something offloaded: the same losses, and checkpoints that any layout goes on from."""
+"""Runs with offloading have the same losses, and any layout resumes their checkpoints."""
 
 import contextlib
 import shutil
@@ -43,12 +43,12 @@ def train(folder, **changes):
     ],
 )
 def test_a_run_learns_the_same_and_goes_on_elsewhere(small, tmp_path, layout, others):
-    folder, wanted = small.copy(tmp_path), losses(small.folder / "run")
+    folder, expected = small.copy(tmp_path), losses(small.folder / "run")
     shutil.rmtree(folder / "run")
     (folder / "machine.toml").write_text(MACHINE)
     assert train(folder, cluster={"source": "machine.toml"}, layout=layout, **others) == 0
-    assert losses(folder / "run") == pytest.approx(wanted, rel=1e-4)
+    assert losses(folder / "run") == pytest.approx(expected, rel=1e-4)
     assert list(folder.glob("run/offload/*")) == []
     back_to(folder / "run", 4)
     assert train(folder) == 0
-    assert losses(folder / "run") == pytest.approx(wanted, rel=1e-4)
+    assert losses(folder / "run") == pytest.approx(expected, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Whole runs with other optimizers than AdamW: saved, and gone on from exactly, and elsewhere."""
+"""Runs with other optimizers than AdamW save, and resume exactly, also in another layout."""
 
 import contextlib
 import shutil
@@ -23,12 +23,12 @@ def test_a_run_goes_on_to_the_bit_and_on_another_layout(small, tmp_path, kind, l
     ranks = 2 if layout else 1
     here = {"cluster": {"devices_per_node": ranks}, "layout": layout, "optim__kind": kind}
     assert train(folder, **here) == 0
-    wanted = losses(folder / "run")
-    assert wanted[6] < wanted[1]
+    expected = losses(folder / "run")
+    assert expected[6] < expected[1]
     back_to(folder / "run", 4)
     assert train(folder, **here) == 0
-    assert losses(folder / "run") == wanted
+    assert losses(folder / "run") == expected
     if ranks > 1:
         back_to(folder / "run", 4)
         assert train(folder, optim__kind=kind) == 0
-        assert losses(folder / "run") == pytest.approx(wanted, rel=1e-4)
+        assert losses(folder / "run") == pytest.approx(expected, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Bad input: exit code 2, one sentence with the values and the remedy, and nothing written or overwritten."""
+"""Bad input: exit code 2, one sentence with the values and the remedy, and no file written or overwritten."""
 
 import contextlib
 import hashlib
@@ -22,7 +22,7 @@ from kumi.train.metrics import read_metrics, truncate_metrics
 
 
 def content(folder, besides):
-    """Every file under `folder` with a hash of its bytes, but for locks, logs and tokens, which can be made again."""
+    """Return every file under `folder` with a hash of its bytes, except locks, logs and tokens, which can be remade."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", *besides))
     files = (path for path in files if not {"logs", "tokens"} & set(path.parts))
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
@@ -30,7 +30,7 @@ def content(folder, besides):
 
 @pytest.fixture
 def refused(small, tmp_path, capfd):
-    """refused(what the run file changes) -> the error; checks its exit code and that nothing in the folder changed."""
+    """refused(changes of the run file) -> the error; checks its exit code and that the folder has not changed."""
     folder = small.copy(tmp_path)
 
     def check(prepare=lambda folder: None, besides=(), **changes):

@@ -1,4 +1,4 @@
-"""What a resume compares: a checkpoint of another model, optimizer or data is refused, and never cropped."""
+"""A resume refuses checkpoints of another model, optimizer or data, and never crops them."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -104,13 +104,13 @@ def test_on_other_machines_a_layout_is_chosen_anew_and_a_finished_run_keeps_its_
 def test_a_damaged_plan_is_refused(folder, capsys, text, reason):
     Path("run/plan.json").write_text(text)
     assert train("run.toml") == 2
-    said = capsys.readouterr().err
-    assert f"run/plan.json is damaged ({reason}" in said
-    assert "), so the layout of the run is not known; restore the file, or delete it to let kumi" in said
+    errors = capsys.readouterr().err
+    assert f"run/plan.json is damaged ({reason}" in errors
+    assert "), so the layout of the run is not known; restore the file, or delete it to let kumi" in errors
 
 
 class Meeting:
-    """Where rank 0 has said `word`."""
+    """A rendezvous where rank 0 has sent `word`."""
 
     def __init__(self, **word):
         self.receive = lambda: json.dumps(word)
@@ -128,7 +128,7 @@ def test_other_ranks_take_the_layout_of_rank_0_unless_they_pin_another(folder, m
 
 
 def disagree(folder, mine, other):
-    """What this rank says where rank 0 has the keys of `mine` and the others those of `other`."""
+    """Return this rank's error if rank 0 has the keys of `mine` and the others those of `other`."""
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         run = open_run(load("run.toml", mine if dist.get_rank() == 0 else other))
         try:
@@ -142,7 +142,7 @@ def test_ranks_that_disagree_refuse_to_start_in_one_sentence(folder):
     remedy = "; start all ranks with the same run file and overrides, on machines of one kind"
     pair, dp = {"cluster.devices_per_node": 2, "train.out": "new"}, "dp_replicate=2 microbatch=4"
     assert run_ranks(2, disagree, folder, pair, pair) == [None, None]
-    said = f"rank 1 would train with the layout tp=2 microbatch=8, and rank 0 with {dp}{remedy}"
-    assert run_ranks(2, disagree, folder, pair, pair | {"layout.tp": 2, "layout.pp": 1}) == [said] * 2
-    said = f"rank 1 would train another run than rank 0 (different: optim, train){remedy}"
-    assert run_ranks(2, disagree, folder, pair, pair | {"optim.lr": 1.0, "train.seed": 7}) == [said] * 2
+    message = f"rank 1 would train with the layout tp=2 microbatch=8, and rank 0 with {dp}{remedy}"
+    assert run_ranks(2, disagree, folder, pair, pair | {"layout.tp": 2, "layout.pp": 1}) == [message] * 2
+    message = f"rank 1 would train another run than rank 0 (different: optim, train){remedy}"
+    assert run_ranks(2, disagree, folder, pair, pair | {"optim.lr": 1.0, "train.seed": 7}) == [message] * 2

@@ -29,7 +29,7 @@ def test_a_run_leaves_what_it_promised(small):
     assert entries[0]["train/loss"] == pytest.approx(math.log(320), rel=0.05)
     assert entries[5]["train/loss"] < entries[0]["train/loss"] - 0.5
     assert [entry["step"] for entry in entries if "eval/loss" in entry] == [6]
-    # Six steps of 256 tokens in sequences of 32; of each, what is trained on is less, for documents end.
+    # Six steps of 256 tokens in sequences of 32; ends of documents have no label, so fewer are trained.
     meta = checkpoint.open(out / "checkpoints" / "step_000006").meta
     assert meta["sequences"] == 6 * 256 / 32
     assert 0.8 * 6 * 256 < meta["tokens"] < 6 * 256
@@ -86,10 +86,10 @@ def test_resuming_gives_the_very_same_losses_and_weights(small, tmp_path, step):
     shutil.rmtree(folder / "tokens")  # the tokens come back the same, too
     assert train(folder) == 0
     assert losses(folder / "run") == losses(small.folder / "run")
-    one, two = (checkpoint.open(root / "run" / "checkpoints" / "step_000006") for root in (folder, small.folder))
-    assert set(one.tensors) == set(two.tensors)
-    for name in one.tensors:
-        assert torch.equal(one.read(name), two.read(name)), name
+    resumed, two = (checkpoint.open(root / "run" / "checkpoints" / "step_000006") for root in (folder, small.folder))
+    assert set(resumed.tensors) == set(two.tensors)
+    for name in resumed.tensors:
+        assert torch.equal(resumed.read(name), two.read(name)), name
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(small, tmp_path, capsys):
     assert train(folder, optim={"lr": 1e30, "grad_clip": 0.0}) == 6
     error = capsys.readouterr().err
     assert "DivergedError: step" in error
-    # The command that the error names is not refused: with half of such a rate the loss is not finite again.
+    # The command in the error runs: with half of such a rate the loss is not finite either.
     _, _, remedy = error.rpartition("kumi ")
     with contextlib.chdir(folder):
         assert main([word.replace("RUN.toml", "run.toml") for word in remedy.split()]) == 6
@@ -166,7 +166,7 @@ def test_tensorboard_gets_the_metrics(small, tmp_path):
 
 
 def test_a_step_is_saved_once_whatever_the_disk_shows(monkeypatch, tmp_path):
-    """A signal may come while a checkpoint of the same step is being written: each rank must decide alike."""
+    """A signal may come while a checkpoint of the same step is being written: all ranks must decide the same."""
     saved = []
     saver = SimpleNamespace(save=lambda folder, *_, **__: saved.append(folder.name), wait=lambda: None)
     parts = SimpleNamespace(run=SimpleNamespace(config=SimpleNamespace(checkpoint=SimpleNamespace(keep=1))), store=None)

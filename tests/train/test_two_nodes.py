@@ -24,7 +24,7 @@ def ip(*words):
 
 
 def remove(name):
-    """End what runs in the namespace, which may have lost its agent, and delete it."""
+    """End the processes in the namespace, which may have lost their agent, and delete it."""
     for pid in ip("netns", "pids", name).split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
@@ -53,7 +53,7 @@ def nodes():
 
 
 def torchrun(names, folder, ranks, program, **environ):
-    """What torchrun prints on each node, `ranks` ranks a node, once both have ended with exit code 0."""
+    """Return torchrun's output on each node, `ranks` ranks a node, after both have ended with exit code 0."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
     environment.pop("GLOO_SOCKET_IFNAME", None)  # the suite sets it
     with contextlib.ExitStack() as stack:

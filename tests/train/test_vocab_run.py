@@ -52,7 +52,7 @@ def train(folder, model, out, *overrides, sources=DOCUMENTS):
 
 
 def test_the_loss_on_old_text_is_that_of_the_old_model(folder):
-    """But for what the new tokens take of the probability: less than if all tokens were equally likely."""
+    """Except for the probability of the new tokens: less than if all tokens were equally likely."""
     old = [line for line in (folder / "documents.jsonl").read_text().splitlines() if "the model" not in line]
     (folder / "old.jsonl").write_text("\n".join(old) + "\n")
     sources = [{"path": "old.jsonl"}]
@@ -61,9 +61,9 @@ def test_the_loss_on_old_text_is_that_of_the_old_model(folder):
 
 
 def test_an_odd_vocabulary_is_cut_for_training_and_whole_in_the_export(folder):
-    one = train(folder, "wide", "run-one")
+    single = train(folder, "wide", "run-one")
     two = train(folder, "wide", "run-two", "cluster.devices_per_node=2", "layout.tp=2", "layout.dp_shard=1")
-    assert two == pytest.approx(one, rel=1e-4)
+    assert two == pytest.approx(single, rel=1e-4)
     assert rows(folder / "run-one" / "hf") == rows(folder / "run-two" / "hf") == rows(folder / "wide")
     tokenizer = AutoTokenizer.from_pretrained(folder / "run-two" / "hf")
     assert len(tokenizer) <= AutoModelForCausalLM.from_pretrained(folder / "run-two" / "hf").config.vocab_size

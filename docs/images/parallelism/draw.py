@@ -36,11 +36,11 @@ def pictures() -> dict[str, str]:
             "context": context(), "expert": expert(), "memory": memory()}  # fmt: skip
 
 
-def _cell(x: float, y: float, width: float, height: float, index: int, said: str) -> list[str]:
+def _cell(x: float, y: float, width: float, height: float, index: int, text: str) -> list[str]:
     fill = RANKS[index % len(RANKS)]
     middle = y + height / 2 + SMALL / 3
     return [svg.rect(x, y, width, height, fill, apart=True),
-            svg.text(x + width / 2, middle, said, anchor="middle", size=SMALL, fill=svg.contrasting(fill))]  # fmt: skip
+            svg.text(x + width / 2, middle, text, anchor="middle", size=SMALL, fill=svg.contrasting(fill))]  # fmt: skip
 
 
 def _strips(layout: Layout, names: Sequence[str], top: float, *, per_node: int) -> tuple[list[str], float]:
@@ -68,9 +68,9 @@ def placement() -> str:
     layout = Layout(pp=2, dp_shard=2, cp=2, tp=2, zero=3)
     marks, bottom = _strips(layout, ("pp", "dp_shard", "cp", "tp"), 26, per_node=8)
     marks += [svg.text(110, 16, "node 0"), svg.text(svg.RIGHT, 16, "node 1", anchor="end")]
-    said = ("Sixteen ranks on two nodes of eight, and the coordinate of each on every axis. tp changes from one rank "
+    alt = ("Sixteen ranks on two nodes of eight, and the coordinate of each on every axis. tp changes from one rank "
             "to the next, then cp, then dp_shard; pp changes between the nodes.")  # fmt: skip
-    return svg.picture("placement", "Which rank holds which coordinates", said, bottom + 10, marks)
+    return svg.picture("placement", "Which rank holds which coordinates", alt, bottom + 10, marks)
 
 
 def data() -> str:
@@ -87,11 +87,11 @@ def data() -> str:
     bottom = top + 14 + 4 * (height + 18)
     for rank in range(4):
         marks.append(svg.text(left + gap * rank + 60, bottom + 4, f"rank {rank}", anchor="middle"))
-    said = ("Four data-parallel ranks, each with three columns for parameters, gradients and optimizer states. With "
+    alt = ("Four data-parallel ranks, each with three columns for parameters, gradients and optimizer states. With "
             "zero = 0 all are full on every rank. With zero = 1 to 3 each rank keeps a quarter of each; during a step "
             "zero = 1 has whole parameters and whole gradients, zero = 2 whole parameters and the gradients of a unit, "
             "zero = 3 the parameters and the gradients of a unit.")  # fmt: skip
-    return svg.picture("data", "What data-parallel ranks hold", said, bottom + 16, marks)
+    return svg.picture("data", "What data-parallel ranks hold", alt, bottom + 16, marks)
 
 
 def _rank_states(x: float, y: float, height: float, rank: int, zero: int, fills: Sequence[str]) -> list[str]:
@@ -127,11 +127,11 @@ def tensor() -> str:
         x += max(width, 76.0) + 14
     bottom = top + scale * 14336 + 26
     marks += _regions(bottom)
-    said = ("The seven matrices of a layer, stored as outputs by inputs. Those of queries, keys, values, gate and up "
+    alt = ("The seven matrices of a layer, stored as outputs by inputs. Those of queries, keys, values, gate and up "
             "are cut by rows, their outputs; those of o_proj and down_proj by columns, their inputs. Below, one layer "
             "in time: tokens are gathered before the attention and before the feed-forward, and sums are handed out "
             "after each; in between every rank has half of the tokens.")  # fmt: skip
-    return svg.picture("tensor", "What tensor parallelism cuts", said, bottom + 84, marks)
+    return svg.picture("tensor", "What tensor parallelism cuts", alt, bottom + 84, marks)
 
 
 def _cut_matrix(x: float, y: float, width: float, height: float, how: str) -> list[str]:
@@ -148,12 +148,12 @@ def _regions(top: float) -> list[str]:
     parts = [("norm", False), ("attention: half of the heads", True), ("add, norm", False),
              ("feed-forward: half of the width", True), ("add", False)]  # fmt: skip
     marks, x = [], 14.0
-    for said, inside in parts:
+    for text, inside in parts:
         width = 196.0 if inside else 86.0
         for rank in range(2):
             y = top + 28 * rank
             marks.append(svg.rect(x, y, width, 24, RANKS[rank], hatched=inside))
-            label = said if inside else f"{said}: 1/2"
+            label = text if inside else f"{text}: 1/2"
             marks.append(svg.text(x + width / 2, y + 16, label, anchor="middle", size=SMALL, fill="#000000"))
         x += width + 12
     marks.append(svg.text(14, top + 74, "1/2: of the tokens, under sequence_parallel; hatched: all tokens, gathered "
@@ -194,8 +194,8 @@ def pipeline() -> str:
             y += lane
     marks.append(svg.text(14, y + 20, "A number is a microbatch; underlined: a rank's second stage.", size=12))
     marks.append(svg.text(14, y + 36, "A forward, a gradient of inputs and one of weights take equally long.", size=12))
-    said = "; ".join(f"{name}: ranks wait {phrases.percent(sum(run.idle) / pp / run.seconds)}" for name, _, run in runs)
-    return svg.picture("pipeline", "Six schedules of four ranks and eight microbatches", said, y + 46, marks)
+    alt = "; ".join(f"{name}: ranks wait {phrases.percent(sum(run.idle) / pp / run.seconds)}" for name, _, run in runs)
+    return svg.picture("pipeline", "Six schedules of four ranks and eight microbatches", alt, y + 46, marks)
 
 
 def context() -> str:
@@ -218,11 +218,11 @@ def context() -> str:
                     marks += _cell(x, y, size, size, rank, str(rank))
         marks += _work(left + size * 2 * cp + 10, top, owner, cp)
     bottom = top + size * 2 * cp
-    said = ("The triangle of causal attention, queries down and keys across, in eight by eight pieces. On the left "
+    alt = ("The triangle of causal attention, queries down and keys across, in eight by eight pieces. On the left "
             "each of four ranks has one piece of queries from the beginning and one from the end, and all compute "
             "equally much. On the right each has two neighbouring pieces, and the last rank computes seven times as "
             "much as the first.")  # fmt: skip
-    return svg.picture("context", "Causal attention cut over four ranks", said, bottom + 12, marks)
+    return svg.picture("context", "Causal attention cut over four ranks", alt, bottom + 12, marks)
 
 
 def _work(left: float, top: float, owner: Sequence[int], cp: int) -> list[str]:
@@ -243,37 +243,39 @@ def expert() -> str:
     first, middle = _strips(layout, ("dp_shard", "tp"), 26, per_node=8)
     marks += [*first, svg.text(14, middle + 30, "routed experts, on the same ranks")]
     second, bottom = _strips(layout, ("expert_dp", "ep", "expert_tp"), middle + 38, per_node=8)
-    said = ("Eight ranks arranged twice: by dp_shard and tp for dense weights, and by expert_dp, ep and expert_tp "
+    alt = ("Eight ranks arranged twice: by dp_shard and tp for dense weights, and by expert_dp, ep and expert_tp "
             "for routed experts, of which expert_tp changes from one rank to the next.")  # fmt: skip
-    return svg.picture("expert", "One set of ranks, two arrangements", said, bottom + 10, [*marks, *second])
+    return svg.picture("expert", "One set of ranks, two arrangements", alt, bottom + 10, [*marks, *second])
 
 
 def memory() -> str:
     """Memory of a rank by kind under the techniques, for Llama 3 8B on eight devices."""
-    wanted = replace(job(load_plan("examples/plan/llama-3-8b.toml", ["cluster.nodes=1"])), batch=BatchSpec(8192, 2**18))
+    example = replace(
+        job(load_plan("examples/plan/llama-3-8b.toml", ["cluster.nodes=1"])), batch=BatchSpec(8192, 2**18)
+    )
     base = Layout(dp_shard=8, zero=3)
     rows = [("nothing", base), ("selective", replace(base, recompute="selective")),
             ("full, in 16 layers", replace(base, recompute="full", recompute_layers=16)),
             ("full", replace(base, recompute="full")),
             ("full, optimizer offloaded", replace(base, recompute="full", offload="optimizer")),
             ("full, states offloaded", replace(base, recompute="full", offload="states"))]  # fmt: skip
-    found = [(name, estimate(wanted, layout).memory[0]) for name, layout in rows]
-    kinds = [kind for kind in phrases.MEMORY if any(getattr(one, kind) for _, one in found)]
+    estimates = [(name, estimate(example, layout).memory[0]) for name, layout in rows]
+    kinds = [kind for kind in phrases.MEMORY if any(getattr(one, kind) for _, one in estimates)]
     marks, top = svg.legend(
         [(phrases.MEMORY[kind], palette.MEMORY_COLOURS[kind], kind in palette.HATCHED) for kind in kinds]
     )
-    left = 14 + max(svg.width_of(name) for name, _ in found)
-    scale = (svg.RIGHT - left - 80) / max(one.total for _, one in found)
-    for row, (name, one) in enumerate(found):
+    left = 14 + max(svg.width_of(name) for name, _ in estimates)
+    scale = (svg.RIGHT - left - 80) / max(one.total for _, one in estimates)
+    for row, (name, estimated) in enumerate(estimates):
         y, x = top + 12 + 28 * row, left
         marks.append(svg.text(left - 8, y + 14, name, anchor="end"))
-        for kind, size in memory_kinds(one):
+        for kind, size in memory_kinds(estimated):
             fill = palette.MEMORY_COLOURS[kind]
             marks.append(svg.rect(x, y, scale * size, 18, fill, hatched=kind in palette.HATCHED, apart=True))
             x += scale * size
-        marks.append(svg.text(x + 6, y + 14, format_bytes(one.total), bold=True))
-    said = "; ".join(f"{name}: {format_bytes(one.total)}" for name, one in found)
-    return svg.picture("memory", "Memory of a rank by technique", said, top + 20 + 28 * len(found), marks)
+        marks.append(svg.text(x + 6, y + 14, format_bytes(estimated.total), bold=True))
+    alt = "; ".join(f"{name}: {format_bytes(one.total)}" for name, one in estimates)
+    return svg.picture("memory", "Memory of a rank by technique", alt, top + 20 + 28 * len(estimates), marks)
 
 
 if __name__ == "__main__":

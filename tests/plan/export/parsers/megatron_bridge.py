@@ -93,7 +93,7 @@ def prepare():
     importlib.metadata.version = lambda name: "2.12.0" if name == "transformer-engine" else asked(name)
     torch.cuda.current_device = lambda: "cpu"
     for name in FIRST:
-        # What is not installed here is met again below, where it gets a stand-in or fails whoever needs it.
+        # Packages that are not installed get a stand-in below, or raise an error when used.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for name in ABSENT:

@@ -1,4 +1,4 @@
-"""The RankState of a run without a run folder, for measuring a training step alone, on random weights and tokens."""
+"""The RankState of a run without a run folder: measure only a training step, on random weights and tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kumi.spec.ledger import decayed_names
 from kumi.spec.precision import PRECISIONS
 from kumi.train.train_state import RankState
 
-ALONE = Layout()
+SINGLE_DEVICE = Layout()
 
 
 def make_run(
@@ -37,11 +37,11 @@ def make_run(
     recompute: str,
     compile: bool,
     precision: str,
-    layout: Layout = ALONE,
+    layout: Layout = SINGLE_DEVICE,
     microbatches: int = 1,
     async_tp: bool = False,
 ) -> ResolvedRun:
-    """A run of `layout` with so many microbatches a step, whether or not the planner would say that it fits."""
+    """Return a run of `layout` with so many microbatches a step, without checking that it fits the memory."""
     tokens = seq_len * microbatch * microbatches * layout.dp
     written = from_dict(
         {
@@ -63,9 +63,8 @@ def make_run(
     return ResolvedRun(written, config, None, job, estimated)
 
 
-def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> RankState:
-    """A decoder and its optimizer on `device`, with random weights drawn there; on a rank of several, this rank's part
-    of them."""
+def make_rank_state(config: dict[str, Any], device: torch.device, **options: Any) -> RankState:
+    """Return a decoder and its optimizer on `device`, with random weights drawn there; sharded if there is a group."""
     run = make_run(config, **options)
     alone = run.layout.world_size == 1
     mesh = build_mesh(run.layout, RankInfo(0, 1, 0, device) if alone else init_distributed(device.type))
@@ -81,7 +80,7 @@ def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> 
 
 
 def synthetic(rows: int, seq_len: int, vocab_size: int, documents: int) -> Batch:
-    """Random tokens; each row holds `documents` documents of equal length."""
+    """Return random tokens; each row has `documents` documents of equal length."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, vocab_size, (rows, seq_len + 1))
     place = np.arange(seq_len)
