@@ -1,4 +1,4 @@
-"""Computes the tables of these pages from the specs and the planner, and writes them between their marks.
+"""Compute the tables of these pages from the specs and the planner, and write them between their marks.
 
 python docs/parallelism/figures.py
 
@@ -42,7 +42,7 @@ SCHEDULES = {name: one.stages for name, one in schedules.SCHEDULES.items()}
 
 
 def tables() -> dict[str, str]:
-    """Every table in Markdown, by its name."""
+    """Return every table in Markdown, by its name."""
     return {
         "placement": _placement(), "data.zero": _zero(), "tensor.counts": _counts(), "tensor.degrees": _tensor(),
         "pipeline.schedules": _schedules(), "pipeline.stages": _stages(), "context.degrees": _context(),
@@ -53,12 +53,12 @@ def tables() -> dict[str, str]:
 
 
 def refreshed(page: str, computed: dict[str, str]) -> str:
-    """The text of a page with its tables as computed."""
+    """Return the text of a page with its tables replaced by the computed ones."""
     return BLOCK.sub(lambda block: f"{block[1]}\n\n{computed[block[2]]}\n\n{block[3]}", page)
 
 
 def llama(*, seq_len: int = 8192, tokens: int = 2**18) -> Job:
-    """Llama 3 8B (3.1 where sequences are longer than 8,192) on one node of eight H100."""
+    """Return Llama 3 8B (3.1 for sequences longer than 8,192) on one node of eight H100."""
     version = "3" if seq_len <= 8192 else "3.1"
     source = f"model.source=examples/models/llama-{version}-8b"
     example = job(load_plan("examples/plan/llama-3-8b.toml", [source, "cluster.nodes=1"]))
@@ -66,13 +66,13 @@ def llama(*, seq_len: int = 8192, tokens: int = 2**18) -> Job:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The kumi commands in the code blocks of a page, as lists of words."""
+    """Return the kumi commands in the code blocks of a page, as lists of words."""
     blocks = re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
     return [shlex.split(line) for block in blocks for line in block.splitlines() if line.startswith("kumi ")]
 
 
 def trained(words: Sequence[str]) -> tuple[str, Job, Layout]:
-    """What a `kumi train` command of the tutorial trains: the folder of the run, the job, and the layout."""
+    """Return the run folder, the job and the layout of a `kumi train` command of the tutorial."""
     config = load_plan(words[2], [word for word in words[3:] if not word.startswith("-") and "=" in word])
     assert config.train is not None
     name = Path(config.train.out).name
@@ -80,7 +80,7 @@ def trained(words: Sequence[str]) -> tuple[str, Job, Layout]:
 
 
 def mixtral() -> Job:
-    """Mixtral 8x7B on eight nodes of eight H100."""
+    """Return Mixtral 8x7B on eight nodes of eight H100."""
     return job(load_plan("examples/plan/mixtral-8x7b.toml"))
 
 
@@ -90,12 +90,12 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def states(memory: MemoryEstimate) -> int:
-    """Bytes that stay from step to step."""
+    """Return the resident bytes of parameters, gradients and optimizer states."""
     return memory.params + memory.grads + memory.optimizer
 
 
 def sent(messages: Iterable[Collective], *axes: str, kinds: Sequence[str] = ()) -> float:
-    """Bytes that a rank sends along `axes` in a step, but for the gradients' norm."""
+    """Return the bytes that a rank sends along `axes` in a step, without the gradient norm."""
     return sum(wire_bytes(one) for one in messages if one.axis in axes and (not kinds or one.kind in kinds))
 
 
@@ -120,7 +120,7 @@ def _zero() -> str:
         reduced = sent(messages, "dp", "dp_shard", "dp_replicate", kinds=["reduce_scatter", "all_reduce"])
         rows.append((keys, format_bytes(states(memory)), format_bytes(memory.gathered + memory.weights),
                      volume(gathered), volume(reduced)))  # fmt: skip
-    head = ("keys", "states at rest", "in passing", "parameters sent a step", "gradients sent a step")
+    head = ("keys", "resident states", "transient", "parameters sent a step", "gradients sent a step")
     return _table(head, rows)
 
 
@@ -136,7 +136,7 @@ def _counts() -> str:
                 if message.axis == "tp" and message.when == when:
                     counts[message.kind] = counts.get(message.kind, 0) + message.count // times
             row.append(", ".join(f"{count} `{kind}`" for kind, count in counts.items() if count))
-        rows.append((when if when != "recompute" else 'with `recompute = "full"`, besides', *row))
+        rows.append((when if when != "recompute" else 'with `recompute = "full"`, also', *row))
     return _table(("when", "`sequence_parallel = false`", "`sequence_parallel = true`"), rows)
 
 
@@ -156,18 +156,18 @@ def _tensor() -> str:
 
 
 def timeline(name: str, stages: int) -> Timeline:
-    """A schedule with equal stages, where forward, gradient of inputs and gradient of weights take equally long."""
+    """Simulate equal stages, where forward, gradient of inputs and gradient of weights take equally long."""
     lists, assignment = schedule.actions(name, PP, stages, MICROBATCHES), schedule.stage_assignment(name, PP, stages)
     return simulate(lists, assignment, [(1 / stages,) * 3] * (PP * stages))
 
 
 def waiting(simulated: Timeline) -> float:
-    """Share of the time in which ranks wait, on average."""
+    """Return the share of the time in which ranks wait, on average."""
     return sum(simulated.idle) / len(simulated.idle) / simulated.seconds
 
 
 def in_flight(name: str, stages: int, rank: int) -> float:
-    """How many microbatches a rank keeps activations of at most, in units of all its layers."""
+    """Return the most microbatches whose activations a rank keeps at once, in units of all its layers."""
     now = most = 0.0
     ends = {"B": -1.0, "I": 0.0, "W": -1.0, "F": 1.0}
     for action in schedule.actions(name, PP, stages, MICROBATCHES)[rank]:
@@ -192,7 +192,7 @@ def _stages() -> str:
          volume(sent(collectives(job, layout, rank), "pp")))
         for rank, (memory, (first, last)) in enumerate(zip(estimated.memory, bounds, strict=True))
     ]  # fmt: skip
-    return _table(("pp rank", "layers", "states at rest", "activations", "sent a step along pp"), rows)
+    return _table(("pp rank", "layers", "resident states", "activations", "sent a step along pp"), rows)
 
 
 def _context() -> str:
@@ -203,12 +203,12 @@ def _context() -> str:
         sizes = [sent(collectives(job, replace(layout, context=word)), "cp") for word in CONTEXT]
         rows.append((cp, f"{131072 // cp:,}", format_bytes(states(memory)), format_bytes(memory.activations),
                      *map(volume, sizes)))  # fmt: skip
-    head = ("`cp`", "tokens of a sequence on a rank", "states at rest", "activations")
+    head = ("`cp`", "tokens of a sequence on a rank", "resident states", "activations")
     return _table((*head, *(f'sent a step, `"{word}"`' for word in CONTEXT)), rows)
 
 
 def expert_elements(job: Job, layout: Layout) -> tuple[int, int]:
-    """Elements of routed experts of a layer that rank 0 computes with, and that it keeps."""
+    """Return the elements of a layer's routed experts with which rank 0 computes, and the ones in its shard."""
     params = [param for op in layer_ops(job.model, 0) for param in op.params if is_routed(param)]
     whole = 0
     for param in params:
@@ -242,7 +242,7 @@ def _recompute() -> str:
         memory = estimate(job, replace(base, recompute=word)).memory[0]
         rows.append((f'`recompute = "{word}"`', f"{saved[0]:,.0f}", f"{again[0]:,.0f}",
                      format_bytes(memory.activations)))  # fmt: skip
-    head = ("key", "bytes kept a token and layer", "bytes made again, one layer at a time", "activations of a rank")
+    head = ("key", "bytes kept a token and layer", "bytes recomputed, one layer at a time", "activations of a rank")
     return _table(head, rows)
 
 
@@ -285,7 +285,7 @@ def _precision() -> str:
             )
         )
     return _table(("`[precision]`", "parameters", "computing", "reduction",
-                   "bytes a parameter at rest, with AdamW"), rows)  # fmt: skip
+                   "resident bytes a parameter, with AdamW"), rows)  # fmt: skip
 
 
 def _logits() -> str:
@@ -294,7 +294,7 @@ def _logits() -> str:
     whole, parts = 4 * 8192 * vocab, 2 * 4 * chunk * vocab
     rows = [("all logits of a sequence, in float32", format_bytes(whole)),
             (f"{chunk:,} tokens at a time, and their gradients", format_bytes(parts))]  # fmt: skip
-    return _table(("held at the loss", "bytes"), rows)
+    return _table(("memory at the loss", "bytes"), rows)
 
 
 def _tutorial() -> str:
@@ -309,7 +309,7 @@ def _tutorial() -> str:
                   for kind in kinds)  # fmt: skip
         row = (f"`{name}`", layout.world_size, format_bytes(states(estimate(job, layout).memory[0])),
                volume(sent(messages, *{one.axis for one in messages})), ", ".join(counts) or "-")  # fmt: skip
-        rows.setdefault(name, row)  # a run that goes on under another layout has its first one's
+        rows.setdefault(name, row)  # a resumed run with another layout is listed with its first one
     return _table(("run", "ranks", "states of rank 0", "sent by it a step", "messages a step (axis)"), rows.values())
 
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/parallelism from the specs and the planner. Run it in the repository's root.
+"""Draw the pictures of docs/parallelism from the specs and the planner. Run it in the repository's root.
 
 python docs/images/parallelism/draw.py
 """
@@ -31,7 +31,7 @@ GIB = 2.0**30
 
 
 def pictures() -> dict[str, str]:
-    """Every picture as an SVG document, by the name of its file."""
+    """Return every picture as an SVG document, by the name of its file."""
     return {"placement": placement(), "data": data(), "tensor": tensor(), "pipeline": pipeline(),
             "context": context(), "expert": expert(), "memory": memory()}  # fmt: skip
 
@@ -44,7 +44,7 @@ def _cell(x: float, y: float, width: float, height: float, index: int, text: str
 
 
 def _strips(layout: Layout, names: Sequence[str], top: float, *, per_node: int) -> tuple[list[str], float]:
-    """A row for every axis: the coordinate of each rank, one column a rank; and where the rows end."""
+    """Draw a row for every axis, the coordinate of each rank in a column; also return the lower end of the rows."""
     left, row, world = 110.0, 24.0, layout.world_size
     width = (svg.RIGHT - left) / world
     marks = [svg.text(left - 8, top + 16, "rank", anchor="end", bold=True)]
@@ -64,20 +64,20 @@ def _strips(layout: Layout, names: Sequence[str], top: float, *, per_node: int) 
 
 
 def placement() -> str:
-    """Sixteen ranks on two nodes, and their coordinates."""
+    """Draw sixteen ranks on two nodes, and their coordinates."""
     layout = Layout(pp=2, dp_shard=2, cp=2, tp=2, zero=3)
     marks, bottom = _strips(layout, ("pp", "dp_shard", "cp", "tp"), 26, per_node=8)
     marks += [svg.text(110, 16, "node 0"), svg.text(svg.RIGHT, 16, "node 1", anchor="end")]
     alt = ("Sixteen ranks on two nodes of eight, and the coordinate of each on every axis. tp changes from one rank "
-            "to the next, then cp, then dp_shard; pp changes between the nodes.")  # fmt: skip
-    return svg.picture("placement", "Which rank holds which coordinates", alt, bottom + 10, marks)
+           "to the next, then cp, then dp_shard; pp changes between the nodes.")  # fmt: skip
+    return svg.picture("placement", "Coordinates of ranks", alt, bottom + 10, marks)
 
 
 def data() -> str:
-    """What four ranks hold of the states, at rest and in passing, for each ZeRO stage."""
+    """Draw the states on four ranks, resident and transient, for each ZeRO stage."""
     kinds = [("parameters", palette.BLUE), ("gradients", palette.GREEN), ("optimizer states", palette.ORANGE)]
-    in_passing = ("hatched: there only during a step", palette.GREY, True)
-    marks, top = svg.legend([*((name, fill, False) for name, fill in kinds), in_passing])
+    transient = ("hatched: only during a step", palette.GREY, True)
+    marks, top = svg.legend([*((name, fill, False) for name, fill in kinds), transient])
     left, gap, height = 96.0, 150.0, 66.0
     for zero in range(4):
         y = top + 14 + zero * (height + 18)
@@ -88,30 +88,30 @@ def data() -> str:
     for rank in range(4):
         marks.append(svg.text(left + gap * rank + 60, bottom + 4, f"rank {rank}", anchor="middle"))
     alt = ("Four data-parallel ranks, each with three columns for parameters, gradients and optimizer states. With "
-            "zero = 0 all are full on every rank. With zero = 1 to 3 each rank keeps a quarter of each; during a step "
-            "zero = 1 has whole parameters and whole gradients, zero = 2 whole parameters and the gradients of a unit, "
-            "zero = 3 the parameters and the gradients of a unit.")  # fmt: skip
-    return svg.picture("data", "What data-parallel ranks hold", alt, bottom + 16, marks)
+           "zero = 0 all are full on every rank. With zero = 1 to 3 each rank keeps a quarter of each; during a step "
+           "zero = 1 has all parameters and gradients unsharded, zero = 2 all parameters and the gradients of a unit, "
+           "zero = 3 the parameters and the gradients of a unit.")  # fmt: skip
+    return svg.picture("data", "States of data-parallel ranks", alt, bottom + 16, marks)
 
 
 def _rank_states(x: float, y: float, height: float, rank: int, zero: int, fills: Sequence[str]) -> list[str]:
-    """Three columns: what is filled stays from step to step, what is hatched comes and goes."""
-    passing = {0: (0, 0, 0), 1: (1, 1, 0), 2: (1, 0.16, 0), 3: (0.16, 0.16, 0)}[zero]
+    """Draw three columns: resident states filled, transient ones hatched."""
+    transient = {0: (0, 0, 0), 1: (1, 1, 0), 2: (1, 0.16, 0), 3: (0.16, 0.16, 0)}[zero]
     marks = []
-    for number, (fill, share) in enumerate(zip(fills, passing, strict=True)):
+    for number, (fill, share) in enumerate(zip(fills, transient, strict=True)):
         at = x + 40 * number
         marks.append(svg.rect(at, y, 34, height, "#eeeeee"))
-        # A unit in passing is drawn beside the rank's own part, not under it.
+        # A transient unit is drawn next to the rank's own shard, not under it.
         from_top = rank == 3 and share < 1
-        passing_at = y if from_top else y + height * (1 - share)
-        marks.append(svg.rect(at, passing_at, 34, height * share, fill, hatched=True))
+        transient_at = y if from_top else y + height * (1 - share)
+        marks.append(svg.rect(at, transient_at, 34, height * share, fill, hatched=True))
         part = height if zero == 0 else height / 4
         marks.append(svg.rect(at, y if zero == 0 else y + rank * part, 34, part, fill, apart=True))
     return marks
 
 
 def tensor() -> str:
-    """The matrices of a layer of Llama 3 8B, to scale, cut over two ranks."""
+    """Draw the matrices of a layer of Llama 3 8B, to scale, sharded over two ranks."""
     model = job(load_plan("examples/plan/llama-3-8b.toml")).model
     matrices = [op for op in layer_ops(model, 0) if op.kind == "linear"]
     scale, x, top, marks = 44 / 4096, 14.0, 42.0, []
@@ -126,12 +126,12 @@ def tensor() -> str:
         marks.append(svg.text(x, top - 7, local, size=10))
         x += max(width, 76.0) + 14
     bottom = top + scale * 14336 + 26
-    marks += _regions(bottom)
+    marks += _blocks(bottom)
     alt = ("The seven matrices of a layer, stored as outputs by inputs. Those of queries, keys, values, gate and up "
-            "are cut by rows, their outputs; those of o_proj and down_proj by columns, their inputs. Below, one layer "
-            "in time: tokens are gathered before the attention and before the feed-forward, and sums are handed out "
-            "after each; in between every rank has half of the tokens.")  # fmt: skip
-    return svg.picture("tensor", "What tensor parallelism cuts", alt, bottom + 84, marks)
+           "are sharded by rows, their outputs; o_proj and down_proj by columns, their inputs. Below, one layer "
+           "in time: tokens are gathered before the attention and before the feed-forward, and reduce-scattered "
+           "after each; in between every rank has half of the tokens.")  # fmt: skip
+    return svg.picture("tensor", "Shards of tensor parallelism", alt, bottom + 84, marks)
 
 
 def _cut_matrix(x: float, y: float, width: float, height: float, how: str) -> list[str]:
@@ -143,8 +143,8 @@ def _cut_matrix(x: float, y: float, width: float, height: float, how: str) -> li
     return [*_cell(x, y, width, half, 0, labels[0]), *_cell(x, y + half, width, half, 1, labels[1])]
 
 
-def _regions(top: float) -> list[str]:
-    """A layer from left to right: half of the tokens on each rank, and all of them inside of the regions."""
+def _blocks(top: float) -> list[str]:
+    """Draw a layer from left to right: each rank has half of the tokens, and all of them inside of the blocks."""
     parts = [("norm", False), ("attention: half of the heads", True), ("add, norm", False),
              ("feed-forward: half of the width", True), ("add", False)]  # fmt: skip
     marks, x = [], 14.0
@@ -157,7 +157,7 @@ def _regions(top: float) -> list[str]:
             marks.append(svg.text(x + width / 2, y + 16, label, anchor="middle", size=SMALL, fill="#000000"))
         x += width + 12
     marks.append(svg.text(14, top + 74, "1/2: of the tokens, under sequence_parallel; hatched: all tokens, gathered "
-                          "before, their sums handed out after", size=12))  # fmt: skip
+                          "before and reduce-scattered after", size=12))  # fmt: skip
     return marks
 
 
@@ -165,7 +165,7 @@ PIPELINES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v
 
 
 def pipeline() -> str:
-    """Four ranks and eight microbatches under six schedules, all to the same scale."""
+    """Draw four ranks and eight microbatches under six schedules, all to the same scale."""
     pp, microbatches, lane, left = 4, 8, 17.0, 60.0
     names = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
     marks, y = svg.legend([(name, palette.ACTION_COLOURS[kind], kind == "W") for kind, name in names.items()])
@@ -199,10 +199,10 @@ def pipeline() -> str:
 
 
 def context() -> str:
-    """Which rank computes which part of causal attention, cut in pieces near and far, and in one piece each."""
+    """Draw the ranks' parts of causal attention, in two chunks a rank and in one."""
     cp, size, top, marks = 4, 26.0, 46.0, []
-    cuts = [("2 x cp pieces, a near and a far one", [min(piece, 2 * cp - 1 - piece) for piece in range(2 * cp)]),
-            ("cp pieces, one after another", [piece // 2 for piece in range(2 * cp)])]  # fmt: skip
+    cuts = [("2 x cp chunks, an early and a late one", [min(piece, 2 * cp - 1 - piece) for piece in range(2 * cp)]),
+            ("cp chunks, one after another", [piece // 2 for piece in range(2 * cp)])]  # fmt: skip
     for number, (title, owner) in enumerate(cuts):
         left = 14.0 + 360 * number
         marks.append(svg.text(left, 18, title, bold=True))
@@ -218,17 +218,17 @@ def context() -> str:
                     marks += _cell(x, y, size, size, rank, str(rank))
         marks += _work(left + size * 2 * cp + 10, top, owner, cp)
     bottom = top + size * 2 * cp
-    alt = ("The triangle of causal attention, queries down and keys across, in eight by eight pieces. On the left "
-            "each of four ranks has one piece of queries from the beginning and one from the end, and all compute "
-            "equally much. On the right each has two neighbouring pieces, and the last rank computes seven times as "
-            "much as the first.")  # fmt: skip
-    return svg.picture("context", "Causal attention cut over four ranks", alt, bottom + 12, marks)
+    alt = ("The triangle of causal attention, queries down and keys across, in eight by eight chunks. On the left "
+           "each of four ranks has one chunk of queries from the beginning and one from the end, and all compute "
+           "equally much. On the right each has two neighbouring chunks, and the last rank computes seven times as "
+           "much as the first.")  # fmt: skip
+    return svg.picture("context", "Causal attention on four ranks", alt, bottom + 12, marks)
 
 
 def _work(left: float, top: float, owner: Sequence[int], cp: int) -> list[str]:
-    """Bars of the pairs that each rank computes."""
+    """Draw bars of the pairs that each rank computes."""
     work = [sum(piece + 0.5 for piece, rank in enumerate(owner) if rank == one) for one in range(cp)]
-    marks = [svg.text(left, top + 10, "pieces of work", size=12)]
+    marks = [svg.text(left, top + 10, "chunks to compute", size=12)]
     for rank, pieces in enumerate(work):
         y = top + 20 + 26 * rank
         marks.append(svg.rect(left, y, 5 * pieces, 18, RANKS[rank], apart=True))
@@ -237,19 +237,19 @@ def _work(left: float, top: float, owner: Sequence[int], cp: int) -> list[str]:
 
 
 def expert() -> str:
-    """The same eight ranks arranged twice."""
+    """Draw the two arrangements of eight ranks."""
     layout = Layout(dp_shard=2, tp=4, ep=2, expert_tp=2, zero=3)
-    marks = [svg.text(14, 18, "attention, norms, embedding, head: everything that is no routed expert")]
+    marks = [svg.text(14, 18, "attention, norms, embedding, head: everything except routed experts")]
     first, middle = _strips(layout, ("dp_shard", "tp"), 26, per_node=8)
     marks += [*first, svg.text(14, middle + 30, "routed experts, on the same ranks")]
     second, bottom = _strips(layout, ("expert_dp", "ep", "expert_tp"), middle + 38, per_node=8)
     alt = ("Eight ranks arranged twice: by dp_shard and tp for dense weights, and by expert_dp, ep and expert_tp "
-            "for routed experts, of which expert_tp changes from one rank to the next.")  # fmt: skip
+           "for routed experts. expert_tp changes from one rank to the next.")  # fmt: skip
     return svg.picture("expert", "One set of ranks, two arrangements", alt, bottom + 10, [*marks, *second])
 
 
 def memory() -> str:
-    """Memory of a rank by kind under the techniques, for Llama 3 8B on eight devices."""
+    """Draw the memory of a rank by kind under the techniques, for Llama 3 8B on eight devices."""
     example = replace(
         job(load_plan("examples/plan/llama-3-8b.toml", ["cluster.nodes=1"])), batch=BatchSpec(8192, 2**18)
     )
