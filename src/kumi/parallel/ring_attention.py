@@ -24,9 +24,15 @@ from torch import Tensor
 from kumi.compat import group_by_name
 from kumi.nn.attention import flash_partial, partial_attention
 from kumi.nn.attention.attention_context import AttentionFn
-from kumi.nn.attention.chunked_attention import fake_grads, fake_output_and_lse
+from kumi.nn.attention.attention_operators import (
+    empty_sums,
+    fake_grads,
+    fake_output_and_lse,
+    finish_output,
+    group_backward_inputs,
+)
 from kumi.nn.attention.flash_partial import Tile
-from kumi.nn.attention.partial_attention import Block, group_heads, key_value_part, ungroup_heads
+from kumi.nn.attention.partial_attention import Block, key_value_part, ungroup_heads
 from kumi.nn.attention.scores import PLAIN_SCORES, SCORES_SCHEMA, Scores
 from kumi.nn.dtypes import wide
 from kumi.parallel.token_collectives import IMPLEMENTATIONS
@@ -153,16 +159,12 @@ def _forward(
     scores = Scores(*score_options)
     if plan is _plan and _fused(q, v, cu_seqlens, window, scores):
         return _fused_forward(q, k, v, cu_seqlens, group, sinks, scores.scale)
-    sizes, queries = _Sizes(k.shape, v.shape), group_heads(q, k.shape[2])
-    out = queries.new_zeros(*queries.shape[:-1], v.shape[-1], dtype=wide(q.dtype))
-    lse = out.new_full(out.shape[:-1], -torch.inf)
+    sizes, (queries, out, lse) = _Sizes(k.shape, v.shape), empty_sums(q, k, v)
     for packed, positions, visible in _rounds(_ring(group), sizes.pack(k, v), cu_seqlens, window, len(q), plan):
         if visible:
             part = key_value_part(*sizes.unpack(packed), positions, cu_seqlens, scores, backward=False)
             partial_attention.attend_blocks(queries, part, visible, out, lse)
-    if sinks is not None:
-        partial_attention.add_sinks(out, lse, sinks)
-    return ungroup_heads(out).to(q.dtype).contiguous(), ungroup_heads(lse[..., None])[..., 0].contiguous()
+    return finish_output(out, lse, sinks, q.dtype)
 
 
 def _backward(
@@ -181,18 +183,13 @@ def _backward(
     scores = Scores(*score_options)
     if plan is _plan and _fused(q, v, cu_seqlens, window, scores):
         return _fused_backward(grad, q, k, v, out, lse, cu_seqlens, group, scores.scale)
-    ring, sizes, kv_heads, dtype = _ring(group), _Sizes(k.shape, v.shape), k.shape[2], wide(q.dtype)
-    queries, grads, sums = (
-        group_heads(q, kv_heads),
-        group_heads(grad, kv_heads),
-        group_heads(lse[..., None], kv_heads)[..., 0],
-    )
-    delta = group_heads((grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True), kv_heads)[..., 0]
-    grad_q = torch.zeros_like(queries, dtype=dtype)
+    ring, sizes = _ring(group), _Sizes(k.shape, v.shape)
+    queries, grads, sums, delta = group_backward_inputs(grad, q, out, lse, k.shape[2])
+    grad_q = torch.zeros_like(queries, dtype=lse.dtype)
 
     def parts() -> Iterator[Tensor]:
         for packed, positions, visible in _rounds(ring, sizes.pack(k, v), cu_seqlens, window, len(q), plan):
-            grad_k, grad_v = (x.new_zeros(x.transpose(1, 2).shape, dtype=dtype) for x in sizes.unpack(packed))
+            grad_k, grad_v = (x.new_zeros(x.transpose(1, 2).shape, dtype=lse.dtype) for x in sizes.unpack(packed))
             if visible:
                 part = key_value_part(*sizes.unpack(packed), positions, cu_seqlens, scores, backward=True)
                 partial_attention.attend_blocks_backward(

@@ -16,11 +16,18 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kumi.nn.attention import partial_attention
-from kumi.nn.attention.cpu_attention import attention_backward_flops, attention_flops
-from kumi.nn.attention.partial_attention import Block, group_heads, key_value_part, ungroup_heads
+from kumi.nn.attention.attention_operators import (
+    attention_backward_flops,
+    attention_flops,
+    empty_sums,
+    fake_grads,
+    fake_output_and_lse,
+    finish_output,
+    group_backward_inputs,
+)
+from kumi.nn.attention.partial_attention import Block, key_value_part, ungroup_heads
 from kumi.nn.attention.scores import PLAIN_SCORES, SCORES_SCHEMA, Scores
 from kumi.nn.custom_ops import define_op
-from kumi.nn.dtypes import wide
 
 
 def chunked_attention(
@@ -56,14 +63,10 @@ def _forward(
     sinks: Tensor | None = None,
     *score_options: Any,
 ) -> tuple[Tensor, Tensor]:
-    queries = group_heads(q, k.shape[2])
-    out = queries.new_zeros(*queries.shape[:-1], v.shape[-1], dtype=wide(q.dtype))
-    lse = out.new_full(out.shape[:-1], -torch.inf)
+    queries, out, lse = empty_sums(q, k, v)
     part = key_value_part(k, v, torch.arange(k.shape[1]), cu_seqlens, Scores(*score_options), backward=False)
     partial_attention.attend_blocks(queries, part, _plan(tuple(cu_seqlens), len(q), window, q.device), out, lse)
-    if sinks is not None:
-        partial_attention.add_sinks(out, lse, sinks)
-    return ungroup_heads(out).to(q.dtype).contiguous(), ungroup_heads(lse[..., None])[..., 0].contiguous()
+    return finish_output(out, lse, sinks, q.dtype)
 
 
 def _backward(
@@ -77,32 +80,17 @@ def _backward(
     window: int,
     *score_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kv_heads, dtype, scores = k.shape[2], wide(q.dtype), Scores(*score_options)
-    queries, grads, split_lse = (
-        group_heads(q, kv_heads),
-        group_heads(grad, kv_heads),
-        group_heads(lse[..., None], kv_heads)[..., 0],
-    )
-    delta = group_heads((grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True), kv_heads)[..., 0]
+    scores = Scores(*score_options)
+    queries, grads, sums, delta = group_backward_inputs(grad, q, out, lse, k.shape[2])
     grad_q, grad_k, grad_v = (
-        x.new_zeros(x.shape, dtype=dtype) for x in (queries, *(y.transpose(1, 2) for y in (k, v)))
+        x.new_zeros(x.shape, dtype=lse.dtype) for x in (queries, *(y.transpose(1, 2) for y in (k, v)))
     )
     part = key_value_part(k, v, torch.arange(k.shape[1]), cu_seqlens, scores, backward=True)
     plan = _plan(tuple(cu_seqlens), len(q), window, q.device)
-    partial_attention.attend_blocks_backward(queries, part, plan, grads, split_lse, delta, grad_q, grad_k, grad_v)
+    partial_attention.attend_blocks_backward(queries, part, plan, grads, sums, delta, grad_q, grad_k, grad_v)
     factor = scores.factor(q.shape[-1])
     grad_k, grad_v = ((x.transpose(1, 2)).to(k.dtype).contiguous() for x in (grad_k * factor, grad_v))
     return ungroup_heads(grad_q * factor).to(q.dtype).contiguous(), grad_k, grad_v
-
-
-def fake_output_and_lse(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return empty tensors with the shapes of a result (B, S, H, E') and its log-sum-exp (B, S, H)."""
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
-
-
-def fake_grads(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    """Return empty tensors like queries, keys and values, the first three of `inputs`."""
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -27,7 +27,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from kumi.nn.attention.attention_operators import attention_backward_flops, attention_flops, fake_grads
 from kumi.nn.attention.scores import PLAIN_SCORES, SCORES_SCHEMA, Scores, softcap_backward
+from kumi.nn.custom_ops import define_op
 from kumi.nn.dtypes import wide
 from kumi.nn.threads import run_in_threads
 
@@ -88,35 +90,18 @@ def packed_attention(
     return out
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: list[int],
-    window: int,
-    sinks: Tensor | None = None,
-    *score_options: Any,
-) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], window: int, *options: Any) -> Tensor:
+    """`options`: the sinks or None, and the fields of `Scores`."""
     shares = _shares(cu_seqlens, window)
-    parts = [partial(_forward, *x, share, window, sinks, *score_options) for *x, share in _by_share((q, k, v), shares)]
+    parts = [partial(_forward, *x, share, window, *options) for *x, share in _by_share((q, k, v), shares)]
     return _joined(run_in_threads(parts), (*q.shape[:-1], v.shape[-1]))
 
 
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: list[int],
-    window: int,
-    sinks: Tensor | None = None,
-    *score_options: Any,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], window: int, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shares = _shares(cu_seqlens, window)
-    parts = [
-        partial(_gradients, *x, share, window, sinks, *score_options)
-        for *x, share in _by_share((grad, q, k, v), shares)
-    ]
+    parts = [partial(_gradients, *x, share, window, *options) for *x, share in _by_share((grad, q, k, v), shares)]
     *input_grads, sink_grads = zip(*run_in_threads(parts), strict=True)
     grad_q, grad_k, grad_v = (_joined(each, x.shape) for each, x in zip(input_grads, (q, k, v), strict=True))
     return grad_q, grad_k, grad_v, sum(sink_grads[1:], sink_grads[0])
@@ -288,8 +273,7 @@ def _fake_backward(
     sinks: Tensor | None = None,
     *score_options: Any,
 ) -> tuple[Tensor, ...]:
-    input_grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return *input_grads, q.new_empty(0, dtype=wide(q.dtype)) if sinks is None else torch.empty_like(sinks)
+    return *fake_grads(grad, q, k, v), q.new_empty(0, dtype=wide(q.dtype)) if sinks is None else torch.empty_like(sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -299,51 +283,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    operator = torch.ops.kumi.packed_attention_backward.default
     *tensors, sinks = ctx.saved_tensors
-    *input_grads, grad_sinks = operator(grad, *tensors, ctx.cu_seqlens, ctx.window, sinks, *ctx.scores)
+    *input_grads, grad_sinks = _BACKWARD(grad, *tensors, ctx.cu_seqlens, ctx.window, sinks, *ctx.scores)
     return *input_grads, None, None, None if sinks is None else grad_sinks, *(None for _ in ctx.scores)
 
 
-def attention_flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """Return the FLOPs of the forward pass as PyTorch counts attention: two products over all S x S pairs."""
-    batch, length, heads, size = q
-    return 2 * batch * heads * length * length * (size + v[3])
-
-
-def attention_backward_flops(
-    grad: tuple[int, ...], q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any
-) -> int:
-    """Return the FLOPs of the backward pass as PyTorch counts attention: five products over all S x S pairs.
-
-    One product recomputes the scores; the other four are two for each product of the forward pass.
-    """
-    batch, length, heads, size = q
-    return 2 * batch * heads * length * length * (3 * size + 2 * v[3])
-
-
-def _define(name: str, schema: str, function: Any, fake: Any, flops: Any) -> None:
-    """Register `function` as the operator `name` on the CPU.
-
-    `torch.library.custom_op` would do the same, but its first call imports torch's compiler, which takes a second or
-    more.
-    """
-    torch.library.define(name, schema)
-    torch.library.impl(name, "CPU", function)
-    torch.library.register_fake(name, fake)
-    register_flop_formula(getattr(torch.ops.kumi, name.removeprefix("kumi::")))(flops)
-
-
 _INPUTS = f"Tensor q, Tensor k, Tensor v, int[] bounds, int window, Tensor? sinks=None, {SCORES_SCHEMA}"
-_define("kumi::packed_attention", f"({_INPUTS}) -> Tensor", _attention, _fake, attention_flops)
-_define(
-    "kumi::packed_attention_backward",
+# The operator in PyTorch's dispatcher.
+PACKED_ATTENTION = define_op("packed_attention", f"({_INPUTS}) -> Tensor", _attention, _fake, key="CPU")
+_BACKWARD = define_op(
+    "packed_attention_backward",
     f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
-    attention_backward_flops,
+    key="CPU",
 )
 torch.library.register_autograd("kumi::packed_attention", _differentiate, setup_context=_save)
-
-# The operator in PyTorch's dispatcher.
-PACKED_ATTENTION = torch.ops.kumi.packed_attention.default
+register_flop_formula(torch.ops.kumi.packed_attention)(attention_flops)
+register_flop_formula(torch.ops.kumi.packed_attention_backward)(attention_backward_flops)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kumi.nn.attention.cpu_attention import attention_backward_flops, attention_flops
+from kumi.nn.attention.attention_operators import attention_backward_flops, attention_flops, fake_grads
 from kumi.nn.custom_ops import define_op
 from kumi.nn.dtypes import wide
 from kumi.nn.numerics import uses_flash
@@ -101,10 +101,6 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3].numel(), dtype=wide(q.dtype))
 
 
-def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.cu_seqlens, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
@@ -124,7 +120,7 @@ _BACKWARD = define_op(
     "flash_attention_backward",
     f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, int[] bounds, float? scale) -> (Tensor, Tensor, Tensor)",
     _backward,
-    _fake_backward,
+    fake_grads,
 )
 torch.library.register_autograd("kumi::flash_attention", _differentiate, setup_context=_save)
 register_flop_formula(torch.ops.kumi.flash_attention)(attention_flops)
