@@ -1,4 +1,4 @@
-"""Names and prose of the source are a stranger's: nouns for names, each name once, no riddles in docstrings."""
+"""Names are nouns that describe their value, a public name stands for one thing, and docstrings are no riddles."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src" / "kumi"
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "kumi"
 FILES = [file for file in sorted(SOURCE.rglob("*.py")) if "recipes" not in file.parts]
+# Tests, benchmarks and scripts of the documentation: their names and prose are held to the same standard.
+OTHERS = [
+    file for folder in ("tests", "benchmarks", "docs", "examples") for file in sorted((ROOT / folder).rglob("*.py"))
+]
 # Names that do not describe their value.
 EMPTY = {"found", "one", "said", "held", "kept", "known", "wanted"}
 # Files of one name: the same thing on another floor, a command and its package, an old path.
@@ -30,7 +37,7 @@ def _tree(file):
 
 
 def _place(file, node):
-    return f"{file.relative_to(SOURCE)}:{node.lineno}"
+    return f"{file.relative_to(ROOT)}:{node.lineno}"
 
 
 def _prose(file):
@@ -58,20 +65,21 @@ def _bindings(tree):
 
 def test_no_binding_has_an_empty_name():
     # `Calibration.kept` is a key of --json.
-    allowed = {("plan/calibration/calibrate.py", "kept")}
+    allowed = {("src/kumi/plan/calibration/calibrate.py", "kept")}
     empty = [
         f"{_place(file, node)} {name}"
-        for file in FILES
+        for file in FILES + OTHERS
         for node, name in _bindings(_tree(file))
-        if name in EMPTY and (str(file.relative_to(SOURCE)), name) not in allowed
+        if name in EMPTY and (str(file.relative_to(ROOT)), name) not in allowed
     ]
     assert empty == []
 
 
-def test_prose_has_no_riddles():
-    prose = {file: _prose(file) for file in FILES}
+@pytest.mark.parametrize("files", [FILES, OTHERS], ids=["source", "others"])
+def test_prose_has_no_riddles(files):
+    prose = {file: _prose(file) for file in files}
     relative = [
-        f"{file.relative_to(SOURCE)}: {match.group()}"
+        f"{file.relative_to(ROOT)}: {match.group()}"
         for file, text in prose.items()
         for match in re.finditer(r"\bof (?:which|whom|whose)\b|^Nothing, when", text, re.I | re.M)
     ]

@@ -1,4 +1,4 @@
-"""Draws docs/images/quickstart.svg from the metrics of a finished quickstart run.
+"""Draw docs/images/quickstart.svg from the metrics of a finished quickstart run.
 
 python docs/images/draw.py runs/quickstart docs/images/quickstart.svg
 """
@@ -15,7 +15,7 @@ LEFT, TOP, BOTTOM = 48.0, 64.0, 300.0
 
 
 def draw(run: Path) -> str:
-    """Training and validation loss over the tokens, beside the unigram entropy, as an SVG document."""
+    """Return training and validation loss over the tokens, with the unigram entropy, as an SVG document."""
     entries = read_metrics(run / "metrics.jsonl")
     tokens = {entry["step"]: entry["tokens"] / 1e6 for entry in entries if "tokens" in entry}
     trained = [(tokens[entry["step"]], entry["train/loss"]) for entry in entries if "train/loss" in entry]

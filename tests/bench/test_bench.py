@@ -35,7 +35,7 @@ TINY = replace(
 
 
 def shrink(patch):
-    """Makes all work tiny; `patch(thing, name, value)` sets an attribute or, of a dict, an item."""
+    """Make all work tiny; `patch(thing, name, value)` sets an attribute or, of a dict, an item."""
     patch(time_kernels.SIZES, "cpu", TINY)
     patch(time_collectives._MAX_BYTES, "cpu", 2**16)
     patch(clock, "SAMPLE_S", 1e-4)

@@ -1,4 +1,4 @@
-"""Opens damaged copies of model folders; prints how that went and which files outside of them were opened.
+"""Open damaged copies of model folders; print the outcomes and the files outside of them that were opened.
 
 python mutate.py HUGGING_FACE_FOLDER KUMI_CHECKPOINT COUNT
 """

@@ -66,7 +66,7 @@ def word_piece(folder):
 
 
 def template(folder):
-    """Adds a post-processor that begins every text with a mark, as Llama's do."""
+    """Add a post-processor that begins every text with a mark, as Llama's do."""
     path = folder / "tokenizer.json"
     backend = Tokenizer.from_file(str(path))
     number = backend.token_to_id(END)

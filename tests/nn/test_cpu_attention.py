@@ -143,7 +143,7 @@ def test_heads_whose_elements_do_not_lie_side_by_side():
 
 @pytest.fixture
 def threads():
-    """Sets the number of threads that PyTorch computes with, for one test."""
+    """Set the number of threads that PyTorch computes with, for one test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

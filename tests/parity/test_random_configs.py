@@ -149,7 +149,7 @@ def test_norms_over_four_numbers():
 
 
 def check(family, changes):
-    """Asserts that transformers' model of `family` with `changes` and kumi's give the same logits, and that its files
+    """Assert that transformers' model of `family` with `changes` and kumi's give the same logits, and that its files
     come back as they were."""
     reference = reference_of(family, changes)
     ids = torch.randint(0, changes["vocab_size"], (2, LENGTH), generator=torch.Generator().manual_seed(1))

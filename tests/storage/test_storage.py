@@ -346,7 +346,7 @@ def test_rank_0_hears_of_another_ranks_failure(tmp_path, monkeypatch):
 
 
 def save_for_ever(root, ranks):
-    """Saves step after step until killed, waiting for every other one; 'x' is filled with the step."""
+    """Save step after step until killed, waiting for every other one; 'x' is filled with the step."""
     last = checkpoint.latest(root)
     step = checkpoint.step_of(last) if last else 0
     savers = [AsyncSaver(rank=rank, ranks=ranks, attempt=str(os.getpid())) for rank in range(ranks)]

@@ -42,7 +42,7 @@ def _documents(count):
 
 
 def run_file(folder, **changes):
-    """Writes run.toml for use in `folder`, where its data lies, changed by `section={...}` and
+    """Write run.toml for use in `folder`, where its data lies, changed by `section={...}` and
     `section__key=value`; its path."""
     sections = {
         "model": {

@@ -47,7 +47,7 @@ CODES = {"forward": 1, "data": 3, "save": 8, "disk": 8, "memory": 5, "kill": 7, 
 
 
 def build_in(fault, folder):
-    """Has the last rank of this process's trainer fail in step FAULTY_STEP, or in its save."""
+    """Have the last rank of this process's trainer fail in step FAULTY_STEP, or in its save."""
     if fault == "save":
         write = checkpoint.write_pieces
 
