@@ -61,6 +61,7 @@ class Run:
     losses: list[float]
     grads: list[list[Part]]
     saved: list[tuple[str, tuple[int, ...], Part]]
+    before: list[tuple[str, tuple[int, ...], Part]]  # as they would have been saved before the last step
     state_bytes: int
 
 
@@ -76,23 +77,28 @@ def train(layout: Layout, family: str, kind: str, whole: dict[str, np.ndarray] |
     optimizer = build_optimizer(model, mesh, optim)
     if whole is not None:
         fill_pieces(optimizer_pieces(model, optimizer, mesh), read)
-    losses, grads = [], []
+
+    def save():
+        pieces = [*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)]
+        pieces = owned_pieces(pieces, model, mesh, optim)
+        return [(piece.name, piece.shape, Part(piece.name, piece.start, piece.data.numpy().copy())) for piece in pieces]
+
+    losses, grads, before = [], [], []
     for step in steps:
+        before = save()
         losses.append(forward_backward(model, mesh, step, 1, dtype=torch.float64))
         clip_gradients(model, 0.5, mesh)
         grads.append(gradients(model, mesh))
         optimizer.step()
         optimizer.zero_grad()
-    pieces = owned_pieces([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh, optim)
-    saved = [(one.name, one.shape, Part(one.name, one.start, one.data.numpy().copy())) for one in pieces]
     num_bytes = sum(local_shard(value).nbytes for state in optimizer.state.values() for value in state.values())
-    return Run(losses, grads, saved, num_bytes)
+    return Run(losses, grads, save(), before, num_bytes)
 
 
-def together(runs: list[Run]) -> dict[str, np.ndarray]:
-    """Return the global tensors, after checking that one rank saves each element."""
+def together(runs: list[Run], moment: str = "saved") -> dict[str, np.ndarray]:
+    """Return the global tensors at that `moment`, after checking that one rank saves each element."""
     whole, written = {}, {}
-    for name, shape, part in (one for run in runs for one in run.saved):
+    for name, shape, part in (piece for run in runs for piece in getattr(run, moment)):
         here = tuple(slice(first, first + size) for first, size in zip(part.start, part.values.shape))
         whole.setdefault(name, np.zeros(shape, part.values.dtype))[here] = part.values
         written.setdefault(name, np.zeros(shape, int))[here] += 1
@@ -174,12 +180,12 @@ RESUMED = [(LAYOUTS[0], Layout(dp_shard=4, zero=1)), (LAYOUTS[2], Layout(tp=2)),
     ),
 )
 def test_a_checkpoint_is_read_exactly_and_goes_on_in_any_layout(ranks, kind, first, second, family):
-    begun = together(ranks(first.world_size, train, first, family, kind, None, range(1)))
-    through = together(ranks(first.world_size, train, first, family, kind, None, range(2)))
+    runs = ranks(first.world_size, train, first, family, kind, None, range(2))
+    begun, through = together(runs, "before"), together(runs)
     for layout in (first, second):
-        read = together(ranks(layout.world_size, train, layout, family, kind, begun, range(0)))
+        runs = ranks(layout.world_size, train, layout, family, kind, begun, range(1, 2))
+        read, resumed = together(runs, "before"), together(runs)
         assert all(np.array_equal(read[name], values) for name, values in begun.items())
-        resumed = together(ranks(layout.world_size, train, layout, family, kind, begun, range(1, 2)))
         if layout == first:
             assert all(np.array_equal(resumed[name], values) for name, values in through.items())
         else:
