@@ -125,7 +125,7 @@ def _name(case) -> str:
 def test_layout_equals_one_process(ranks, case):
     layout, family, lora = case
     expected = alone(ranks, family, lora)
-    for trace in ranks(layout.world_size, train, layout, family, lora, 3 if layout.pp == 1 else 6):
+    for trace in ranks(layout.world_size, train, layout, family, lora, 2 if layout.pp == 1 else 3):
         equal(trace, expected)
 
 
