@@ -110,7 +110,7 @@ def test_the_planner_lists_the_messages_that_a_dry_run_sends(layout):
     spec = with_adapters(SPECS["llama"], replace(LORA, targets=("all-linear",)))
     peak = (("bfloat16", 1e12),)
     cpu = Device("CPU", "cpu", 1 << 34, ("float32", "bfloat16"), peak)
-    job = Job(spec, ClusterSpec("test", cpu, layout.world_size), BatchSpec(16, 16 * 8), PRECISIONS["bf16"], Optim())
+    job = Job(spec, ClusterSpec("test", cpu, layout.world_size), BatchSpec(16, 16 * 4), PRECISIONS["bf16"], Optim())
     (rank,) = dry_run(job, layout, [0])["ranks"]
     assert [row for row in rank["collectives"] if not row["agrees"]] == []
     for kind in ("params", "optimizer"):
