@@ -4,9 +4,8 @@ its checkpoints."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from forked import run_forked
 from kumi import load_decoder
 from kumi.convert import convert
 from kumi.convert.megatron import read_megatron
@@ -37,29 +37,29 @@ LAYOUTS = (
 
 
 def run(jobs: list[dict[str, Any]], folder: Path) -> None:
-    """Carry out `jobs` on two ranks that are programs of their own: Megatron-Core changes PyTorch."""
+    """Carry out `jobs` on two ranks in a forked child: Megatron-Core changes PyTorch."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    program = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        f"from megatron_job import main\n"
-        f"main({str(folder / 'jobs.json')!r}, int(sys.argv[1]), 2, {str(folder / 'store')!r})"
-    )
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    code, stdout, stderr = run_forked(two_ranks, folder, timeout=900)
+    assert code == 0, f"{stdout[-3000:]}{stderr[-3000:]}"
+
+
+def two_ranks(folder: Path) -> None:
+    """Import Megatron-Core, then fork the two ranks. Raise SystemExit if one of them fails."""
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    from megatron_job import main
+
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", program, str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+        multiprocessing.get_context("fork").Process(
+            target=main, args=(str(folder / "jobs.json"), rank, 2, str(folder / "store"))
         )
         for rank in range(2)
     ]
-    try:
-        outputs = [rank.communicate(timeout=900)[0].decode() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(output[-3000:] for output in outputs)
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    if any(rank.exitcode for rank in ranks):
+        raise SystemExit(f"exit codes of the ranks: {[rank.exitcode for rank in ranks]}")
 
 
 def test_megatron_loads_computes_and_saves(saved: Callable[..., Path], tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """Every export, read by the trainer's own code if its package is installed.
 
-Each check is a script in `parsers/` and runs in its own process, since these packages change global state.
+Each check is a script in `parsers/` and runs in a forked child, since these packages change global state.
 """
 
 import json
-import subprocess
+import runpy
 import sys
 from itertools import product
 from pathlib import Path
@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 from export_jobs import EXAMPLES
 
+from forked import run_forked
 from kumi.export import export
 from kumi.export.hugging_face import OPTIMIZERS
 from kumi.spec.ledger import num_params
 from kumi.spec.sharding import stage_bounds
 
 PARSERS = Path(__file__).parent / "parsers"
-# The interpreter with the trainers' packages.
-PYTHON = sys.executable
 MISSING = 77
 STEPS = 200
 
@@ -35,12 +34,18 @@ def parsed(script, trainers, folder, include=lambda files: True):
             for file, text in files.items():
                 (folder / trainer / name / file).write_text(text)
     assert names
-    command = [PYTHON, str(PARSERS / f"{script}.py"), *(str(folder / trainer / name) for trainer, name in names)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    if process.returncode == MISSING:
-        pytest.skip(process.stdout.strip())
-    assert process.returncode == 0, process.stderr[-3000:]
-    return dict(zip(names, json.loads(process.stdout.splitlines()[-1]), strict=True))
+    code, stdout, stderr = run_forked(run_script, script, *(folder / trainer / name for trainer, name in names))
+    if code == MISSING:
+        pytest.skip(stdout.strip())
+    assert code == 0, stderr[-3000:]
+    return dict(zip(names, json.loads(stdout.splitlines()[-1]), strict=True))
+
+
+def run_script(script, *folders):
+    """Run a script in `parsers/` as the program of this process."""
+    sys.argv = [str(PARSERS / f"{script}.py"), *map(str, folders)]
+    sys.path.insert(0, str(PARSERS))
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def degrees(layout, *axes):

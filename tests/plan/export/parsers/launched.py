@@ -38,11 +38,14 @@ def launched(script: Path) -> dict:
 
 def main(read, needs) -> None:
     """Print `read(folder)` of each folder on the command line; exit with 77 if a package is missing."""
-    import importlib
+    import importlib.util
     import warnings
 
     warnings.simplefilter("ignore")
     try:
+        # A package that is missing is noticed before another one, which takes long, is imported.
+        if missing := [name for name in needs if importlib.util.find_spec(name) is None]:
+            raise ImportError(f"No module named {missing[0]!r}")
         for name in needs:
             importlib.import_module(name)
     except ImportError as error:
