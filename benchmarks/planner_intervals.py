@@ -154,12 +154,12 @@ def fit_scores(runs: Sequence[PublishedRun], memory: Memory) -> dict[str, float]
             sample = samples[memory.traits[i].memory_regime]
             fits[i] = fit_probability(sample, memory.estimate[i], memory.capacity[i])
             capacity[i] = (1 - margin_for(sample, FIT_PROBABILITY)) * memory.capacity[i]
-    said, rule = memory.estimate <= capacity, memory.estimate <= memory.capacity
+    planned, rule = memory.estimate <= capacity, memory.estimate <= memory.capacity
     return {
         "ran": int(memory.ran.sum()),
-        "ran_said_not_to_fit": float(np.mean(~said[memory.ran])),
+        "ran_said_not_to_fit": float(np.mean(~planned[memory.ran])),
         "oom": int((~memory.ran).sum()),
-        "oom_recall": float(np.mean(~said[~memory.ran])),
+        "oom_recall": float(np.mean(~planned[~memory.ran])),
         "brier": _brier(fits, memory),
         "brier_without_margin": _brier(rule.astype(float), memory),
     }

@@ -17,6 +17,7 @@ from kumi.config.presets import read_node
 from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError, RefusedError
 from kumi.plan.estimate import estimate
+from kumi.plan.uncertainty.of_estimate import estimate_uncertainty
 from kumi.report.run_description import make_console
 from kumi.spec.job import Job
 
@@ -83,8 +84,38 @@ def test_from_the_command_line(tmp_path, capsys):
     assert [run["measured"] for run in printed["runs"]] == [0.5, 0.6]
     assert read_node(str(tmp_path / "new.toml")).devices_per_node == 2
     assert main([*words, "--out", str(tmp_path / "new.toml")]) == 2
-    assert main(words) == 2
-    assert "name it with --out FILE.toml" in capsys.readouterr().err
+    assert "the file exists" in capsys.readouterr().err
+    assert main(words) == 0
+    assert f"wrote {folders[0]}/calibrated.toml" in capsys.readouterr().out
+
+
+def test_without_a_run_file_the_cluster_of_the_run_is_refitted(tmp_path, capsys):
+    """The quickstart's is this machine."""
+    folder = run_folder(tmp_path / "run", seconds=0.6, peak=2**31)
+    assert main(["plan", "--calibrate", str(folder)]) == 0
+    capsys.readouterr()
+    again = resolve(load(folder / "config.toml", [f"cluster.source={folder / 'calibrated.toml'}"]))
+    assert again.cluster.measured.runs == 1
+    assert again.estimate.peak_memory > 2**30, "the excess is reserved"
+    assert estimate(again.job, resolve(load(folder / "config.toml")).layout).step_seconds == pytest.approx(0.6, rel=0.2)
+
+
+def test_a_plan_on_calibrated_machines_is_surer(tmp_path):
+    """Its margin and its intervals are those of machines whose figures were refitted to as many runs."""
+    folders = [run_folder(tmp_path / name, seconds=seconds, peak=2**29) for name, seconds in (("a", 0.5), ("b", 0.5))]
+    recalibrate(folders, cluster_file(tmp_path), tmp_path / "new.toml")
+    before, after = (
+        resolve(load(QUICKSTART, [f"cluster.source={file}", "cluster.devices_per_node=2", f"train.out={tmp_path}/n"]))
+        for file in (cluster_file(tmp_path), tmp_path / "new.toml")
+    )
+    wide, narrow = (estimate_uncertainty(run.job, run.estimate) for run in (before, after))
+    assert (wide.machine_runs, narrow.machine_runs) == (0, 2)
+    assert "no published run is on" in wide.extrapolated
+    assert "no published run is on" not in narrow.extrapolated
+    for name in ("time80", "time90", "memory80", "memory90"):
+        old, new = getattr(wide, name), getattr(narrow, name)
+        assert new.high / new.low < old.high / old.low, name
+    assert narrow.margin <= wide.margin
 
 
 def test_a_run_is_refitted_with_its_own_layout(tmp_path):
@@ -141,7 +172,5 @@ def test_other_refusals(tmp_path):
         recalibrate([tmp_path], cluster, tmp_path / "new.toml")
     with pytest.raises(ConfigError, match="ran on a cpu device"):
         recalibrate([folder], "h100-sxm", tmp_path / "new.toml")
-    with pytest.raises(ConfigError, match="not a cluster file with constants"):
-        recalibrate([folder], "auto", tmp_path / "new.toml")
     with pytest.raises(RefusedError, match="is not overwritten"):
         recalibrate([folder], cluster, Path(cluster))

@@ -13,6 +13,7 @@ from kumi.config import job as job_of_config
 from kumi.config import load_plan
 from kumi.plan.search.search_layouts import search
 from kumi.plan.session import plan
+from kumi.plan.uncertainty import intervals
 from kumi.plan.uncertainty.error_table import PublishedRun, csv_row, published_runs, sample_of
 from kumi.plan.uncertainty.extrapolation import extrapolation
 from kumi.plan.uncertainty.intervals import EXTRAPOLATED_WIDTH, fit_probability, interval, nearest_runs, uncertainty
@@ -81,10 +82,12 @@ def test_the_regime_of_a_plan():
     assert (traits.communication, traits.experts, traits.techniques) == (0.25, True, ("context parallelism",))
 
 
-def test_a_plan_beyond_the_published_runs_has_wider_intervals_and_says_why():
-    inside = uncertainty(TRAITS, 2.0, 50.0, 80.0, 0.1, SPREAD)
+def test_a_plan_beyond_the_published_runs_has_wider_intervals_and_says_why(monkeypatch):
+    monkeypatch.setattr(intervals, "published_runs", lambda: SPREAD)
+    monkeypatch.setattr(intervals, "machine_errors", lambda quantity, *_: sample_of(SPREAD, quantity, "dense"))
+    inside = uncertainty(TRAITS, 2.0, 50.0, 80.0, 0.1)
     assert inside.extrapolated == ""
-    outside = uncertainty(replace(TRAITS, devices=1000), 2.0, 50.0, 80.0, 0.1, SPREAD)
+    outside = uncertainty(replace(TRAITS, devices=1000), 2.0, 50.0, 80.0, 0.1)
     assert "more than 8 devices" in outside.extrapolated
     assert log(outside.time90.high / 2.0) == pytest.approx(EXTRAPOLATED_WIDTH * log(inside.time90.high / 2.0))
     assert outside.memory80.low < inside.memory80.low

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from math import exp, log
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kumi.bench.cluster_toml import four_digits, node_toml, refuse_existing, write_new
 from kumi.config import job, load_plan, resolve
-from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile
+from kumi.config.cluster_file import DeviceFile, LinkFile, MeasuredFile, NetworkFile, NodeFile
+from kumi.config.local_machine import this_node
 from kumi.config.model_source import fetch_snapshots, read_hf_config, source_folder
 from kumi.config.presets import read_node
 from kumi.config.run_plan import read_plan
-from kumi.config.schema import ClusterSection
+from kumi.config.schema import ClusterSection, RunConfig
 from kumi.config.stored_config import CONFIG_FILE, load_stored_config, read_stored_run
 from kumi.errors import OK, ConfigError
 from kumi.paths import looked_for
 from kumi.plan.calibration.calibrate import Calibration, MeasuredRun, calibrate
 from kumi.report.phrases import plural
 from kumi.report.run_description import make_console
-from kumi.spec.layout import Layout
-from kumi.train.metrics import read_metrics
+from kumi.train.measured_steps import WARM_UP, measured_steps
 from kumi.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 AnyLink = TypeVar("AnyLink", LinkFile, NetworkFile)
 
-# Steps to skip: they compile kernels, warm caches, and include the preflight checks.
-WARM_UP = 5
 LEAST_STEPS = 10
+# The name of the new cluster file in the first run folder.
+DEFAULT_OUT = "calibrated.toml"
 
 
 def recalibrate(folders: Sequence[Path], cluster: str, out: Path) -> Calibration:
@@ -41,31 +41,34 @@ def recalibrate(folders: Sequence[Path], cluster: str, out: Path) -> Calibration
     Raise ConfigError for a run that cannot be used, RefusedError if `out` exists.
     """
     refuse_existing(out, "--out")
-    if cluster == "auto":
-        raise ConfigError(
-            "calibrate: cluster.source='auto' is not a cluster file with constants; write one with "
-            "kumi bench --out FILE.toml, and set cluster.source to it"
-        )
-    calibration = calibrate([read_run(folder, cluster) for folder in folders])
-    node = refitted(read_node(cluster), calibration)
-    write_new(out, node_toml(node, [f"{cluster}, {calibration.source}."]), "--out")
+    runs = [read_run(folder, cluster) for folder in folders]
+    calibration = calibrate(runs)
+    node = refitted(_node(cluster, runs[0].job.cluster.devices_per_node), calibration)
+    origin = "this machine" if cluster == "auto" else cluster
+    write_new(out, node_toml(node, [f"{origin}, {calibration.source}."]), "--out")
     return calibration
+
+
+def _node(cluster: str, devices: int) -> NodeFile:
+    """Return the node that `cluster` describes; for "auto" this machine with `devices` devices."""
+    return this_node(devices) if cluster == "auto" else read_node(cluster)
 
 
 def run(
     folders: Sequence[str],
-    plan: str,
+    plan: str | None,
     overrides: Sequence[str],
     out: str | None,
     write_json: Callable[[Any], None] | None = None,
 ) -> int:
     """Refit the cluster of the run file `plan` to the runs in `folders`, and write the new file `out`.
 
-    Print the changes, or pass them to `write_json`. Return the exit code.
+    Without `plan`, refit the cluster of the first run. Without `out`, write `calibrated.toml` into its folder. Print
+    the changes, or pass them to `write_json`. Return the exit code.
     """
-    if out is None:
-        raise ConfigError("plan: --calibrate writes a cluster file; name it with --out FILE.toml")
-    cluster = load_plan(plan, overrides).cluster.source
+    first = Path(folders[0])
+    cluster = (_stored_config(first) if plan is None else load_plan(plan, overrides)).cluster.source
+    out = str(first / DEFAULT_OUT) if out is None else out
     calibration = recalibrate([Path(folder) for folder in folders], cluster, Path(out))
     if write_json is not None:
         write_json(asdict(calibration))
@@ -80,19 +83,15 @@ def read_run(folder: Path, cluster: str) -> MeasuredRun:
 
     Raise ConfigError if it is not a run folder, has too few steps, or ran on another kind of machine.
     """
-    if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(
-            f"calibrate: {looked_for(folder)} has no {CONFIG_FILE}, so it is not a run folder; name the "
-            f"train.out of a run"
-        )
-    config = load_stored_config(folder)
+    config = _stored_config(folder)
     snapshots = fetch_snapshots(config)
     # Folders of earlier versions have no stored plan: assume the one that would be chosen today.
     plan = read_plan(folder) or resolve(config, snapshots, read_stored_run(config)).plan
-    steps = _steps(folder, plan.layout)[WARM_UP:]
-    if len(steps) < LEAST_STEPS:
+    measured = measured_steps(folder, plan.layout)
+    if measured is None or measured.count < LEAST_STEPS:
         raise ConfigError(
-            f"calibrate: {folder} has {len(steps)} measured steps after the first {WARM_UP}, too few for a median; "
+            f"calibrate: {folder} has {0 if measured is None else measured.count} measured steps after the first "
+            f"{WARM_UP}, too few for a median; "
             f"train for at least {WARM_UP + LEAST_STEPS} steps"
         )
     section = config.cluster.model_copy(update={"source": cluster, "devices_per_node": plan.made_for.devices_per_node})
@@ -101,19 +100,18 @@ def read_run(folder: Path, cluster: str) -> MeasuredRun:
     config = config.model_copy(update={"cluster": section, "precision": precision})
     hf_config = read_hf_config(config.model, source_folder(config.model.source, snapshots))
     return MeasuredRun(
-        config.name,
-        job(config, hf_config),
-        plan.layout,
-        median(entry["perf/step_s"] for entry in steps),
-        len(steps),
-        max(int(entry["mem/peak_bytes"]) for entry in steps),
+        config.name, job(config, hf_config), plan.layout, measured.seconds, measured.count, measured.peak_memory
     )
 
 
-def _steps(folder: Path, layout: Layout) -> list[dict[str, Any]]:
-    """Return the metrics of the run's steps with `layout`, and of steps that do not record a layout."""
-    entries = read_metrics(folder / "metrics.jsonl")
-    return [entry for entry in entries if "perf/step_s" in entry and entry.get("layout", layout.words) == layout.words]
+def _stored_config(folder: Path) -> RunConfig:
+    """Return the configuration of the run in `folder`. Raise ConfigError if it is not a run folder."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"calibrate: {looked_for(folder)} has no {CONFIG_FILE}, so it is not a run folder; name the "
+            f"train.out of a run"
+        )
+    return load_stored_config(folder)
 
 
 def _check_same_machine(folder: Path, kind: str, section: ClusterSection, cluster: str) -> None:
@@ -121,7 +119,7 @@ def _check_same_machine(folder: Path, kind: str, section: ClusterSection, cluste
 
     On a CPU the number of ranks must match too, because ranks share its cores.
     """
-    node = read_node(cluster)
+    node = _node(cluster, section.devices_per_node or 1)
     ranks = section.devices_per_node or (1 if kind == "cpu" else node.devices_per_node)
     if node.device.kind != kind:
         raise ConfigError(
@@ -137,15 +135,35 @@ def _check_same_machine(folder: Path, kind: str, section: ClusterSection, cluste
 
 def refitted(node: NodeFile, calibration: Calibration) -> NodeFile:
     """Return `node` with the constants that `calibration` changed and their provenance."""
-    factors = {name: after / before for name, (before, after) in calibration.moved.items()}
+    # Constants of devices are replaced; `device.reserved` may have been 0.
+    factors = {
+        name: after / before for name, (before, after) in calibration.moved.items() if not name.startswith("device.")
+    }
     network = None if node.network is None else _refitted_link(node.network, factors, calibration.source)
     return node.model_copy(
         update={
             "device": _device(node.device, calibration),
             "links": tuple(_refitted_link(link, factors, calibration.source) for link in node.links),
             "network": network,
+            "measured": _measured(node.device.reserved or 0, calibration),
         }
     )
+
+
+def _measured(reserved: int, calibration: Calibration) -> MeasuredFile:
+    """Return how far the runs are off the refitted estimates; `reserved`: reserved bytes before the refit."""
+    before, after = calibration.moved.get("device.reserved", (reserved, reserved))
+    memory = [(run.measured_memory + before) / (run.estimated_memory + after) for run in calibration.runs]
+    return MeasuredFile(
+        runs=len(calibration.runs),
+        time_ratio=_mean_ratio([run.measured / run.after for run in calibration.runs]),
+        memory_ratio=_mean_ratio(memory),
+    )
+
+
+def _mean_ratio(ratios: Sequence[float]) -> float:
+    """Return the geometric mean of `ratios`."""
+    return four_digits(exp(sum(map(log, ratios)) / len(ratios)))
 
 
 def _device(file: DeviceFile, calibration: Calibration) -> DeviceFile:

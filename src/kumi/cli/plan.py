@@ -27,8 +27,9 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "run",
         metavar="RUN.toml|MODEL",
+        nargs="?",
         help=f"{RUN_HELP}, where [data] and [train] are optional; or, with --gpus, a model: a folder with "
-        f"config.json, or a hub id",
+        f"config.json, or a hub id; --calibrate needs none",
     )
     add_overrides(parser)
     parser.add_argument(
@@ -59,7 +60,8 @@ def add(verbs: Any) -> None:
         "--calibrate",
         action="append",
         metavar="RUN_FOLDER",
-        help="refit the cluster file to a finished run, into --out",
+        help="refit the cluster of RUN.toml, or of the run itself, to a finished run; writes a cluster file, to --out "
+        "or RUN_FOLDER/calibrated.toml",
     )
     parser.set_defaults(run_verb=run)
 
@@ -73,6 +75,8 @@ def run(arguments: Namespace) -> int:
         return refit.run(arguments.calibrate, arguments.run, arguments.overrides, arguments.out, write_json)
     from kumi.cli.plan_files import check_output_paths
 
+    if arguments.run is None:
+        raise ConfigError("plan: no run file and no model is given; name RUN.toml, or a model with --gpus")
     _refuse_flags(arguments)
     check_output_paths(arguments)
     return _plan(arguments)

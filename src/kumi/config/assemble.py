@@ -9,7 +9,7 @@ from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile
 from kumi.config.presets import preset_list, preset_names, read_network
 from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
-from kumi.spec.cluster import ClusterSpec, Device, Host, Link
+from kumi.spec.cluster import ClusterSpec, Device, Host, Link, MachineRuns
 
 
 def assemble_cluster(section: ClusterSection, node: NodeFile, source: str) -> ClusterSpec:
@@ -43,7 +43,8 @@ def assemble_cluster(section: ClusterSection, node: NodeFile, source: str) -> Cl
     if section.watts is not None:
         device = replace(device, watts=section.watts)
     assumed = tuple(_assumed(node, [file for file, _ in outer]))
-    return ClusterSpec(source, device, ranks, section.nodes, section.sites, links, host, assumed)
+    measured = None if node.measured is None else MachineRuns(**node.measured.model_dump())
+    return ClusterSpec(source, device, ranks, section.nodes, section.sites, links, host, assumed, measured)
 
 
 def _with_unique_names(links: list[Link]) -> tuple[Link, ...]:

@@ -9,6 +9,7 @@ names one figure or several, separated by commas, and the value says where they 
     links = ["nvlink-4"]         links between the devices, innermost first: presets, or [[links]] tables (LinkFile)
     network = "ib-ndr"           default network between such nodes: a preset, or a [network] table (NetworkFile)
     [host] memory = "2 TiB", device_bandwidth = "50 GB/s"                                                  (HostFile)
+    [measured] runs = 2, time_ratio = 1.01, memory_ratio = 0.98      runs that it was refitted to      (MeasuredFile)
 """
 
 from __future__ import annotations
@@ -138,6 +139,14 @@ class HostFile(SourcedFigures):
     nvme: Bytes | None = None
 
 
+class MeasuredFile(Section):
+    """The runs that figures were refitted to, as in `kumi.spec.cluster.MachineRuns`."""
+
+    runs: Positive
+    time_ratio: Annotated[Number, Field(gt=0)]
+    memory_ratio: Annotated[Number, Field(gt=0)]
+
+
 class NodeFile(SourcedFigures):
     """A kind of machine: its devices, the links between them, its host, and its usual network."""
 
@@ -146,6 +155,7 @@ class NodeFile(SourcedFigures):
     links: tuple[LinkFile, ...] = ()
     host: HostFile = HostFile()
     network: NetworkFile | None = None
+    measured: MeasuredFile | None = None
 
     @model_validator(mode="after")
     def _check_spans(self) -> NodeFile:

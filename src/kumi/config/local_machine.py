@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,15 +35,18 @@ _AnyLink = TypeVar("_AnyLink", LinkFile, NetworkFile)
 def this_machine(section: ClusterSection) -> ClusterSpec:
     """Return this machine as a cluster of `section.nodes` nodes; unknown figures are assumed and marked so."""
     gpus = _gpus()
-    if not gpus:
-        ranks = section.devices_per_node or 1
-        return assemble_cluster(section, cpu_node(ranks), "auto")
-    count = section.devices_per_node or len(gpus)
-    return assemble_cluster(section.model_copy(update={"devices_per_node": count}), gpu_node(gpus[0], count), "auto")
+    count = section.devices_per_node or len(gpus) or 1
+    return assemble_cluster(section.model_copy(update={"devices_per_node": count}), this_node(count, gpus), "auto")
 
 
-def gpu_node(gpu: DeviceFile, count: int) -> NodeFile:
-    """Return a node of `count` devices like `gpu`.
+def this_node(devices: int, gpus: Sequence[DeviceFile] | None = None) -> NodeFile:
+    """Return this machine as a node of `devices` GPUs, or of as many shares of its CPU; `gpus`: those listed before."""
+    gpus = _gpus() if gpus is None else gpus
+    return _gpu_node(gpus[0], devices) if gpus else cpu_node(devices)
+
+
+def _gpu_node(gpu: DeviceFile, count: int) -> NodeFile:
+    """Return a node with `count` of the device `gpu`, or with all of the preset that it is built like.
 
     Its links, network and host are those of the preset with the same device; without such a preset it has none.
     """

@@ -85,12 +85,26 @@ class Host:
 
 
 @dataclass(frozen=True)
+class MachineRuns:
+    """Runs on these machines, to which their figures were refitted (`kumi plan --calibrate`).
+
+    - `runs`: the number of runs.
+    - `time_ratio`, `memory_ratio`: measured / estimated with the refitted figures, the geometric mean of the runs.
+    """
+
+    runs: int
+    time_ratio: float
+    memory_ratio: float
+
+
+@dataclass(frozen=True)
 class ClusterSpec:
     """`nodes` machines with `devices_per_node` equal devices each, evenly distributed over `sites`.
 
     - `source`: origin of this description.
     - `links`: from the innermost (inside a node) to the outermost (between sites); empty if unknown.
     - `assumed`: names of figures that are neither measured nor in a data sheet ("device.launch", "NVLink 3: latency").
+    - `measured`: the runs that the figures were refitted to; None without any.
     """
 
     source: str
@@ -101,6 +115,7 @@ class ClusterSpec:
     links: tuple[Link, ...] = ()
     host: Host = Host()
     assumed: tuple[str, ...] = ()
+    measured: MachineRuns | None = None
 
     @property
     def devices(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from kumi.config import ResolvedRun, RunConfig
 from kumi.errors import OK
 from kumi.storage.folders import latest, step_of
+from kumi.train.measured_steps import estimate_lines
 from kumi.train.metrics import read_metrics
 from kumi.units import format_count, format_seconds
 
@@ -91,7 +92,11 @@ def summary_lines(run: ResolvedRun, code: int = OK, *, already_finished: bool = 
     parts += [", ".join(losses)] if losses else []
     folders = {"model": output.model_dir, "checkpoint": output.checkpoint}
     parts += [f"{word} in {folder}" for word, folder in folders.items() if folder is not None]
-    return [*_labelled("summary", parts), *_labelled("next", list(next_commands(run, output, code)))]
+    return [
+        *_labelled("summary", parts),
+        *_labelled("estimate", list(estimate_lines(run))),
+        *_labelled("next", list(next_commands(run, output, code))),
+    ]
 
 
 def _labelled(label: str, parts: list[str]) -> list[str]:

@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
+from math import log
 
 import numpy as np
 
 from kumi.plan.layout_batch import Floats
 from kumi.plan.uncertainty.traits import RunTraits
+from kumi.spec.cluster import MachineRuns
 
 FILE = "published_errors.csv"
 # An experiment with this many runs in a regime has its full weight there.
 _FULL_WEIGHT = 20
 # A regime needs this many experiments, so that no single one decides its quantiles.
 _LEAST_EXPERIMENTS = 3
+# Draws of runs of each experiment for the errors after a refit.
+_DRAWS = 200
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,24 @@ class PublishedRun:
 class ErrorSample:
     """The errors (rows,) that stand for a planned run, with weights that add up to 1.
 
-    `experiments`: the number of experiments. `regime`: the regime, or "" for the errors of all regimes.
+    `experiments`: the number of experiments. `regime`: the regime, or "" for the errors of all regimes. `names`: the
+    experiment of every published run.
     """
 
     errors: Floats
     weights: Floats
     experiments: int
     regime: str
+    names: tuple[str, ...]
+
+    @property
+    def spread(self) -> float:
+        """The distance of the 10 % and the 90 % quantile."""
+        return self.quantile(0.9) - self.quantile(0.1)
+
+    def shifted(self, error: float) -> ErrorSample:
+        """Return the sample with `error` added to every error."""
+        return replace(self, errors=self.errors + error)
 
     def quantile(self, share: float) -> float:
         """Return the smallest error that at least `share` of the weight does not exceed."""
@@ -79,10 +94,50 @@ def sample_of(runs: Sequence[PublishedRun], quantity: str, regime: str) -> Error
         counts[run.experiment] = counts.get(run.experiment, 0) + 1
     weights = np.array([min(1.0, counts[run.experiment] / _FULL_WEIGHT) / counts[run.experiment] for run in chosen])
     errors = np.array([run.error(quantity) for run in chosen])
-    return ErrorSample(errors, weights / weights.sum(), len(counts), regime if enough else "")
+    names = tuple(run.experiment for run in chosen)
+    return ErrorSample(errors, weights / weights.sum(), len(counts), regime if enough else "", names)
 
 
-@lru_cache(maxsize=2)
+def calibrated_sample(runs: Sequence[PublishedRun], quantity: str, regime: str, count: int) -> ErrorSample:
+    """Return the errors that remain on machines whose figures were refitted to `count` runs there.
+
+    They are the errors of the runs of an experiment less the mean error of `count` other runs of it, drawn with a fixed
+    seed: a refit removes what an experiment's errors have in common.
+    """
+    raw = sample_of(runs, quantity, regime)
+    errors, weights = [], []
+    generator = np.random.default_rng(0)
+    for name in dict.fromkeys(raw.names):
+        members = np.flatnonzero(np.array(raw.names) == name)
+        if len(members) <= count:
+            continue
+        draws = members[generator.random((_DRAWS, len(members))).argsort(axis=1)[:, : count + 1]]
+        errors.append(raw.errors[draws[:, 0]] - raw.errors[draws[:, 1:]].mean(axis=1))
+        weights.append(np.full(_DRAWS, raw.weights[members].sum() / _DRAWS))
+    if not errors:
+        return raw
+    shares = np.concatenate(weights)
+    return replace(raw, errors=np.concatenate(errors), weights=shares / shares.sum())
+
+
+@lru_cache(maxsize=16)
+def machine_errors(quantity: str, regime: str, measured: MachineRuns | None) -> ErrorSample:
+    """Return the errors of `quantity` in `regime`: published ones, or those that remain after a refit to `measured`.
+
+    Where experiments differ less from each other than the runs of each, a refit to few runs removes nothing, and the
+    published errors are narrower. An error that the refit left is added to either.
+    """
+    runs = published_runs(quantity)
+    published = sample_of(runs, quantity, regime)
+    if measured is None:
+        return published
+    remaining = calibrated_sample(runs, quantity, regime, measured.runs)
+    ratio = measured.time_ratio if quantity == "time" else measured.memory_ratio
+    narrower = remaining if remaining.spread < published.spread else published
+    return narrower.shifted(log(ratio))
+
+
+@lru_cache(maxsize=4)
 def published_runs(quantity: str = "") -> tuple[PublishedRun, ...]:
     """Return the published runs with the planner's errors on them; only those with an error of `quantity`, if given."""
     text = files("kumi.plan.uncertainty").joinpath(FILE).read_text(encoding="utf-8")

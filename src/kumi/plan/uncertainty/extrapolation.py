@@ -12,13 +12,16 @@ from kumi.units import format_count
 _COVERED_FACTOR = 2.0
 
 
-def extrapolation(traits: RunTraits, runs: Sequence[PublishedRun]) -> str:
-    """Return why no published run is like `traits`, as a phrase; "" if `runs` cover it."""
-    return "; ".join(_reasons(traits, [run.traits for run in runs]))
+def extrapolation(traits: RunTraits, runs: Sequence[PublishedRun], *, on_measured_machines: bool = False) -> str:
+    """Return why no published run is like `traits`, as a phrase; "" if `runs` cover it.
+
+    `on_measured_machines`: runs on these machines were measured, so that their device needs no published run.
+    """
+    return "; ".join(_reasons(traits, [run.traits for run in runs], on_measured_machines))
 
 
-def _reasons(traits: RunTraits, published: Sequence[RunTraits]) -> Iterator[str]:
-    if not any(other.device == traits.device for other in published):
+def _reasons(traits: RunTraits, published: Sequence[RunTraits], on_measured_machines: bool) -> Iterator[str]:
+    if not on_measured_machines and not any(other.device == traits.device for other in published):
         yield f"no published run is on {traits.device}"
     for technique in traits.techniques:
         if not any(technique in other.techniques for other in published):

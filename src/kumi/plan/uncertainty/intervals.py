@@ -13,9 +13,10 @@ from math import exp, log
 
 import numpy as np
 
-from kumi.plan.uncertainty.error_table import ErrorSample, PublishedRun, published_runs, sample_of
+from kumi.plan.uncertainty.error_table import ErrorSample, PublishedRun, machine_errors, published_runs
 from kumi.plan.uncertainty.extrapolation import extrapolation
 from kumi.plan.uncertainty.traits import RunTraits
+from kumi.spec.cluster import MachineRuns
 
 # Outside of the published runs' range, an interval's bounds are this power of the bounds inside. This is a judgement:
 # no published run can measure it.
@@ -62,6 +63,7 @@ class Uncertainty:
     `margin`: the share of device memory that the plan leaves free.
     `regime`: the kind of runs with similar errors of step times. `rows`, `experiments`: the number of such runs, and of
     the experiments that they belong to.
+    `machine_runs`: the number of runs on these machines that their figures were refitted to.
     `extrapolated`: why the published runs do not cover the plan, so that its intervals are wider; "" if they do.
     `nearest`: the most similar published runs.
     """
@@ -75,6 +77,7 @@ class Uncertainty:
     regime: str
     rows: int
     experiments: int
+    machine_runs: int
     extrapolated: str
     nearest: tuple[NearRun, ...]
 
@@ -85,16 +88,19 @@ def uncertainty(
     memory: float,
     capacity: float,
     margin: float,
-    runs: Sequence[PublishedRun] | None = None,
+    measured: MachineRuns | None = None,
 ) -> Uncertainty:
     """Return the uncertainty of a plan with `traits` and the estimates `seconds` of a step and `memory` in bytes.
 
-    `capacity`: bytes of the device. `margin`: the share of it that the plan leaves free. `runs`: the published runs,
-    those of the package by default.
+    `capacity`: bytes of the device. `margin`: the share of it that the plan leaves free. `measured`: the runs that the
+    figures of the plan's machines were refitted to.
     """
-    runs = published_runs() if runs is None else runs
-    time, size = sample_of(runs, "time", traits.time_regime), sample_of(runs, "memory", traits.memory_regime)
-    reason = extrapolation(traits, runs)
+    runs = published_runs()
+    time, size = (
+        machine_errors(quantity, regime, measured)
+        for quantity, regime in (("time", traits.time_regime), ("memory", traits.memory_regime))
+    )
+    reason = extrapolation(traits, runs, on_measured_machines=measured is not None)
     width = EXTRAPOLATED_WIDTH if reason else 1.0
     return Uncertainty(
         time80=interval(time, 0.8, width).scaled(seconds),
@@ -104,8 +110,9 @@ def uncertainty(
         fits=fit_probability(size, memory, capacity, width),
         margin=margin,
         regime=time.regime,
-        rows=len(time.errors),
+        rows=len(time.names),
         experiments=time.experiments,
+        machine_runs=0 if measured is None else measured.runs,
         extrapolated=reason,
         nearest=nearest_runs(traits, runs),
     )

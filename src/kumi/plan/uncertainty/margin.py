@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import exp
 
-from kumi.plan.uncertainty.error_table import ErrorSample, published_runs, sample_of
+from kumi.plan.uncertainty.error_table import ErrorSample, machine_errors
 from kumi.spec.job import Job
 
 # The probability that a plan fits which the default margin is made for. Of 263 layouts that ran out of memory, the
@@ -20,12 +19,7 @@ def memory_margin(job: Job) -> float:
 
 def memory_errors(job: Job) -> ErrorSample:
     """Return the errors of memory estimates that stand for `job`."""
-    return _memory_errors(job.engine.stack)
-
-
-@lru_cache(maxsize=8)
-def _memory_errors(stack: str) -> ErrorSample:
-    return sample_of(published_runs("memory"), "memory", stack)
+    return machine_errors("memory", job.engine.stack, job.cluster.measured)
 
 
 def margin_for(sample: ErrorSample, probability: float) -> float:

@@ -12,5 +12,7 @@ from kumi.spec.job import Job
 def estimate_uncertainty(job: Job, estimate: Estimate) -> Uncertainty:
     """Return how far `estimate`, of `job`, may be off."""
     traits = run_traits(job, estimate.layout, dict(estimate.time))
-    memory, capacity = estimate.peak_memory, job.cluster.device.memory
-    return uncertainty(traits, estimate.step_seconds, memory, capacity, memory_margin(job))
+    memory, cluster = estimate.peak_memory, job.cluster
+    return uncertainty(
+        traits, estimate.step_seconds, memory, cluster.device.memory, memory_margin(job), measured=cluster.measured
+    )

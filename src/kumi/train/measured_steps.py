@@ -1,0 +1,72 @@
+"""The step time and peak memory that a run measured, beside its estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kumi.config import ResolvedRun
+from kumi.plan.uncertainty.intervals import Interval
+from kumi.plan.uncertainty.of_estimate import estimate_uncertainty
+from kumi.report import phrases
+from kumi.spec.layout import Layout
+from kumi.train.metrics import read_metrics
+from kumi.units import format_bytes
+
+# Steps to skip: they compile kernels, warm caches, and include the preflight checks.
+WARM_UP = 5
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """`seconds`: the median time of `count` steps. `peak_memory`: the largest number of bytes in tensors on rank 0."""
+
+    seconds: float
+    count: int
+    peak_memory: int
+
+
+def measured_steps(folder: Path, layout: Layout) -> MeasuredSteps | None:
+    """Return the measurements of the steps with `layout` in the run `folder`, after the warm-up; None without any."""
+    entries = [entry for entry in read_metrics(folder / "metrics.jsonl") if _has_layout(entry, layout)][WARM_UP:]
+    if not entries:
+        return None
+    seconds = median(entry["perf/step_s"] for entry in entries)
+    return MeasuredSteps(seconds, len(entries), max(int(entry["mem/peak_bytes"]) for entry in entries))
+
+
+def _has_layout(entry: dict[str, Any], layout: Layout) -> bool:
+    """Return whether `entry` is a step with `layout`; metrics of earlier versions do not name it."""
+    return "perf/step_s" in entry and entry.get("layout", layout.words) == layout.words
+
+
+def estimate_lines(run: ResolvedRun) -> Iterator[str]:
+    """Yield how far the step time and the memory of `run` were off its estimate, and whether within the interval.
+
+    Without a step after the warm-up, yield nothing.
+    """
+    measured = measured_steps(run.out, run.layout)
+    if measured is None:
+        return
+    sure = estimate_uncertainty(run.job, run.estimate)
+    if run.step_seconds is not None:
+        yield _compared("step time", measured.seconds, run.step_seconds, sure.time80, sure.time90, phrases.seconds)
+    # Tensors are measured without the allocator's reserve. The interval is for all memory, and taken in proportion.
+    estimated = run.memory.total - run.memory.reserved
+    share = estimated / run.memory.total
+    bounds80, bounds90 = sure.memory80.scaled(share), sure.memory90.scaled(share)
+    yield _compared("memory", measured.peak_memory, estimated, bounds80, bounds90, format_bytes)
+
+
+def _compared(
+    name: str, measured: float, estimated: float, narrow: Interval, wide: Interval, write: Callable[[float], str]
+) -> str:
+    place = "inside the 80 %" if measured in narrow else "inside the 90 %" if measured in wide else "outside the 90 %"
+    bounds = narrow if measured in narrow else wide
+    return (
+        f"{name} {write(measured)}, {measured / estimated - 1:+.0%} of the estimate {write(estimated)}: {place} "
+        f"interval, {write(bounds.low)} to {write(bounds.high)}"
+    )
