@@ -11,10 +11,7 @@ MOVED = {
     "kumi.convert.online": ("kumi.parallel.export_weights", ["export_tensors"]),
     "kumi.spec.rules": ("kumi.spec.weight_rules", ["Rename", "Weights"]),
     "kumi.spec.families.keys": ("kumi.spec.families._shared.config_keys", ["DECODER", "Key"]),
-    "kumi.spec.families.common": (
-        "kumi.spec.families._shared.decoder_config",
-        ["check_sizes", "dense", "grouped", "model", "windowed"],
-    ),
+    "kumi.spec.families.common": ("kumi.spec.families._shared.decoder_config", ["build_llama_like", "check_sizes"]),
 }
 
 
@@ -27,10 +24,22 @@ def test_the_old_path_warns_and_gives_the_same(old):
         assert value is getattr(import_module(new), name)
 
 
-def test_a_name_that_changed_with_the_move_is_the_new_one():
-    with pytest.warns(DeprecationWarning, match="import common_to_hf from there"):
-        old = import_module("kumi.spec.families.common").to_hf
-    assert old is import_module("kumi.spec.families._shared.decoder_config").common_to_hf
+@pytest.mark.parametrize(
+    ("module", "old", "current"),
+    [
+        ("common", "to_hf", "common_to_hf"),
+        ("common", "dense", "first_dense_mlp"),
+        ("common", "grouped", "first_grouped_attention"),
+        ("common", "model", "build_model"),
+        ("common", "windowed", "layers_with_windows"),
+        ("keys", "neutral", "require_values"),
+    ],
+)
+def test_a_name_that_changed_is_the_new_one(module, old, current):
+    with pytest.warns(DeprecationWarning, match=f"import {current} from there"):
+        value = getattr(import_module(f"kumi.spec.families.{module}"), old)
+    new = {"common": "decoder_config", "keys": "config_keys"}[module]
+    assert value is getattr(import_module(f"kumi.spec.families._shared.{new}"), current)
 
 
 def test_a_name_that_never_was_is_an_error():

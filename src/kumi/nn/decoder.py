@@ -185,7 +185,7 @@ class Decoder(nn.Module):
         head: bool = True,
     ) -> None:
         super().__init__()
-        families.check_trained(spec)
+        families.check_trainable(spec)
         device = torch.device(device) if device is not None else None
         self.spec, self.has_embedding, self.has_head = spec, embedding, head
         self.compute_dtype = self.reduce_dtype = dtype

@@ -10,7 +10,7 @@ from __future__ import annotations
 from kumi.errors import ModelError
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec
-from kumi.spec.families import check_trained
+from kumi.spec.families import check_trainable
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.layout_rules import layout_rules, shape_rules, tensor_rules
@@ -32,7 +32,7 @@ def not_divisible(model: ModelSpec, layout: Layout) -> list[str]:
 def unsupported_by_trainer(job: Job, layout: Layout) -> list[str]:
     """Return the reasons why this version of kumi can plan but not train `job` with a legal `layout`."""
     try:
-        check_trained(job.model)
+        check_trainable(job.model)
     except ModelError as error:
         return [str(error), *layout_unsupported_by_trainer(job, layout)]
     return layout_unsupported_by_trainer(job, layout)

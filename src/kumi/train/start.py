@@ -21,7 +21,7 @@ from kumi.launch.launchers import pick_launcher
 from kumi.launch.local import rank_environment
 from kumi.launch.standing import LaunchedRank, launched_rank
 from kumi.report.run_description import describe_resolved, make_console, render_description
-from kumi.spec.families import check_trained
+from kumi.spec.families import check_trainable
 from kumi.spec.numerics import parse_numerics
 from kumi.spec.schedules import FULL_BACKWARD
 from kumi.spec.sharding import checkpoint_bytes
@@ -122,7 +122,7 @@ def _fetch_weights(run: ResolvedRun) -> None:
 
 def check_run(run: ResolvedRun) -> None:
     """Raise ConfigError unless the run can start. Write nothing."""
-    check_trained(run.model)
+    check_trainable(run.model)
     _check_compiled(run)
     _check_adapters(run)
     check_data(run)

@@ -1,4 +1,4 @@
-"""Model families: config.json to ModelSpec and, for those that can be trained, back. One module each, listed here."""
+"""Model families: config.json to ModelSpec and back, with one module for each family; `FAMILIES` lists them."""
 
 from __future__ import annotations
 
@@ -95,14 +95,17 @@ FAMILIES: dict[str, ModuleType] = {
     "starcoder2": starcoder2,
 }
 
-# Architecture names before their first release in transformers -> names today.
+# Names of architectures before their first release in transformers -> their current names.
 _OLD_NAMES = {"LLaMAForCausalLM": ["LlamaForCausalLM"]}
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json describes; raise ModelError for keys or values that kumi does not support."""
     _check_names(config)
-    method, config = quantization.quantization_config(config), _renamed(quantization.without_quantization(config))
+    method, config = (
+        quantization.quantization_config(config),
+        _with_current_architecture(quantization.without_quantization(config)),
+    )
     family = _family(config)
     # Check all types and bounds before a family reads values.
     config_keys.check_types(family, config, getattr(FAMILIES[family], "KEYS", {}) | config_keys.TABLE_KEYS)
@@ -111,7 +114,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return spec if method is None else replace(spec, notes=(*spec.notes, quantization.quantization_note(method)))
 
 
-def check_trained(spec: ModelSpec) -> None:
+def check_trainable(spec: ModelSpec) -> None:
     """Raise ModelError unless kumi can train the family of `spec`; other models can only be planned."""
     if spec.family not in FAMILIES:
         raise ModelError(
@@ -122,7 +125,7 @@ def check_trained(spec: ModelSpec) -> None:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`, in the spelling that transformers 4 and 5 both read."""
-    check_trained(spec)
+    check_trainable(spec)
     config: dict[str, Any] = FAMILIES[spec.family].to_hf(spec)
     if from_hf(config) != spec:
         raise ModelError(
@@ -146,7 +149,7 @@ def patch_config(base: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
 
 
 def _changed(base: Mapping[str, Any], new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the keys that differ between `new` and `old`."""
+    """Return `base` with the values of `new` for the keys that differ between `new` and `old`."""
     config = dict(base)
     changes = {key: value for key, value in new.items() if key not in old or old[key] != value}
     if "rope_theta" in changes or "rope_scaling" in changes:
@@ -175,13 +178,14 @@ def _check_names(config: Mapping[str, Any]) -> None:
             )
 
 
-def _renamed(config: dict[str, Any]) -> dict[str, Any]:
+def _with_current_architecture(config: dict[str, Any]) -> dict[str, Any]:
     """Return `config` with the current name of its architecture."""
     names: Any = config.get("architectures")
     return config | {"architectures": _OLD_NAMES[names[0]]} if names in ([old] for old in _OLD_NAMES) else config
 
 
 def _family(config: Mapping[str, Any]) -> str:
+    """Return the key of `FAMILIES` for `config`; raise ModelError if no family fits."""
     architectures: Any = config.get("architectures")
     model_type: Any = config.get("model_type")
     if architectures is None and model_type in FAMILIES:

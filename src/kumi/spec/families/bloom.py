@@ -6,8 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families._shared.config_keys import Key, neutral, read
-from kumi.spec.families._shared.decoder_config import check_sizes, grouped, grouped_attention, model
+from kumi.spec.families._shared.config_keys import Key, read, require_values
+from kumi.spec.families._shared.decoder_config import (
+    build_model,
+    check_sizes,
+    first_grouped_attention,
+    grouped_attention,
+)
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.weight_rules import QKV, Groups, Rename, Weights
 
@@ -59,12 +64,12 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "bloom" describes."""
     values = _one_spelling(read("bloom", config, KEYS))
     check_sizes(values)
-    neutral("bloom", values, apply_residual_connection_post_layernorm=False, n_inner=None)
+    require_values("bloom", values, apply_residual_connection_post_layernorm=False, n_inner=None)
     heads = {"num_key_value_heads": values["num_attention_heads"]}
     attention = grouped_attention(values | heads, None, qkv_bias=True, out_bias=True, alibi=True)
     mlp = MLP(4 * values["hidden_size"], True, "gelu_pytorch_tanh", gated=False)
     layers = [LayerSpec(attention, mlp)] * values["num_hidden_layers"]
-    return model(
+    return build_model(
         "bloom",
         values,
         layers,
@@ -83,7 +88,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
         "architectures": [ARCHITECTURE],
         "model_type": "bloom",
         "n_layer": spec.num_hidden_layers,
-        "n_head": grouped(spec).num_attention_heads,
+        "n_head": first_grouped_attention(spec).num_attention_heads,
         "seq_length": spec.max_position_embeddings,
         "layer_norm_epsilon": spec.norm_eps,
         "apply_residual_connection_post_layernorm": False,

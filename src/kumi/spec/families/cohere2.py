@@ -8,15 +8,15 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import rope_config, sliding_windows
-from kumi.spec.families._shared.config_keys import DECODER, Key, fixed_keys, neutral, read
+from kumi.spec.families._shared.config_keys import DECODER, Key, fixed_keys, read, require_values
 from kumi.spec.families._shared.decoder_config import (
-    check_layer_types,
+    build_model,
     check_sizes,
     common_to_hf,
-    dense,
-    grouped,
+    first_dense_mlp,
+    first_grouped_attention,
     grouped_attention,
-    model,
+    read_layer_types,
 )
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 
@@ -56,9 +56,9 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "cohere2" describes."""
     values = read("cohere2", config, KEYS)
     check_sizes(values)
-    neutral("cohere2", values, **_FIXED)
-    bias, turned = values["attention_bias"], replace(rope_config.rope_from_hf("cohere2", values), interleave=True)
-    attention = grouped_attention(values, turned, qkv_bias=bias, out_bias=bias, sliding_window=values["sliding_window"])
+    require_values("cohere2", values, **_FIXED)
+    bias, rope = values["attention_bias"], replace(rope_config.rope_from_hf("cohere2", values), interleave=True)
+    attention = grouped_attention(values, rope, qkv_bias=bias, out_bias=bias, sliding_window=values["sliding_window"])
     mlp = MLP(values["intermediate_size"])
     layer = {
         "sliding_attention": LayerSpec(attention, mlp, parallel=True, shared_norm=True),
@@ -66,7 +66,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
             replace(attention, rope=None, sliding_window=None), mlp, parallel=True, shared_norm=True
         ),
     }
-    return model(
+    return build_model(
         "cohere2",
         values,
         [layer[kind] for kind in _types(values)],
@@ -79,10 +79,10 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    written = common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | {
+    written = common_to_hf(spec, ARCHITECTURE, first_dense_mlp(spec).intermediate_size) | {
         "layer_norm_eps": spec.norm_eps,
         "logit_scale": spec.logit_scale,
-        "attention_bias": grouped(spec).qkv_bias,
+        "attention_bias": first_grouped_attention(spec).qkv_bias,
         "sliding_window": sliding_windows.first_window(spec) or 4096,
         "layer_types": sliding_windows.layer_types(spec),
     }
@@ -93,11 +93,11 @@ def _types(values: Mapping[str, Any]) -> list[str]:
     """Return each layer's type: as listed, or full attention in every `sliding_window_pattern`-th layer."""
     pattern, switch = values["sliding_window_pattern"], values["layer_switch"]
     if values["layer_types"] is not None:
-        return check_layer_types(values)
+        return read_layer_types(values)
     if pattern < 1 or switch not in (None, pattern):
         raise ModelError(
             f"config.json: sliding_window_pattern={pattern} and layer_switch={switch} of a cohere2 model "
-            f"must be equal and above 0: every so many layers one has full attention; correct them"
+            f"must be the same number above 0, the interval of layers with full attention; correct them"
         )
     return [
         "sliding_attention" if (index + 1) % pattern else "full_attention"

@@ -2,4 +2,11 @@
 
 from kumi.deprecated import moved
 
-__getattr__ = moved(__name__, "kumi.spec.families._shared.decoder_config", {"to_hf": "common_to_hf"})
+_RENAMED = {
+    "dense": "first_dense_mlp",
+    "grouped": "first_grouped_attention",
+    "model": "build_model",
+    "to_hf": "common_to_hf",
+    "windowed": "layers_with_windows",
+}
+__getattr__ = moved(__name__, "kumi.spec.families._shared.decoder_config", _RENAMED)

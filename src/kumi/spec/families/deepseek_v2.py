@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families._shared.config_keys import Key, neutral, read
+from kumi.spec.families._shared.config_keys import Key, read, require_values
 from kumi.spec.families._shared.deepseek_layers import LATENT_KEYS, build_deepseek, deepseek_to_hf
 from kumi.spec.model import ModelSpec
 
@@ -29,7 +29,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "deepseek_v2" describes."""
     values = read("deepseek_v2", config, KEYS)
     # transformers never divides the chosen scores by their sum, whatever norm_topk_prob says.
-    neutral("deepseek_v2", values, scoring_func="softmax", mlp_bias=False, norm_topk_prob=False)
+    require_values("deepseek_v2", values, scoring_func="softmax", mlp_bias=False, norm_topk_prob=False)
     if values["topk_method"] not in _TOPK_METHODS:
         raise ModelError(
             f"config.json: topk_method={values['topk_method']!r} of a deepseek_v2 model is not supported; "

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families._shared.config_keys import Key, neutral, read
+from kumi.spec.families._shared.config_keys import Key, read, require_values
 from kumi.spec.families._shared.decoder_config import mtp_fields
 from kumi.spec.families._shared.deepseek_layers import LATENT_KEYS, build_deepseek, deepseek_to_hf
 from kumi.spec.model import LatentAttention, ModelSpec
@@ -43,7 +43,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 def deepseek_v3_from_hf(family: str, config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json describes whose model_type `family` is another name for DeepSeek-V3."""
     values = read(family, config, KEYS)
-    neutral(family, values, scoring_func="sigmoid", topk_method="noaux_tc")
+    require_values(family, values, scoring_func="sigmoid", topk_method="noaux_tc")
     extra = values["num_nextn_predict_layers"] or 0
     if extra < 0:
         raise ModelError(f"config.json: num_nextn_predict_layers={extra} must not be negative; correct it")

@@ -7,14 +7,14 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import rope_config
-from kumi.spec.families._shared.config_keys import Key, activation, check_redundant, neutral, read
+from kumi.spec.families._shared.config_keys import Key, check_agrees, checked_activation, read, require_values
 from kumi.spec.families._shared.decoder_config import (
+    build_model,
     check_sizes,
     common_to_hf,
-    dense,
-    grouped,
+    first_dense_mlp,
+    first_grouped_attention,
     grouped_attention,
-    model,
 )
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.weight_rules import QKV, Groups, Rename, Rule, Weights
@@ -54,24 +54,24 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "falcon" describes."""
     values = read("falcon", config, KEYS)
     check_sizes(values)
-    neutral("falcon", values, apply_residual_connection_post_layernorm=False)
+    require_values("falcon", values, apply_residual_connection_post_layernorm=False)
     norms = _norms(values)
-    embedding = None if values["alibi"] else rope_config.rope_from_hf("falcon", values)
+    rope = None if values["alibi"] else rope_config.rope_from_hf("falcon", values)
     heads = {"num_key_value_heads": _key_heads(values)}
     attention = grouped_attention(
         values | heads,
-        embedding,
+        rope,
         qkv_bias=values["bias"],
         out_bias=values["bias"],
         alibi=values["alibi"],
         alibi_stepped=values["alibi"],
     )
-    act = activation("falcon", "activation", values["activation"])
+    act = checked_activation("falcon", "activation", values["activation"])
     width = values["ffn_hidden_size"] or 4 * values["hidden_size"]
-    check_redundant("falcon", values, intermediate_size=width)
+    check_agrees("falcon", values, intermediate_size=width)
     mlp = MLP(width, values["bias"], act, gated=False)
     layer = LayerSpec(attention, mlp, parallel=values["parallel_attn"], shared_norm=norms == 1)
-    return model(
+    return build_model(
         "falcon",
         values,
         [layer] * values["num_hidden_layers"],
@@ -82,15 +82,15 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config.json of `spec`; the newer architecture where there are groups of key heads or two norms."""
-    attention, mlp, layer = grouped(spec), dense(spec), spec.layers[0]
+    """Return the config.json of `spec`: of the newer architecture for groups of key heads or two norms per layer."""
+    attention, mlp, layer = first_grouped_attention(spec), first_dense_mlp(spec), spec.layers[0]
     heads, kv_heads = attention.num_attention_heads, attention.num_key_value_heads
     new = layer.parallel and (kv_heads not in (1, heads) or not layer.shared_norm)
     norms = {"num_ln_in_parallel_attn": 1 if layer.shared_norm else 2} if new else {}
-    left_out = ("rms_norm_eps", "num_key_value_heads", "intermediate_size", "head_dim", "hidden_act")
+    omitted = ("rms_norm_eps", "num_key_value_heads", "intermediate_size", "head_dim", "hidden_act")
     written = common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size)
     return (
-        {name: value for name, value in written.items() if name not in left_out}
+        {name: value for name, value in written.items() if name not in omitted}
         | norms
         | {
             "num_kv_heads": kv_heads,
@@ -108,14 +108,16 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _weights(norms: int) -> Weights:
-    """Return the names of tensors in files; `norms` is the number of norms before a parallel layer."""
-    named = (Rename("input_layernorm", "ln_attn"), Rename("post_attention_layernorm", "ln_mlp")) if norms == 2 else ()
+    """Return the format of the tensors in files; `norms` is the number of norms before a parallel layer."""
+    renamed_norms = (
+        (Rename("input_layernorm", "ln_attn"), Rename("post_attention_layernorm", "ln_mlp")) if norms == 2 else ()
+    )
     rules: tuple[Rule, ...] = (
         Groups(QKV, "self_attention.query_key_value"),
         Rename("self_attn.o_proj", "self_attention.dense"),
         Rename("mlp.up_proj", "mlp.dense_h_to_4h"),
         Rename("mlp.down_proj", "mlp.dense_4h_to_h"),
-        *named,
+        *renamed_norms,
     )
     prefixes = (
         ("model.layers.", "transformer.h."),

@@ -1,4 +1,4 @@
-"""Gemma, the first (arXiv:2403.08295): Llama with zero-centered norms, scaled embeddings and a gated GELU."""
+"""The first Gemma (arXiv:2403.08295): Llama with zero-centered norms, scaled embeddings and a gated GELU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families._shared.config_keys import DECODER, Key, activation, neutral, read
-from kumi.spec.families._shared.decoder_config import check_sizes, common_to_hf, dense, grouped, model, windowed
+from kumi.spec.families._shared.config_keys import DECODER, Key, checked_activation, read, require_values
+from kumi.spec.families._shared.decoder_config import (
+    build_model,
+    check_sizes,
+    common_to_hf,
+    first_dense_mlp,
+    first_grouped_attention,
+    layers_with_windows,
+)
 from kumi.spec.model import MLP, ModelSpec
 
 ARCHITECTURE = "GemmaForCausalLM"
@@ -35,23 +42,25 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "gemma" describes."""
     values = read("gemma", config, KEYS)
     check_sizes(values)
-    neutral("gemma", {**values, _BIDIRECTIONAL: bool(values[_BIDIRECTIONAL])}, use_bidirectional_attention=False)
+    require_values("gemma", {**values, _BIDIRECTIONAL: bool(values[_BIDIRECTIONAL])}, use_bidirectional_attention=False)
     bias, mlp = values["attention_bias"], MLP(values["intermediate_size"], hidden_act=_activation(values))
-    layers = windowed("gemma", values, [None] * values["num_hidden_layers"], mlp, qkv_bias=bias, out_bias=bias)
-    return model("gemma", values, layers, zero_centered_norm=True, embedding_scale=values["hidden_size"] ** 0.5)
+    layers = layers_with_windows(
+        "gemma", values, [None] * values["num_hidden_layers"], mlp, qkv_bias=bias, out_bias=bias
+    )
+    return build_model("gemma", values, layers, zero_centered_norm=True, embedding_scale=values["hidden_size"] ** 0.5)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    mlp = dense(spec)
+    mlp = first_dense_mlp(spec)
     return common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size) | {
         "hidden_activation": mlp.hidden_act,
-        "attention_bias": grouped(spec).qkv_bias,
+        "attention_bias": first_grouped_attention(spec).qkv_bias,
     }
 
 
 def _activation(values: Mapping[str, Any]) -> str:
-    """Return the activation; versions of transformers read either of its two keys."""
+    """Return the activation. Its two keys must agree, since versions of transformers differ in which one they read."""
     act = _GELU_TANH if values["hidden_act"] == "gelu" else values["hidden_act"]
     if values["hidden_activation"] not in (None, act):
         raise ModelError(
@@ -59,4 +68,4 @@ def _activation(values: Mapping[str, Any]) -> str:
             f"{values['hidden_activation']!r} of a gemma model differ, and versions of transformers read "
             f"either; set both to the same value"
         )
-    return activation("gemma", "hidden_act", act)
+    return checked_activation("gemma", "hidden_act", act)

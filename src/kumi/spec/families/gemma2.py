@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv:2408.00118): every other layer a sliding window."""
+"""Gemma 2 (arXiv:2408.00118): every other layer has a sliding window."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from kumi.spec.families._shared import gemma_layers
-from kumi.spec.families._shared.config_keys import Key, neutral, read
-from kumi.spec.families._shared.decoder_config import check_layer_types, check_sizes, windowed
+from kumi.spec.families._shared.config_keys import Key, read, require_values
+from kumi.spec.families._shared.decoder_config import check_sizes, layers_with_windows, read_layer_types
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "Gemma2ForCausalLM"
@@ -27,16 +27,18 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "gemma2" describes."""
     values = read("gemma2", config, KEYS)
     check_sizes(values)
-    neutral("gemma2", {**values, _BIDIRECTIONAL: bool(values[_BIDIRECTIONAL])}, use_bidirectional_attention=False)
+    require_values(
+        "gemma2", {**values, _BIDIRECTIONAL: bool(values[_BIDIRECTIONAL])}, use_bidirectional_attention=False
+    )
     bias, types = values["attention_bias"], values["layer_types"]
     if types is not None:
-        types = check_layer_types(values)
+        types = read_layer_types(values)
     slides = [
         not index % 2 if types is None else types[index] == "sliding_attention"
         for index in range(values["num_hidden_layers"])
     ]
     windows = [values["sliding_window"] if slide else None for slide in slides]
-    layers = windowed(
+    layers = layers_with_windows(
         "gemma2",
         values,
         windows,

@@ -1,4 +1,4 @@
-"""Gemma 3, the text model (arXiv:2503.19786): five layers of six have a sliding window, and a RoPE of their own."""
+"""Gemma 3, the text model (arXiv:2503.19786): five of six layers have a sliding window and another RoPE base."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families._shared import gemma_layers, rope_config
-from kumi.spec.families._shared.config_keys import Key, neutral, read
-from kumi.spec.families._shared.decoder_config import check_layer_types, check_sizes, grouped_attention
+from kumi.spec.families._shared.config_keys import Key, read, require_values
+from kumi.spec.families._shared.decoder_config import check_sizes, grouped_attention, read_layer_types
 from kumi.spec.model import LayerSpec, ModelSpec, Rope
 
 ARCHITECTURE = "Gemma3ForCausalLM"
@@ -26,7 +26,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "gemma3_text" describes."""
     values = read("gemma3_text", config, KEYS)
     check_sizes(values)
-    neutral("gemma3_text", values, use_bidirectional_attention=False)
+    require_values("gemma3_text", values, use_bidirectional_attention=False)
     bias, mlp, ropes = values["attention_bias"], gemma_layers.gemma_mlp("gemma3_text", values), _ropes(values)
     layer = {
         kind: LayerSpec(
@@ -51,17 +51,17 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`: the full-attention RoPE and the base of the sliding-window RoPE."""
     own: dict[str, Any] = {"use_bidirectional_attention": False}
     ropes = {layer.window is not None: layer.attends.rope for layer in spec.layers if layer.attends is not None}
-    if (whole := ropes.get(False)) is not None:
-        own |= rope_config.rope_to_hf(whole)
-    if (local := ropes.get(True)) is not None:
-        own |= {"rope_local_base_freq": local.rope_theta}
+    if (full_rope := ropes.get(False)) is not None:
+        own |= rope_config.rope_to_hf(full_rope)
+    if (window_rope := ropes.get(True)) is not None:
+        own |= {"rope_local_base_freq": window_rope.rope_theta}
     return gemma_layers.gemma_to_hf(spec, ARCHITECTURE) | own
 
 
 def _types(values: Mapping[str, Any]) -> list[str]:
     """Return each layer's type: every sixth has full attention, unless the config says otherwise."""
     if values["layer_types"] is not None:
-        return check_layer_types(values)
+        return read_layer_types(values)
     pattern = values["sliding_window_pattern"] or values["_sliding_window_pattern"] or 6
     return [
         "sliding_attention" if (index + 1) % pattern else "full_attention"
@@ -73,7 +73,8 @@ def _ropes(values: Mapping[str, Any]) -> dict[str, Rope]:
     """Return the RoPE of both layer types, from one table each or, in older configs, from two bases."""
     kinds, tables = ("sliding_attention", "full_attention"), values["rope_parameters"]
     if tables is None:
-        local = {**values, "rope_theta": values["rope_local_base_freq"] or 10_000.0, "rope_scaling": None}
-        whole = {**values, "rope_theta": values["rope_theta"] or 1_000_000.0}
-        return dict(zip(kinds, (rope_config.rope_from_hf("gemma3_text", each) for each in (local, whole)), strict=True))
+        window_values = {**values, "rope_theta": values["rope_local_base_freq"] or 10_000.0, "rope_scaling": None}
+        full_values = {**values, "rope_theta": values["rope_theta"] or 1_000_000.0}
+        ropes = (rope_config.rope_from_hf("gemma3_text", each) for each in (window_values, full_values))
+        return dict(zip(kinds, ropes, strict=True))
     return rope_config.ropes_by_layer_type("gemma3_text", values, kinds)

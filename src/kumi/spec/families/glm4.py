@@ -1,4 +1,4 @@
-"""GLM-4-0414: norms before and after both halves of a layer, and interleaved RoPE on half of every head."""
+"""GLM-4-0414: norms before and after attention and MLP, and interleaved RoPE on half of every head."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from kumi.spec.families._shared import rope_config
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
 from kumi.spec.families._shared.decoder_config import (
+    build_model,
     check_sizes,
     common_to_hf,
-    dense,
-    grouped,
+    first_dense_mlp,
+    first_grouped_attention,
     grouped_attention,
-    model,
 )
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.weight_rules import Rename, Rows, Weights
@@ -47,13 +47,13 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     rope = rope_config.partial_rope_from_hf("glm4", values, values["partial_rotary_factor"], 0.5)
     attention = grouped_attention(values, replace(rope, interleave=True), qkv_bias=values["attention_bias"])
     layer = LayerSpec(attention, MLP(values["intermediate_size"]), post_norms=True)
-    return model("glm4", values, [layer] * values["num_hidden_layers"], weights=WEIGHTS)
+    return build_model("glm4", values, [layer] * values["num_hidden_layers"], weights=WEIGHTS)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    attention = grouped(spec)
-    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | {
+    attention = first_grouped_attention(spec)
+    return common_to_hf(spec, ARCHITECTURE, first_dense_mlp(spec).intermediate_size) | {
         "partial_rotary_factor": 1.0 if attention.rope is None else attention.rope.partial_rotary_factor,
         "attention_bias": attention.qkv_bias,
     }

@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: RoPE on half of every head, a few dense layers, then experts beside a shared one (arXiv:2508.06471).
+"""GLM-4.5 and 4.6: RoPE on half of every head, dense layers, then routed and shared experts (arXiv:2508.06471).
 
 Additional layers in the files, for multi-token prediction, are passthrough tensors.
 """
@@ -13,11 +13,11 @@ from kumi.errors import ModelError
 from kumi.spec.families._shared import experts, rope_config
 from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, read
 from kumi.spec.families._shared.decoder_config import (
+    build_model,
     check_sizes,
     common_to_hf,
-    grouped,
+    first_grouped_attention,
     grouped_attention,
-    model,
     mtp_fields,
 )
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, MoE
@@ -42,7 +42,7 @@ KEYS = {
     "topk_group": Key("integer", 1),
     "first_k_dense_replace": Key("integer", 1),
     "norm_topk_prob": Key("true or false", True),
-    # transformers 4 and 5 write one or the other.
+    # The number of additional layers has two names: transformers 4 writes one, transformers 5 the other.
     "num_nextn_predict_layers": Key("integer?", None),
     "num_mtp_layers": Key("integer?", None),
 }
@@ -52,23 +52,23 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "glm4_moe" describes."""
     values = read("glm4_moe", config, KEYS)
     check_sizes(values)
-    count, first, extra = values["num_hidden_layers"], values["first_k_dense_replace"], _extra(values)
+    count, first, extra = values["num_hidden_layers"], values["first_k_dense_replace"], _mtp_layers(values)
     if not 0 <= first <= count or values["n_shared_experts"] < 1:
         raise ModelError(
             f"config.json: first_k_dense_replace={first} must be 0 to num_hidden_layers={count}, and "
             f"n_shared_experts={values['n_shared_experts']} 1 or more; correct them"
         )
-    turned = rope_config.partial_rope_from_hf("glm4_moe", values, values["partial_rotary_factor"], 0.5)
-    attention = grouped_attention(values, turned, qkv_bias=values["attention_bias"], qk_norm=values["use_qk_norm"])
+    rope = rope_config.partial_rope_from_hf("glm4_moe", values, values["partial_rotary_factor"], 0.5)
+    attention = grouped_attention(values, rope, qkv_bias=values["attention_bias"], qk_norm=values["use_qk_norm"])
     dense = LayerSpec(attention, MLP(values["intermediate_size"]))
     routed = replace(dense, mlp=_experts(values))
     layers = [dense if index < first else routed for index in range(count)]
-    return model("glm4_moe", values, layers, **mtp_fields(EXPERTS, count, extra))
+    return build_model("glm4_moe", values, layers, **mtp_fields(EXPERTS, count, extra))
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config.json of `spec`; without dense layers, their width is that of an expert."""
-    moe, attention = experts.first_moe(spec), grouped(spec)
+    """Return the config.json of `spec`; without dense layers, intermediate_size is that of an expert."""
+    moe, attention = experts.first_moe(spec), first_grouped_attention(spec)
     dense = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MLP)]
     width = dense[0].intermediate_size if dense else moe.moe_intermediate_size
     same = (
@@ -94,8 +94,8 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     )
 
 
-def _extra(values: Mapping[str, Any]) -> int:
-    """Return the number of multi-token-prediction layers, under either name."""
+def _mtp_layers(values: Mapping[str, Any]) -> int:
+    """Return the number of multi-token-prediction layers, which the config gives under one of two names."""
     old, new = values["num_nextn_predict_layers"], values["num_mtp_layers"]
     counts = {old, new} - {None}
     if len(counts) > 1 or min(counts, default=0) < 0:
@@ -108,7 +108,7 @@ def _extra(values: Mapping[str, Any]) -> int:
 
 def _experts(values: Mapping[str, Any]) -> MoE:
     width = values["moe_intermediate_size"]
-    return experts.check_experts(
+    return experts.checked_moe(
         MoE(
             num_experts=values["n_routed_experts"],
             num_experts_per_tok=values["num_experts_per_tok"],

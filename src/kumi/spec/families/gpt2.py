@@ -1,4 +1,4 @@
-"""GPT-2 and the GPT-3 models, which share its shape: learned positions, layer norms, biases, GELU."""
+"""GPT-2, and the GPT-3 models, which have the same architecture: learned positions, layer norms, biases, GELU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kumi.spec.families._shared.config_keys import Key, activation, neutral, read
-from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, grouped_attention, model
+from kumi.spec.families._shared.config_keys import Key, checked_activation, read, require_values
+from kumi.spec.families._shared.decoder_config import (
+    build_model,
+    check_sizes,
+    first_dense_mlp,
+    first_grouped_attention,
+    grouped_attention,
+)
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
 from kumi.spec.weight_rules import QKV, Rename, Rows, Weights
 
@@ -61,19 +67,19 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "gpt2" describes."""
     values = read("gpt2", config, KEYS)
     check_sizes(values)
-    neutral("gpt2", values, reorder_and_upcast_attn=False)
+    require_values("gpt2", values, reorder_and_upcast_attn=False)
     hidden, heads = values["n_embd"], values["n_head"]
     same = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": heads}
     attention = grouped_attention(
         same, None, qkv_bias=True, out_bias=True, **({} if values["scale_attn_weights"] else {"score_scale": 1.0})
     )
-    act = activation("gpt2", "activation_function", values["activation_function"])
+    act = checked_activation("gpt2", "activation_function", values["activation_function"])
     layer = LayerSpec(attention, MLP(values["n_inner"] or 4 * hidden, True, act, gated=False))
     layers = [
-        _scaled(layer, index + 1) if values["scale_attn_by_inverse_layer_idx"] else layer
+        _with_scaled_scores(layer, index + 1) if values["scale_attn_by_inverse_layer_idx"] else layer
         for index in range(values["n_layer"])
     ]
-    return model(
+    return build_model(
         "gpt2",
         values | same,
         layers,
@@ -85,7 +91,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def _scaled(layer: LayerSpec, number: int) -> LayerSpec:
+def _with_scaled_scores(layer: LayerSpec, number: int) -> LayerSpec:
     """Return `layer` with scores divided by its number, counted from 1."""
     assert isinstance(layer.attention, Attention)
     if number == 1:
@@ -96,7 +102,7 @@ def _scaled(layer: LayerSpec, number: int) -> LayerSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    attention, mlp = grouped(spec), dense(spec)
+    attention, mlp = first_grouped_attention(spec), first_dense_mlp(spec)
     scales = [layer.attention.score_scale for layer in spec.layers if isinstance(layer.attention, Attention)]
     return {
         "architectures": [ARCHITECTURE],

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families._shared import rope_config
-from kumi.spec.families._shared.config_keys import DECODER, Key, activation, check_redundant, read
+from kumi.spec.families._shared.config_keys import DECODER, Key, check_agrees, checked_activation, read
 from kumi.spec.families._shared.decoder_config import (
+    build_model,
     check_sizes,
     common_to_hf,
-    dense,
-    grouped,
+    first_dense_mlp,
+    first_grouped_attention,
     grouped_attention,
-    model,
 )
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.weight_rules import QKV, Groups, Rename, Weights
@@ -55,15 +55,15 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "gpt_neox" describes."""
     values = read("gpt_neox", config, KEYS)
     check_sizes(values)
-    check_redundant("gpt_neox", values, num_key_value_heads=values["num_attention_heads"])
+    check_agrees("gpt_neox", values, num_key_value_heads=values["num_attention_heads"])
     heads = {"num_key_value_heads": values["num_attention_heads"], "rope_theta": values["rotary_emb_base"]}
-    embedding = rope_config.partial_rope_from_hf("gpt_neox", values | heads, values["rotary_pct"], 0.25)
+    rope = rope_config.partial_rope_from_hf("gpt_neox", values | heads, values["rotary_pct"], 0.25)
     bias = values["attention_bias"]
-    attention = grouped_attention(values | heads, embedding, qkv_bias=bias, out_bias=bias)
-    act = activation("gpt_neox", "hidden_act", values["hidden_act"])
+    attention = grouped_attention(values | heads, rope, qkv_bias=bias, out_bias=bias)
+    act = checked_activation("gpt_neox", "hidden_act", values["hidden_act"])
     mlp = MLP(values["intermediate_size"], True, act, gated=False)
     layer = LayerSpec(attention, mlp, parallel=values["use_parallel_residual"])
-    return model(
+    return build_model(
         "gpt_neox",
         values,
         [layer] * values["num_hidden_layers"],
@@ -75,10 +75,10 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    attention, mlp, rope = grouped(spec), dense(spec), grouped(spec).rope
-    left_out = ("rms_norm_eps", "num_key_value_heads", "head_dim", "rope_theta")
+    attention, mlp, rope = first_grouped_attention(spec), first_dense_mlp(spec), first_grouped_attention(spec).rope
+    omitted = ("rms_norm_eps", "num_key_value_heads", "head_dim", "rope_theta")
     written = common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size)
-    return {name: value for name, value in written.items() if name not in left_out} | {
+    return {name: value for name, value in written.items() if name not in omitted} | {
         "layer_norm_eps": spec.norm_eps,
         "rotary_pct": 1.0 if rope is None else rope.partial_rotary_factor,
         "rotary_emb_base": None if rope is None else rope.rope_theta,

@@ -1,4 +1,4 @@
-"""gpt-oss 20B and 120B: experts with biases, every other layer a sliding window, and attention sinks."""
+"""gpt-oss 20B and 120B: experts with biases, a sliding window in every other layer, and attention sinks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kumi.errors import ModelError
 from kumi.spec.families._shared import rope_config, sliding_windows
 from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, read
 from kumi.spec.families._shared.decoder_config import (
-    check_layer_types,
+    build_model,
     check_sizes,
     common_to_hf,
-    grouped,
-    model,
-    windowed,
+    first_grouped_attention,
+    layers_with_windows,
+    read_layer_types,
 )
-from kumi.spec.families._shared.experts import NUM_EXPERTS_KEYS, check_experts, first_moe, num_experts
+from kumi.spec.families._shared.experts import NUM_EXPERTS_KEYS, checked_moe, first_moe, num_experts
 from kumi.spec.model import ModelSpec, MoE
 from kumi.spec.weight_rules import Pairs, Rename, Weights
 
@@ -81,19 +81,21 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         act_alpha=float(values["swiglu_alpha"]),
     )
     bias = values["attention_bias"]
-    layers = windowed("gpt_oss", values, _windows(values), check_experts(moe), qkv_bias=bias, out_bias=bias, sinks=True)
-    return model("gpt_oss", values, layers, weights=WEIGHTS)
+    layers = layers_with_windows(
+        "gpt_oss", values, _windows(values), checked_moe(moe), qkv_bias=bias, out_bias=bias, sinks=True
+    )
+    return build_model("gpt_oss", values, layers, weights=WEIGHTS)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    moe, turned = first_moe(spec), grouped(spec).rope
-    plain = {"rope_scaling": {"rope_type": "default"}} if turned is not None and turned.scaling is None else {}
+    moe, rope = first_moe(spec), first_grouped_attention(spec).rope
+    plain = {"rope_scaling": {"rope_type": "default"}} if rope is not None and rope.scaling is None else {}
     return common_to_hf(spec, ARCHITECTURE, moe.moe_intermediate_size) | {
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_tok,
         "experts_per_token": moe.num_experts_per_tok,
-        "attention_bias": grouped(spec).qkv_bias,
+        "attention_bias": first_grouped_attention(spec).qkv_bias,
         "sliding_window": sliding_windows.first_window(spec) or 128,
         "layer_types": sliding_windows.layer_types(spec),
         "swiglu_limit": moe.act_limit,
@@ -103,8 +105,8 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _windows(values: Mapping[str, Any]) -> list[int | None]:
-    """Return each layer's window: every other layer has one, from the first on, unless `layer_types` is given."""
+    """Return each layer's window. Without `layer_types`, the first, third, fifth, ... layers have a window."""
     count = values["num_hidden_layers"]
     if values["layer_types"] is None:
         return [None if index % 2 else values["sliding_window"] for index in range(count)]
-    return [values["sliding_window"] if kind == "sliding_attention" else None for kind in check_layer_types(values)]
+    return [values["sliding_window"] if kind == "sliding_attention" else None for kind in read_layer_types(values)]

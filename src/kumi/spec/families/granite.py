@@ -7,7 +7,14 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import check_sizes, common_to_hf, dense, grouped, model, windowed
+from kumi.spec.families._shared.decoder_config import (
+    build_model,
+    check_sizes,
+    common_to_hf,
+    first_dense_mlp,
+    first_grouped_attention,
+    layers_with_windows,
+)
 from kumi.spec.model import MLP, ModelSpec
 
 ARCHITECTURE = "GraniteForCausalLM"
@@ -34,10 +41,10 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
             raise ModelError(f"config.json: {name}={values[name]} of a granite model must be above 0; correct it")
     bias, windows = values["attention_bias"], [None] * values["num_hidden_layers"]
     mlp = MLP(values["intermediate_size"], values["mlp_bias"])
-    layers = windowed(
+    layers = layers_with_windows(
         "granite", values, windows, mlp, qkv_bias=bias, out_bias=bias, score_scale=float(values["attention_multiplier"])
     )
-    return model(
+    return build_model(
         "granite",
         values,
         layers,
@@ -49,7 +56,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    attention, mlp = grouped(spec), dense(spec)
+    attention, mlp = first_grouped_attention(spec), first_dense_mlp(spec)
     scale = attention.head_dim**-0.5 if attention.score_scale is None else attention.score_scale
     return common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size) | {
         "attention_bias": attention.qkv_bias,

@@ -1,6 +1,7 @@
-"""Kimi-K2 (arXiv:2507.20534): DeepSeek-V3 in other sizes and under another name.
+"""Kimi-K2 (arXiv:2507.20534): DeepSeek-V3 in other sizes and with another model_type.
 
-transformers has no class for this name: the code, like the tokenizer's, comes with the model's folder (`auto_map`).
+transformers has no class for this model_type. The model's code comes with its folder (`auto_map`), as does that of its
+tokenizer.
 """
 
 from __future__ import annotations

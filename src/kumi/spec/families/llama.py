@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families._shared.config_keys import DECODER, Key, check_redundant, read
-from kumi.spec.families._shared.decoder_config import build_llama_like, common_to_hf, dense, grouped
+from kumi.spec.families._shared.config_keys import DECODER, Key, check_agrees, read
+from kumi.spec.families._shared.decoder_config import (
+    build_llama_like,
+    common_to_hf,
+    first_dense_mlp,
+    first_grouped_attention,
+)
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -27,7 +32,7 @@ KEYS = {
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "llama" describes."""
     values = read("llama", config, KEYS)
-    check_redundant("llama", values, max_sequence_length=values["max_position_embeddings"])
+    check_agrees("llama", values, max_sequence_length=values["max_position_embeddings"])
     bias = values["attention_bias"]
     windows = [None] * values["num_hidden_layers"]
     return build_llama_like("llama", values, windows=windows, qkv_bias=bias, out_bias=bias, mlp_bias=values["mlp_bias"])
@@ -35,6 +40,6 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    mlp = dense(spec)
-    own = {"attention_bias": grouped(spec).qkv_bias, "mlp_bias": mlp.bias, "pretraining_tp": 1}
+    mlp = first_dense_mlp(spec)
+    own = {"attention_bias": first_grouped_attention(spec).qkv_bias, "mlp_bias": mlp.bias, "pretraining_tp": 1}
     return common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size) | own

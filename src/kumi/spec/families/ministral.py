@@ -9,7 +9,7 @@ from kumi.errors import ModelError
 from kumi.spec.families import mistral
 from kumi.spec.families._shared import sliding_windows
 from kumi.spec.families._shared.config_keys import read
-from kumi.spec.families._shared.decoder_config import build_llama_like, check_layer_types, common_to_hf, dense
+from kumi.spec.families._shared.decoder_config import build_llama_like, common_to_hf, first_dense_mlp, read_layer_types
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "MinistralForCausalLM"
@@ -27,7 +27,7 @@ def _windows(values: Mapping[str, Any]) -> list[int | None]:
     window = values["sliding_window"]
     if values["layer_types"] is None:
         return [window] * values["num_hidden_layers"]
-    slides = [kind == "sliding_attention" for kind in check_layer_types(values)]
+    slides = [kind == "sliding_attention" for kind in read_layer_types(values)]
     if window is None and any(slides):
         raise ModelError(
             "config.json: layer_types of a ministral model has sliding_attention, but sliding_window is "
@@ -38,7 +38,7 @@ def _windows(values: Mapping[str, Any]) -> list[int | None]:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | {
+    return common_to_hf(spec, ARCHITECTURE, first_dense_mlp(spec).intermediate_size) | {
         "sliding_window": sliding_windows.first_window(spec),
         "layer_types": sliding_windows.layer_types(spec),
     }

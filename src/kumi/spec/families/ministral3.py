@@ -10,12 +10,12 @@ from kumi.errors import ModelError
 from kumi.spec.families._shared import rope_config
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
 from kumi.spec.families._shared.decoder_config import (
+    build_model,
     check_sizes,
     common_to_hf,
-    dense,
-    grouped,
+    first_dense_mlp,
+    first_grouped_attention,
     grouped_attention,
-    model,
 )
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, Rope
 
@@ -52,16 +52,19 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     check_sizes(values)
     attention = grouped_attention(values, _rope(values), sliding_window=values["sliding_window"])
     layer = LayerSpec(attention, MLP(values["intermediate_size"]))
-    return model("ministral3", values, [layer] * values["num_hidden_layers"])
+    return build_model("ministral3", values, [layer] * values["num_hidden_layers"])
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    turned, written = grouped(spec).rope, common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size)
-    if turned is None or written["rope_scaling"] is None:
+    rope, written = (
+        first_grouped_attention(spec).rope,
+        common_to_hf(spec, ARCHITECTURE, first_dense_mlp(spec).intermediate_size),
+    )
+    if rope is None or written["rope_scaling"] is None:
         raise ModelError("a ministral3 config.json cannot express a model without YaRN; use mistral")
-    written["rope_scaling"] |= {_SCALING_BETA: turned.query_growth}
-    return written | {"sliding_window": grouped(spec).sliding_window}
+    written["rope_scaling"] |= {_SCALING_BETA: rope.query_growth}
+    return written | {"sliding_window": first_grouped_attention(spec).sliding_window}
 
 
 def _rope(values: Mapping[str, Any]) -> Rope:

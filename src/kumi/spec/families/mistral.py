@@ -7,7 +7,7 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import build_llama_like, check_layer_types, common_to_hf, dense
+from kumi.spec.families._shared.decoder_config import build_llama_like, common_to_hf, first_dense_mlp, read_layer_types
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "MistralForCausalLM"
@@ -29,7 +29,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     window, layers = values["sliding_window"], values["num_hidden_layers"]
     if values["layer_types"] is not None:
         kind = "full_attention" if window is None else "sliding_attention"
-        if any(found != kind for found in check_layer_types(values)):
+        if any(found != kind for found in read_layer_types(values)):
             raise ModelError(
                 f"config.json: layer_types contradicts sliding_window={window}, which makes every layer "
                 f"of a mistral model {kind!r}; remove layer_types"
@@ -39,4 +39,6 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | {"sliding_window": spec.layers[0].window}
+    return common_to_hf(spec, ARCHITECTURE, first_dense_mlp(spec).intermediate_size) | {
+        "sliding_window": spec.layers[0].window
+    }

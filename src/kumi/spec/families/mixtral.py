@@ -7,8 +7,8 @@ from typing import Any
 
 from kumi.spec.families._shared import rope_config
 from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, read
-from kumi.spec.families._shared.decoder_config import check_sizes, common_to_hf, model, windowed
-from kumi.spec.families._shared.experts import aux_loss_coef, check_experts, first_moe
+from kumi.spec.families._shared.decoder_config import build_model, check_sizes, common_to_hf, layers_with_windows
+from kumi.spec.families._shared.experts import aux_loss_coef, checked_moe, first_moe
 from kumi.spec.model import ModelSpec, MoE
 from kumi.spec.weight_rules import Rename, Stack, Weights
 
@@ -50,7 +50,9 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         router_aux_loss_coef=aux_loss_coef("mixtral", values, "router_aux_loss_coef", 0.001),
     )
     windows = [values["sliding_window"]] * values["num_hidden_layers"]
-    return model("mixtral", values, windowed("mixtral", values, windows, check_experts(moe)), weights=WEIGHTS)
+    return build_model(
+        "mixtral", values, layers_with_windows("mixtral", values, windows, checked_moe(moe)), weights=WEIGHTS
+    )
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:

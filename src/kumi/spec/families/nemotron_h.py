@@ -1,6 +1,5 @@
-"""Nemotron-H and Nemotron 3 (arXiv:2504.03624, arXiv:2512.20848): every layer is one of a Mamba-2 mixer, attention, a
-dense layer and experts, behind one norm. There are no position
-embeddings.
+"""Nemotron-H and Nemotron 3 (arXiv:2504.03624, arXiv:2512.20848): each layer has one norm and one of: Mamba-2
+mixer, attention, dense MLP, experts. There are no position embeddings.
 
 As in transformers, time steps are at least `time_step_min`, and `time_step_limit` and `mamba_proj_bias` have no effect.
 """
@@ -13,8 +12,8 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import experts
-from kumi.spec.families._shared.config_keys import ROUTER_KEYS, Key, activation, neutral, read
-from kumi.spec.families._shared.decoder_config import check_sizes, grouped_attention, model
+from kumi.spec.families._shared.config_keys import ROUTER_KEYS, Key, checked_activation, read, require_values
+from kumi.spec.families._shared.decoder_config import build_model, check_sizes, grouped_attention
 from kumi.spec.model import MLP, Attention, LayerSpec, Mamba, ModelSpec, MoE
 from kumi.spec.weight_rules import Rename, Rows, Stack, Weights
 
@@ -127,7 +126,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "nemotron_h" describes."""
     values = read("nemotron_h", config, KEYS)
     check_sizes(values)
-    neutral(
+    require_values(
         "nemotron_h",
         values,
         sliding_window=None,
@@ -149,15 +148,15 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
             f"them out"
         )
     pattern = _pattern(values)
-    bias, act = values["mlp_bias"], activation("nemotron_h", "mlp_hidden_act", values["mlp_hidden_act"])
-    made = {
+    bias, act = values["mlp_bias"], checked_activation("nemotron_h", "mlp_hidden_act", values["mlp_hidden_act"])
+    build = {
         "M": lambda: LayerSpec(_mamba(values), None),
         "*": lambda: LayerSpec(grouped_attention(values, None), None),
         "-": lambda: LayerSpec(None, MLP(values["intermediate_size"], bias, act, gated=False)),
         "E": lambda: LayerSpec(None, _experts(values, act)),
     }
-    layers = {letter: made[letter]() for letter in set(pattern)}
-    return model(
+    layers = {letter: build[letter]() for letter in set(pattern)}
+    return build_model(
         "nemotron_h",
         values,
         [layers[letter] for letter in pattern],
@@ -167,7 +166,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config.json of `spec`, its layers as a pattern; keys of absent layer types are left out."""
+    """Return the config.json of `spec`, with its layers as a pattern and without the keys of absent layer types."""
     eos, kinds = spec.eos_token_id, spec.unique_layers()[0]
     written: dict[str, Any] = {
         "architectures": [ARCHITECTURE],
@@ -189,7 +188,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     )
     written |= {name: getattr(spec, name) for name in same}
     for layer in kinds:
-        written |= _part(layer.attention) | _part(layer.mlp)
+        written |= _part_keys(layer.attention) | _part_keys(layer.mlp)
     return written
 
 
@@ -221,8 +220,8 @@ def _mamba(values: Mapping[str, Any]) -> Mamba:
 
 
 def _experts(values: Mapping[str, Any], act: str) -> MoE:
-    neutral("nemotron_h", values, moe_latent_size=None, n_shared_experts=1, mlp_bias=False)
-    return experts.check_experts(
+    require_values("nemotron_h", values, moe_latent_size=None, n_shared_experts=1, mlp_bias=False)
+    return experts.checked_moe(
         MoE(
             values["n_routed_experts"],
             shared_intermediate_size=values["moe_shared_expert_intermediate_size"],
@@ -241,8 +240,8 @@ def _letter(layer: LayerSpec) -> str:
     return {Mamba: "M", Attention: "*", MLP: "-", MoE: "E"}.get(type(part), "?")
 
 
-def _part(part: object) -> dict[str, Any]:
-    """The keys of one half of a layer."""
+def _part_keys(part: object) -> dict[str, Any]:
+    """Return the config.json keys that describe `part`, the mixer or the MLP of a layer."""
     if isinstance(part, Mamba):
         return {name: getattr(part, field) for name, field in _MAMBA_FIELDS.items()} | {
             "mamba_hidden_act": "silu",

@@ -1,4 +1,4 @@
-"""Nemotron 3 Nano Omni: the language model of a Nemotron-H hybrid; its vision and audio parts are passthrough."""
+"""Nemotron 3 Nano Omni: its language model is a Nemotron-H; the vision and audio parts are passthrough."""
 
 from __future__ import annotations
 

@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import check_sizes, common_to_hf, dense, grouped, model, windowed
+from kumi.spec.families._shared.decoder_config import (
+    build_model,
+    check_sizes,
+    common_to_hf,
+    first_dense_mlp,
+    first_grouped_attention,
+    layers_with_windows,
+)
 from kumi.spec.model import MLP, ModelSpec
 from kumi.spec.weight_rules import Rename, Weights
 
@@ -31,7 +38,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     values = read("olmo2", config, KEYS)
     check_sizes(values)
     bias, windows = values["attention_bias"], [None] * values["num_hidden_layers"]
-    layers = windowed(
+    layers = layers_with_windows(
         "olmo2",
         values,
         windows,
@@ -42,10 +49,10 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         qk_norm_whole=True,
     )
     layers = [replace(layers[0], pre_norms=False, post_norms=True)] * len(layers)
-    return model("olmo2", values, layers, weights=WEIGHTS)
+    return build_model("olmo2", values, layers, weights=WEIGHTS)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    own = {"attention_bias": grouped(spec).qkv_bias}
-    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | own
+    own = {"attention_bias": first_grouped_attention(spec).qkv_bias}
+    return common_to_hf(spec, ARCHITECTURE, first_dense_mlp(spec).intermediate_size) | own

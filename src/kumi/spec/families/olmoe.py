@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families._shared import experts
-from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, neutral, read
-from kumi.spec.families._shared.decoder_config import check_sizes, common_to_hf, grouped, model, windowed
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, read, require_values
+from kumi.spec.families._shared.decoder_config import (
+    build_model,
+    check_sizes,
+    common_to_hf,
+    first_grouped_attention,
+    layers_with_windows,
+)
 from kumi.spec.model import ModelSpec, MoE
 from kumi.spec.weight_rules import EXPERTS
 
@@ -32,7 +38,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "olmoe" describes."""
     values = read("olmoe", config, KEYS)
     check_sizes(values)
-    neutral("olmoe", values, clip_qkv=None)
+    require_values("olmoe", values, clip_qkv=None)
     moe = MoE(
         experts.num_experts("olmoe", values),
         values["num_experts_per_tok"],
@@ -41,17 +47,17 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         router_aux_loss_coef=experts.aux_loss_coef("olmoe", values, "router_aux_loss_coef", 0.01),
     )
     bias, windows = values["attention_bias"], [None] * values["num_hidden_layers"]
-    layers = windowed(
+    layers = layers_with_windows(
         "olmoe",
         values,
         windows,
-        experts.check_experts(moe),
+        experts.checked_moe(moe),
         qkv_bias=bias,
         out_bias=bias,
         qk_norm=True,
         qk_norm_whole=True,
     )
-    return model("olmoe", values, layers, weights=EXPERTS)
+    return build_model("olmoe", values, layers, weights=EXPERTS)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
@@ -62,7 +68,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
         "num_experts_per_tok": moe.num_experts_per_tok,
         "norm_topk_prob": moe.norm_topk_prob,
         "router_aux_loss_coef": moe.router_aux_loss_coef,
-        "attention_bias": grouped(spec).qkv_bias,
+        "attention_bias": first_grouped_attention(spec).qkv_bias,
         "clip_qkv": None,
     }
     return common_to_hf(spec, ARCHITECTURE, moe.moe_intermediate_size) | own

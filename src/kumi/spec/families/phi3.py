@@ -8,14 +8,14 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import rope_config
-from kumi.spec.families._shared.config_keys import DECODER, Key, fixed_keys, neutral, read
+from kumi.spec.families._shared.config_keys import DECODER, Key, fixed_keys, read, require_values
 from kumi.spec.families._shared.decoder_config import (
+    build_model,
     check_sizes,
     common_to_hf,
-    dense,
-    grouped,
+    first_dense_mlp,
+    first_grouped_attention,
     grouped_attention,
-    model,
 )
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
 from kumi.spec.weight_rules import QKV, Rows, Weights
@@ -46,44 +46,44 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "phi3" describes; its modules ignore `attention_bias`."""
     values = read("phi3", config, KEYS)
     check_sizes(values)
-    neutral("phi3", values, **_FIXED)
+    require_values("phi3", values, **_FIXED)
     values |= {key: _with_original(values[key], values) for key in ("rope_scaling", "rope_parameters")}
-    embedding = rope_config.partial_rope_from_hf("phi3", values, values["partial_rotary_factor"], 1.0)
-    attention = grouped_attention(values, embedding)
+    rope = rope_config.partial_rope_from_hf("phi3", values, values["partial_rotary_factor"], 1.0)
+    attention = grouped_attention(values, rope)
     _check_factors(attention)
     layer = LayerSpec(replace(attention, sliding_window=values["sliding_window"]), MLP(values["intermediate_size"]))
-    return model("phi3", values, [layer] * values["num_hidden_layers"], weights=WEIGHTS)
+    return build_model("phi3", values, [layer] * values["num_hidden_layers"], weights=WEIGHTS)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`. For longrope, transformers 4 accepts only type and factors."""
-    attention = grouped(spec)
+    attention = first_grouped_attention(spec)
     own: dict[str, Any] = {"sliding_window": attention.sliding_window, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    turned = attention.rope
-    if turned is not None:
-        own["partial_rotary_factor"] = turned.partial_rotary_factor
-    if turned is not None and turned.scaling == "longrope":
-        table = rope_config.rope_to_hf(turned)["rope_scaling"]
+    rope = attention.rope
+    if rope is not None:
+        own["partial_rotary_factor"] = rope.partial_rotary_factor
+    if rope is not None and rope.scaling == "longrope":
+        table = rope_config.rope_to_hf(rope)["rope_scaling"]
         factors = {name: table[name] for name in ("short_factor", "long_factor")}
         own |= {
-            "original_max_position_embeddings": turned.original_max_position_embeddings,
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
             "rope_scaling": {"type": "longrope", **factors},
         }
-    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | own
+    return common_to_hf(spec, ARCHITECTURE, first_dense_mlp(spec).intermediate_size) | own
 
 
 def _with_original(table: Mapping[str, Any] | None, values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rotary table with the original context, which stands beside it."""
+    """Return the RoPE table with the original context, which phi3 configs have outside of the table."""
     if table is None or rope_config.scaling_type("phi3", table) != "longrope":
         return None if table is None else dict(table)
     return {"original_max_position_embeddings": values["original_max_position_embeddings"], **table}
 
 
 def _check_factors(attention: Attention) -> None:
-    turned, pairs = attention.rope, attention.rotary_dim // 2
-    if turned is None or turned.short_factor is None or turned.long_factor is None:
+    rope, pairs = attention.rope, attention.rotary_dim // 2
+    if rope is None or rope.short_factor is None or rope.long_factor is None:
         return
-    for name, factors in (("short_factor", turned.short_factor), ("long_factor", turned.long_factor)):
+    for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
         if len(factors) != pairs:
             raise ModelError(
                 f"config.json: {name} of a phi3 model has {len(factors)} numbers for {pairs} pairs of rotated "

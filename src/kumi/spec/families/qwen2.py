@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import build_llama_like, common_to_hf, dense
+from kumi.spec.families._shared.decoder_config import build_llama_like, common_to_hf, first_dense_mlp
 from kumi.spec.families._shared.sliding_windows import WINDOW_KEYS, window_keys, windows_from_values
 from kumi.spec.model import ModelSpec
 
@@ -28,4 +28,4 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | window_keys(spec)
+    return common_to_hf(spec, ARCHITECTURE, first_dense_mlp(spec).intermediate_size) | window_keys(spec)

@@ -7,8 +7,14 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import experts
-from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, neutral, read
-from kumi.spec.families._shared.decoder_config import check_layer_types, check_sizes, grouped, model, windowed
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, read, require_values
+from kumi.spec.families._shared.decoder_config import (
+    build_model,
+    check_sizes,
+    first_grouped_attention,
+    layers_with_windows,
+    read_layer_types,
+)
 from kumi.spec.families._shared.sliding_windows import WINDOW_KEYS
 from kumi.spec.model import ModelSpec, MoE
 from kumi.spec.weight_rules import EXPERTS, Rename, Weights
@@ -45,29 +51,28 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         norm_topk_prob=values["norm_topk_prob"],
         router_aux_loss_coef=experts.aux_loss_coef("qwen2_moe", values, "router_aux_loss_coef", 0.001),
     )
-    layers = windowed(
-        "qwen2_moe",
-        values,
-        [None] * values["num_hidden_layers"],
-        experts.check_experts(moe),
-        qkv_bias=values["qkv_bias"],
+    layers = layers_with_windows(
+        "qwen2_moe", values, [None] * values["num_hidden_layers"], experts.checked_moe(moe), qkv_bias=values["qkv_bias"]
     )
-    return model("qwen2_moe", values, experts.with_dense_layers(values, layers), weights=WEIGHTS)
+    return build_model("qwen2_moe", values, experts.with_dense_layers(values, layers), weights=WEIGHTS)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
     return experts.experts_to_hf(spec, ARCHITECTURE) | {
         "shared_expert_intermediate_size": experts.first_moe(spec).shared_intermediate_size,
-        "qkv_bias": grouped(spec).qkv_bias,
+        "qkv_bias": first_grouped_attention(spec).qkv_bias,
         "use_sliding_window": False,
     }
 
 
 def _without_windows(values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` without windows, since versions of transformers disagree about which layers have one."""
-    neutral("qwen2_moe", values, use_sliding_window=False)
-    if values["layer_types"] is not None and "sliding_attention" in check_layer_types(values):
+    """Return `values` without windows; raise ModelError if they have windows.
+
+    Versions of transformers disagree about the layers that have a window.
+    """
+    require_values("qwen2_moe", values, use_sliding_window=False)
+    if values["layer_types"] is not None and "sliding_attention" in read_layer_types(values):
         raise ModelError(
             "config.json: layer_types of a qwen2_moe model has sliding_attention, but "
             "use_sliding_window=False; make every layer full_attention"

@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import build_llama_like, common_to_hf, dense, grouped
+from kumi.spec.families._shared.decoder_config import (
+    build_llama_like,
+    common_to_hf,
+    first_dense_mlp,
+    first_grouped_attention,
+)
 from kumi.spec.families._shared.sliding_windows import WINDOW_KEYS, window_keys, windows_from_values
 from kumi.spec.model import ModelSpec
 
@@ -33,5 +38,5 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    own = {"attention_bias": grouped(spec).qkv_bias}
-    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | own | window_keys(spec)
+    own = {"attention_bias": first_grouped_attention(spec).qkv_bias}
+    return common_to_hf(spec, ARCHITECTURE, first_dense_mlp(spec).intermediate_size) | own | window_keys(spec)

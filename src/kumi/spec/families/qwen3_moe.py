@@ -1,4 +1,4 @@
-"""Qwen3 with routed experts: Qwen3's attention, and experts in all layers or every n-th."""
+"""Qwen3 with routed experts: Qwen3's attention, and experts in all layers or in every n-th layer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families._shared import experts
-from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, fixed_keys, neutral, read
-from kumi.spec.families._shared.decoder_config import check_sizes, grouped, model, windowed
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, fixed_keys, read, require_values
+from kumi.spec.families._shared.decoder_config import (
+    build_model,
+    check_sizes,
+    first_grouped_attention,
+    layers_with_windows,
+)
 from kumi.spec.families._shared.sliding_windows import WINDOW_KEYS, window_keys, windows_from_values
 from kumi.spec.model import ModelSpec, MoE
 from kumi.spec.weight_rules import EXPERTS
@@ -36,7 +41,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "qwen3_moe" describes."""
     values = read("qwen3_moe", config, KEYS)
     check_sizes(values)
-    neutral("qwen3_moe", values, **_FIXED)
+    require_values("qwen3_moe", values, **_FIXED)
     moe = MoE(
         experts.num_experts("qwen3_moe", values),
         values["num_experts_per_tok"],
@@ -45,18 +50,22 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         router_aux_loss_coef=experts.aux_loss_coef("qwen3_moe", values, "router_aux_loss_coef", 0.001),
     )
     bias = values["attention_bias"]
-    layers = windowed(
+    layers = layers_with_windows(
         "qwen3_moe",
         values,
         windows_from_values(values),
-        experts.check_experts(moe),
+        experts.checked_moe(moe),
         qkv_bias=bias,
         out_bias=bias,
         qk_norm=True,
     )
-    return model("qwen3_moe", values, experts.with_dense_layers(values, layers), weights=EXPERTS)
+    return build_model("qwen3_moe", values, experts.with_dense_layers(values, layers), weights=EXPERTS)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    return experts.experts_to_hf(spec, ARCHITECTURE) | {"attention_bias": grouped(spec).qkv_bias} | window_keys(spec)
+    return (
+        experts.experts_to_hf(spec, ARCHITECTURE)
+        | {"attention_bias": first_grouped_attention(spec).qkv_bias}
+        | window_keys(spec)
+    )

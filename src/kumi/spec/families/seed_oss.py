@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import build_llama_like, common_to_hf, dense, grouped
+from kumi.spec.families._shared.decoder_config import (
+    build_llama_like,
+    common_to_hf,
+    first_dense_mlp,
+    first_grouped_attention,
+)
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "SeedOssForCausalLM"
@@ -40,7 +45,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    attention, mlp = grouped(spec), dense(spec)
+    attention, mlp = first_grouped_attention(spec), first_dense_mlp(spec)
     return common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size) | {
         "attention_bias": attention.qkv_bias,
         "attention_out_bias": attention.out_bias,

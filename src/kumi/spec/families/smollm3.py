@@ -10,13 +10,13 @@ from kumi.errors import ModelError
 from kumi.spec.families._shared import rope_config, sliding_windows
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
 from kumi.spec.families._shared.decoder_config import (
-    check_layer_types,
+    build_model,
     check_sizes,
     common_to_hf,
-    dense,
-    grouped,
-    model,
-    windowed,
+    first_dense_mlp,
+    first_grouped_attention,
+    layers_with_windows,
+    read_layer_types,
 )
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
 
@@ -49,20 +49,21 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "smollm3" describes."""
     values = rope_config.with_default_theta(read("smollm3", config, KEYS), _DEFAULT_THETA)
     check_sizes(values)
-    turns, bias, mlp = _turns(values), values["attention_bias"], MLP(values["intermediate_size"], values["mlp_bias"])
-    layers = windowed("smollm3", values, _windows(values, turns), mlp, qkv_bias=bias, out_bias=bias)
-    return model(
+    has_rope, bias = _has_rope(values), values["attention_bias"]
+    mlp = MLP(values["intermediate_size"], values["mlp_bias"])
+    layers = layers_with_windows("smollm3", values, _windows(values, has_rope), mlp, qkv_bias=bias, out_bias=bias)
+    return build_model(
         "smollm3",
         values,
-        [layer if turn else _without_positions(layer) for layer, turn in zip(layers, turns, strict=True)],
+        [layer if rotates else _without_rope(layer) for layer, rotates in zip(layers, has_rope, strict=True)],
     )
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    window, mlp = sliding_windows.first_window(spec), dense(spec)
+    window, mlp = sliding_windows.first_window(spec), first_dense_mlp(spec)
     return common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size) | {
-        "attention_bias": grouped(spec).qkv_bias,
+        "attention_bias": first_grouped_attention(spec).qkv_bias,
         "mlp_bias": mlp.bias,
         "no_rope_layers": [int(layer.attends is not None and layer.attends.rope is not None) for layer in spec.layers],
         "use_sliding_window": window is not None,
@@ -71,7 +72,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _turns(values: Mapping[str, Any]) -> list[bool]:
+def _has_rope(values: Mapping[str, Any]) -> list[bool]:
     """Return for each layer whether it has RoPE."""
     count, rope_flags, interval = (
         values["num_hidden_layers"],
@@ -89,18 +90,18 @@ def _turns(values: Mapping[str, Any]) -> list[bool]:
     return [bool(flag) for flag in rope_flags]
 
 
-def _without_positions(layer: LayerSpec) -> LayerSpec:
+def _without_rope(layer: LayerSpec) -> LayerSpec:
     """Return `layer` without RoPE."""
     assert isinstance(layer.attention, Attention)
     return replace(layer, attention=replace(layer.attention, rope=None))
 
 
-def _windows(values: Mapping[str, Any], turns: list[bool]) -> list[int | None]:
-    """Each layer's window; without layer_types, layers without RoPE slide."""
+def _windows(values: Mapping[str, Any], has_rope: list[bool]) -> list[int | None]:
+    """Return each layer's window. Without `layer_types`, the layers without RoPE have a window."""
     window = values["sliding_window"] if values["use_sliding_window"] else None
     if values["layer_types"] is None:
-        return [None if turn else window for turn in turns]
-    slides = [kind == "sliding_attention" for kind in check_layer_types(values)]
+        return [None if rotates else window for rotates in has_rope]
+    slides = [kind == "sliding_attention" for kind in read_layer_types(values)]
     if window is None and any(slides):
         raise ModelError(
             f"config.json: layer_types of a smollm3 model has sliding_attention, but use_sliding_window="

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families._shared.config_keys import DECODER, Key, activation, neutral, read
-from kumi.spec.families._shared.decoder_config import check_sizes, common_to_hf, dense, model, windowed
+from kumi.spec.families._shared.config_keys import DECODER, Key, checked_activation, read, require_values
+from kumi.spec.families._shared.decoder_config import (
+    build_model,
+    check_sizes,
+    common_to_hf,
+    first_dense_mlp,
+    layers_with_windows,
+)
 from kumi.spec.model import MLP, ModelSpec
 from kumi.spec.weight_rules import Rename, Weights
 
@@ -39,19 +45,19 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "starcoder2" describes."""
     values = read("starcoder2", config, KEYS)
     check_sizes(values | {"layer_norm_eps": values["norm_epsilon"]})
-    neutral("starcoder2", values, mlp_type="default", norm_type="layer_norm", scale_attn_weights=True)
+    require_values("starcoder2", values, mlp_type="default", norm_type="layer_norm", scale_attn_weights=True)
     bias, windows = values["use_bias"], [values["sliding_window"]] * values["num_hidden_layers"]
-    act = activation("starcoder2", "hidden_act", values["hidden_act"])
+    act = checked_activation("starcoder2", "hidden_act", values["hidden_act"])
     mlp = MLP(values["intermediate_size"], bias, act, gated=False)
-    layers = windowed("starcoder2", values, windows, mlp, qkv_bias=bias, out_bias=bias)
-    return model(
+    layers = layers_with_windows("starcoder2", values, windows, mlp, qkv_bias=bias, out_bias=bias)
+    return build_model(
         "starcoder2", values, layers, norm="layernorm", norm_eps=float(values["norm_epsilon"]), weights=WEIGHTS
     )
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    mlp = dense(spec)
+    mlp = first_dense_mlp(spec)
     written = common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size) | {
         "norm_epsilon": spec.norm_eps,
         "use_bias": mlp.bias,

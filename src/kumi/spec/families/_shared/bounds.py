@@ -33,12 +33,12 @@ _LARGEST = {
 # Bounds on other integers (token ids, counts) and on floating-point numbers; a RoPE base is below 1e12.
 _LARGEST_INTEGER, _LARGEST_NUMBER = 2**40, 1e15
 
-# Total parameters: a thousand times the largest model.
+# Total parameters: a thousand times those of the largest published model.
 _LARGEST_MODEL = 10**15
 
 
 def check_bound(name: str, value: Any) -> None:
-    """Raise ModelError when `value` of the key `name`, or a number in its list, exceeds its bound."""
+    """Raise ModelError when `value`, or a number in the list `value`, exceeds the bound of the key `name`."""
     for number in value if isinstance(value, list) else (value,):
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
@@ -50,7 +50,7 @@ def check_bound(name: str, value: Any) -> None:
 
 
 def check_num_params(parameters: int) -> None:
-    """Raise ModelError when the number of `parameters` exceeds `_LARGEST_MODEL`."""
+    """Raise ModelError when a model of this many `parameters` exceeds `_LARGEST_MODEL`."""
     if parameters > _LARGEST_MODEL:
         raise ModelError(
             f"config.json: the model has {parameters:,} parameters, more than the limit of {_LARGEST_MODEL:,}; "
@@ -58,8 +58,9 @@ def check_num_params(parameters: int) -> None:
         )
 
 
-def check_least(values: Mapping[str, Any]) -> None:
-    """Raise ModelError unless all sizes are 1 or more, and epsilons and initializer_range are not negative."""
+def check_ranges(values: Mapping[str, Any]) -> None:
+    """Raise ModelError unless each size is at least 1 and within its bound, and no epsilon or initializer_range is
+    negative."""
     for name in _LARGEST:
         value = values.get(name)
         if value is not None and value < 1:

@@ -1,6 +1,7 @@
-"""Check the keys of a config.json: each is read, ignored for a stated reason, or refused by name.
+"""Check the keys of a config.json: each key is read, ignored for a stated reason, or refused by name.
 
-A family declares its keys as a table of `Key`; `read` checks a config against it, `IGNORED_KEYS` and `_NEUTRAL`.
+A family declares its keys as a table of `Key`. `read` checks a config against this table, `IGNORED_KEYS` and
+`_SUPPORTED_VALUES`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "integer or list of integers": (int, list),
 }
 
-# Keys of every decoder family. Defaults are those of the Hugging Face config classes; where they differ by family, none
-# is given here. Sizes never have a default: a wrong guess would train a model of another size.
+# Keys of every decoder family. Defaults are those of the Hugging Face config classes; where they differ by family, the
+# table has no default. Sizes never have a default: a wrong guess would train a model of another size.
 DECODER = {
     "vocab_size": Key("integer"),
     "hidden_size": Key("integer"),
@@ -116,8 +117,8 @@ IGNORED_KEYS = {
 }
 _IGNORED = frozenset(key for group in IGNORED_KEYS.values() for key in group.split())
 
-# Keys that could change the computation: only the values that do not are accepted.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Keys that could change the computation: key -> the values that do not change it, the only ones that are accepted.
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "pretraining_tp": (1, None),
     "partial_rotary_factor": (1, None),
@@ -142,10 +143,10 @@ def read(family: str, config: Mapping[str, Any], keys: Mapping[str, Key]) -> dic
     for name, value in config.items():
         if name in all_keys:
             _check_kind(family, name, value, all_keys[name].kind)
-        elif name in _NEUTRAL:
-            _check_neutral(family, name, value)
+        elif name in _SUPPORTED_VALUES:
+            _check_supported(family, name, value)
         elif name not in _IGNORED:
-            raise ModelError(_unknown(family, name, value, keys))
+            raise ModelError(_unknown_key(family, name, value, keys))
     missing = [repr(name) for name, key in keys.items() if name not in config and key.default is REQUIRED]
     if missing:
         are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
@@ -157,14 +158,14 @@ def read(family: str, config: Mapping[str, Any], keys: Mapping[str, Key]) -> dic
 
 
 def check_types(family: str, config: Mapping[str, Any], keys: Mapping[str, Key]) -> None:
-    """Raise ModelError when a value of `config` is not of the type that `keys` gives, or beyond its bound."""
+    """Raise ModelError if a value in `config` has another type than `keys` gives, or exceeds the bound of its key."""
     for name, value in config.items():
         if name in keys:
             _check_kind(family, name, value, keys[name].kind)
 
 
-def activation(family: str, name: str, value: str) -> str:
-    """Return `value` of the key `name`; raise ModelError unless it is one of `ACTIVATIONS`."""
+def checked_activation(family: str, name: str, value: str) -> str:
+    """Return `value`, which the key `name` has; raise ModelError unless it is one of `ACTIVATIONS`."""
     if value not in ACTIVATIONS:
         raise ModelError(
             f"config.json: {name}={value!r} of a {family} model is not supported; "
@@ -174,12 +175,12 @@ def activation(family: str, name: str, value: str) -> str:
 
 
 def fixed_keys(values: Mapping[str, Any]) -> dict[str, Key]:
-    """Return keys with the only supported `values` as defaults; the family's reader enforces them with `neutral`."""
+    """Return keys with the only supported `values` as defaults; the family's reader must call `require_values`."""
     kinds = {str: "text", bool: "true or false", int: "integer", float: "number"}
     return {name: Key(kinds[type(value)], value) for name, value in values.items()}
 
 
-def neutral(family: str, values: Mapping[str, Any], **allowed: Any) -> None:
+def require_values(family: str, values: Mapping[str, Any], **allowed: Any) -> None:
     """Raise ModelError unless each key of `allowed` has its allowed value in `values`."""
     for name, value in allowed.items():
         if values[name] != value:
@@ -189,10 +190,10 @@ def neutral(family: str, values: Mapping[str, Any], **allowed: Any) -> None:
             )
 
 
-def check_redundant(family: str, values: Mapping[str, Any], **expected: Any) -> None:
+def check_agrees(family: str, values: Mapping[str, Any], **expected: Any) -> None:
     """Raise ModelError if a key of `expected`, which transformers never reads, contradicts the other keys.
 
-    The key may be absent, null or equal to its expected value.
+    The other keys imply the expected value. The key may also be absent or null.
     """
     for name, value in expected.items():
         if values[name] not in (None, value):
@@ -207,22 +208,24 @@ def _check_kind(family: str, name: str, value: Any, kind: str) -> None:
     if value is None and nullable:
         return
     # In Python a bool is an int.
-    right = isinstance(value, _PYTHON_TYPES[kind]) and (bool in _PYTHON_TYPES[kind] or not isinstance(value, bool))
-    if right and isinstance(value, list) and "integers" in kind:
-        right = bool(value) and all(type(item) is int for item in value)
+    has_type = isinstance(value, _PYTHON_TYPES[kind]) and (bool in _PYTHON_TYPES[kind] or not isinstance(value, bool))
+    if has_type and isinstance(value, list) and "integers" in kind:
+        has_type = bool(value) and all(type(item) is int for item in value)
     check_bound(name, value)
-    if right and isinstance(value, float) and not math.isfinite(value):
+    if has_type and isinstance(value, float) and not math.isfinite(value):
         raise ModelError(f"config.json: {name}={value} of a {family} model must be a finite number; correct it")
-    if not right:
-        raise ModelError(f"config.json: {name}={brief(value)} of a {family} model must be {_article(kind)}; correct it")
+    if not has_type:
+        raise ModelError(
+            f"config.json: {name}={brief(value)} of a {family} model must be {_with_article(kind)}; correct it"
+        )
 
 
-def _article(kind: str) -> str:
+def _with_article(kind: str) -> str:
     return kind if kind.startswith("true") else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
-def _check_neutral(family: str, name: str, value: Any) -> None:
-    allowed = _NEUTRAL[name]
+def _check_supported(family: str, name: str, value: Any) -> None:
+    allowed = _SUPPORTED_VALUES[name]
     if not any(value == option and (type(value) is not bool or type(option) is bool) for option in allowed):
         supported = " or ".join("null" if option is None else repr(option) for option in allowed)
         raise ModelError(
@@ -231,7 +234,7 @@ def _check_neutral(family: str, name: str, value: Any) -> None:
         )
 
 
-def _unknown(family: str, name: str, value: Any, keys: Mapping[str, Key]) -> str:
-    near = difflib.get_close_matches(name, [*keys, *_NEUTRAL, *_DROPOUT_KEYS], n=1, cutoff=0.8)
+def _unknown_key(family: str, name: str, value: Any, keys: Mapping[str, Key]) -> str:
+    near = difflib.get_close_matches(name, [*keys, *_SUPPORTED_VALUES, *_DROPOUT_KEYS], n=1, cutoff=0.8)
     hint = f"did you mean {near[0]!r}?" if near else "remove it if it does not change what the model computes"
     return f"config.json: {brief(name)} ({brief(value)}) is not a key that kumi knows for a {family} model; {hint}"

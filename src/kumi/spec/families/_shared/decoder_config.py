@@ -25,33 +25,39 @@ def build_llama_like(
     """Return a Llama-like ModelSpec of `values` (from `config_keys.read`); `windows`: each layer's window, or None."""
     check_sizes(values)
     mlp = MLP(values["intermediate_size"], mlp_bias)
-    layers = windowed(family, values, windows, mlp, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm)
-    return model(family, values, layers)
+    layers = layers_with_windows(family, values, windows, mlp, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm)
+    return build_model(family, values, layers)
 
 
-def windowed(
+def layers_with_windows(
     family: str, values: Mapping[str, Any], windows: Sequence[int | None], mlp: MLP | MoE, **attention: Any
 ) -> list[LayerSpec]:
-    """Return layers that differ only in their sliding window; `attention` are more fields of `Attention`."""
+    """Return layers that differ only in their sliding window.
+
+    `windows`: the window of each layer, None for full attention. `attention` are further fields of `Attention`.
+    """
     base = grouped_attention(values, rope_config.rope_from_hf(family, values), **attention)
     layer = {window: LayerSpec(replace(base, sliding_window=window), mlp) for window in set(windows)}
     return [layer[window] for window in windows]
 
 
-def grouped_attention(values: Mapping[str, Any], embedding: Rope | None, **fields: Any) -> Attention:
-    """Return the attention of `values`, with its heads checked; `fields` are more fields of `Attention`."""
+def grouped_attention(values: Mapping[str, Any], rope: Rope | None, **fields: Any) -> Attention:
+    """Return the attention that `values` describe; `fields` are further fields of `Attention`.
+
+    Raise ModelError unless the numbers of heads divide each other and the hidden size.
+    """
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"] or values["num_attention_heads"]
-    head_dim = _head_dim(values, heads, rotary=embedding is not None)
+    head_dim = _head_dim(values, heads, rotary=rope is not None)
     if heads % kv_heads:
         raise ModelError(
             f"config.json: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; "
             f"correct one of them"
         )
-    return Attention(heads, kv_heads, head_dim, embedding, **fields)
+    return Attention(heads, kv_heads, head_dim, rope, **fields)
 
 
-def model(family: str, values: Mapping[str, Any], layers: Sequence[LayerSpec], **fields: Any) -> ModelSpec:
-    """Return the ModelSpec of `values` with `layers`; `fields` add to or override its fields."""
+def build_model(family: str, values: Mapping[str, Any], layers: Sequence[LayerSpec], **fields: Any) -> ModelSpec:
+    """Return the ModelSpec of `values` with `layers`; `fields` replace the fields that follow from `values`."""
     eos = values["eos_token_id"]
     spec_fields = {
         "norm_eps": float(values["rms_norm_eps"]) if "rms_norm_eps" in values else None,
@@ -74,7 +80,10 @@ def mtp_fields(weights: Weights, layers: int, extra: int) -> dict[str, Any]:
 
 
 def common_to_hf(spec: ModelSpec, architecture: str, intermediate_size: int) -> dict[str, Any]:
-    """Return the config.json keys that every family writes, from the first layer; a family adds its own."""
+    """Return the config.json keys that every family writes, with the first layer's values for keys about layers.
+
+    A family adds its own keys.
+    """
     attention, mlp, eos = spec.first_attention, spec.first_mlp, spec.eos_token_id
     ropes = [layer.attends.rope for layer in spec.layers if layer.attends is not None and layer.attends.rope]
     return {
@@ -101,7 +110,7 @@ def common_to_hf(spec: ModelSpec, architecture: str, intermediate_size: int) -> 
     }
 
 
-def grouped(spec: ModelSpec) -> Attention:
+def first_grouped_attention(spec: ModelSpec) -> Attention:
     """Return the first layer's attention; raise ModelError unless it is an `Attention`."""
     attention = spec.layers[0].attention
     if not isinstance(attention, Attention):
@@ -109,7 +118,7 @@ def grouped(spec: ModelSpec) -> Attention:
     return attention
 
 
-def dense(spec: ModelSpec) -> MLP:
+def first_dense_mlp(spec: ModelSpec) -> MLP:
     """Return the first layer's MLP; raise ModelError unless it is dense."""
     mlp = spec.layers[0].mlp
     if not isinstance(mlp, MLP):
@@ -117,7 +126,7 @@ def dense(spec: ModelSpec) -> MLP:
     return mlp
 
 
-def check_layer_types(values: Mapping[str, Any]) -> list[str]:
+def read_layer_types(values: Mapping[str, Any]) -> list[str]:
     """Return `layer_types`; raise ModelError unless it has one supported type per layer."""
     types, layers = values["layer_types"], values["num_hidden_layers"]
     if len(types) != layers:
@@ -134,8 +143,8 @@ def check_layer_types(values: Mapping[str, Any]) -> list[str]:
 
 
 def check_sizes(values: Mapping[str, Any]) -> None:
-    """Raise ModelError unless sizes are 1 or more and within their bounds, and small numbers are not negative."""
-    bounds.check_least(values)
+    """Raise ModelError for a number in `values` that is out of range (see `bounds.check_ranges`)."""
+    bounds.check_ranges(values)
 
 
 def _head_dim(values: Mapping[str, Any], heads: int, *, rotary: bool) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import experts, rope_config
-from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, neutral
-from kumi.spec.families._shared.decoder_config import check_sizes, common_to_hf, model
-from kumi.spec.families._shared.experts import check_experts
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, require_values
+from kumi.spec.families._shared.decoder_config import build_model, check_sizes, common_to_hf
+from kumi.spec.families._shared.experts import checked_moe
 from kumi.spec.model import MLP, LatentAttention, LayerSpec, ModelSpec, MoE
 from kumi.spec.weight_rules import EXPERTS
 
@@ -46,7 +46,7 @@ LATENT_KEYS = {
 def build_deepseek(family: str, values: Mapping[str, Any], *, scoring: str, interleave: bool = True) -> ModelSpec:
     """Return the ModelSpec of `values`; `scoring` is the router's scoring function."""
     check_sizes(values)
-    neutral(family, values, moe_layer_freq=1, seq_aux=True)
+    require_values(family, values, moe_layer_freq=1, seq_aux=True)
     _check_counts(values)
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if kv_heads not in (heads, None):
@@ -67,10 +67,10 @@ def build_deepseek(family: str, values: Mapping[str, Any], *, scoring: str, inte
         rope_config.mscale_all_dim(values),
     )
     dense = LayerSpec(attention, MLP(values["intermediate_size"]))
-    routed = LayerSpec(attention, check_experts(_experts(family, values, scoring)))
+    routed = LayerSpec(attention, checked_moe(_experts(family, values, scoring)))
     first = values["first_k_dense_replace"]
     layers = [dense if index < first else routed for index in range(values["num_hidden_layers"])]
-    return model(family, values, layers, weights=EXPERTS)
+    return build_model(family, values, layers, weights=EXPERTS)
 
 
 def _check_counts(values: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ def _check_counts(values: Mapping[str, Any]) -> None:
 
 
 def deepseek_to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
-    """Return the keys that both families write; without dense layers, intermediate_size is an expert's width."""
+    """Return the config.json keys that both families write; without dense layers, intermediate_size is an expert's."""
     moe, attention = experts.first_moe(spec), spec.layers[0].attention
     if not isinstance(attention, LatentAttention):
         raise ModelError(f"a {spec.family} config.json cannot express {type(attention).__name__}; use LatentAttention")

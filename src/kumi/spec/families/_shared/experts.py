@@ -8,7 +8,7 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import decoder_config
-from kumi.spec.families._shared.config_keys import Key, neutral
+from kumi.spec.families._shared.config_keys import Key, require_values
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, MoE
 
 # The number of experts has two names: transformers 4 writes one, transformers 5 the other.
@@ -18,7 +18,7 @@ SPARSE_LAYER_KEYS = {"decoder_sparse_step": Key("integer", 1), "mlp_only_layers"
 
 
 def num_experts(family: str, values: Mapping[str, Any]) -> int:
-    """Return the routed experts per layer; raise ModelError unless `NUM_EXPERTS_KEYS` give exactly one number."""
+    """Return the number of routed experts of a layer; raise ModelError unless `NUM_EXPERTS_KEYS` give exactly one."""
     counts = {values[name] for name in NUM_EXPERTS_KEYS if values[name] is not None}
     if len(counts) != 1:
         raise ModelError(
@@ -28,8 +28,8 @@ def num_experts(family: str, values: Mapping[str, Any]) -> int:
     return int(counts.pop())
 
 
-def check_experts(moe: MoE) -> MoE:
-    """Return `moe`; raise ModelError unless its router can select `num_experts_per_tok` experts."""
+def checked_moe(moe: MoE) -> MoE:
+    """Return `moe`; raise ModelError unless the router can choose `num_experts_per_tok` experts from its groups."""
     if moe.num_experts_per_tok > moe.num_experts:
         raise ModelError(
             f"config.json: num_experts_per_tok={moe.num_experts_per_tok} is more than the "
@@ -40,13 +40,13 @@ def check_experts(moe: MoE) -> MoE:
             f"config.json: n_group={moe.n_group} must divide the {moe.num_experts} experts of a layer, "
             f"and topk_group={moe.topk_group} be at most n_group; correct them"
         )
-    size = moe.num_experts // moe.n_group
-    if moe.topk_group * size < moe.num_experts_per_tok:
+    group_size = moe.num_experts // moe.n_group
+    if moe.topk_group * group_size < moe.num_experts_per_tok:
         raise ModelError(
-            f"config.json: topk_group={moe.topk_group} groups of {size} experts are fewer than "
+            f"config.json: topk_group={moe.topk_group} groups of {group_size} experts are fewer than "
             f"num_experts_per_tok={moe.num_experts_per_tok}; correct one of them"
         )
-    if moe.has_correction_bias and size < 2:
+    if moe.has_correction_bias and group_size < 2:
         raise ModelError(
             f"config.json: n_group={moe.n_group} leaves one expert per group, but the router scores a group by its "
             f"two best experts; use at most {moe.num_experts // 2}"
@@ -55,7 +55,7 @@ def check_experts(moe: MoE) -> MoE:
 
 
 def with_dense_layers(values: Mapping[str, Any], layers: Sequence[LayerSpec]) -> list[LayerSpec]:
-    """Return MoE `layers` with a dense MLP where `values` (`SPARSE_LAYER_KEYS`) ask for one.
+    """Return MoE `layers` with a dense MLP where the `SPARSE_LAYER_KEYS` of `values` demand it.
 
     Every `decoder_sparse_step`-th layer keeps its experts, except the layers in `mlp_only_layers`.
     """
@@ -74,7 +74,8 @@ def with_dense_layers(values: Mapping[str, Any], layers: Sequence[LayerSpec]) ->
 def experts_to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
     """Return the config.json keys of families with `SPARSE_LAYER_KEYS`.
 
-    Dense layers are listed in `mlp_only_layers`; without dense layers, intermediate_size is an expert's width.
+    Dense layers are listed in `mlp_only_layers`; without dense layers, intermediate_size is that of an
+    expert.
     """
     moe = first_moe(spec)
     dense = {index: layer.mlp for index, layer in enumerate(spec.layers) if isinstance(layer.mlp, MLP)}
@@ -90,7 +91,7 @@ def experts_to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
 def aux_loss_coef(family: str, values: Mapping[str, Any], name: str, default: float) -> float:
     """Return the weight of the load-balancing loss under the key `name`, or `default` where it is null."""
     if values.get("router_jitter_noise"):
-        neutral(family, values, router_jitter_noise=0)
+        require_values(family, values, router_jitter_noise=0)
     coef = values[name]
     if coef is not None and coef < 0:
         raise ModelError(f"config.json: {name}={coef} must not be negative; use 0 for no load-balancing loss")
@@ -98,7 +99,7 @@ def aux_loss_coef(family: str, values: Mapping[str, Any], name: str, default: fl
 
 
 def first_moe(spec: ModelSpec) -> MoE:
-    """Return the MoE of the first layer that has one; raise ModelError if no layer has."""
+    """Return the MoE of the first layer with experts; raise ModelError if no layer has experts."""
     moes = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoE)]
     if not moes:
         raise ModelError(f"a {spec.family} config.json needs at least one layer with experts; use a dense family")

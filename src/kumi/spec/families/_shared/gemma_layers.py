@@ -7,8 +7,8 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import decoder_config, sliding_windows
-from kumi.spec.families._shared.config_keys import DECODER, Key, activation
-from kumi.spec.families._shared.decoder_config import dense, grouped
+from kumi.spec.families._shared.config_keys import DECODER, Key, checked_activation
+from kumi.spec.families._shared.decoder_config import first_dense_mlp, first_grouped_attention
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.weight_rules import Rename, Weights
 
@@ -47,7 +47,7 @@ def gemma_model(family: str, values: Mapping[str, Any], layers: Sequence[LayerSp
     an optional logit softcap.
     """
     cap = values["final_logit_softcapping"]
-    return decoder_config.model(
+    return decoder_config.build_model(
         family,
         values,
         layers,
@@ -75,7 +75,7 @@ def _positive(name: str, value: float) -> float:
 
 def gemma_to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
     """Return the keys that both families write."""
-    attention, mlp = grouped(spec), dense(spec)
+    attention, mlp = first_grouped_attention(spec), first_dense_mlp(spec)
     scalar = attention.head_dim if attention.score_scale is None else round(attention.score_scale**-2, 6)
     return decoder_config.common_to_hf(spec, architecture, mlp.intermediate_size) | {
         "hidden_activation": mlp.hidden_act,
@@ -90,5 +90,5 @@ def gemma_to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
 
 def gemma_mlp(family: str, values: Mapping[str, Any]) -> MLP:
     """Return the gated MLP of `values`."""
-    act = activation(family, "hidden_activation", values["hidden_activation"] or "gelu_pytorch_tanh")
+    act = checked_activation(family, "hidden_activation", values["hidden_activation"] or "gelu_pytorch_tanh")
     return MLP(values["intermediate_size"], hidden_act=act)

@@ -1,6 +1,6 @@
-"""Why a model is not supported: its difference from the nearest family, judged by its model_type and keys.
+"""Explain why a model is not supported: how it differs from the nearest family, judged by model_type and other keys.
 
-Naming only the nearest family would mislead: read as that family, the config would describe another model.
+To name only the nearest family would mislead: read as a config of that family, the file would describe another model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", 
 
 
 def unsupported_reason(config: Mapping[str, Any], families: Container[str]) -> str:
-    """Return why `config` describes a model of none of the `families` (names are values of model_type)."""
+    """Return the reason why `config` describes a model of none of the `families`, which are named by model_type."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if model_type in _DIFFERS:
         return _DIFFERS[model_type]

@@ -25,7 +25,7 @@ def quantization_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `config` of the same model with unquantized weights."""
+    """Return `config` without its quantization_config: the same model with unquantized weights."""
     return {key: value for key, value in config.items() if key != _KEY}
 
 

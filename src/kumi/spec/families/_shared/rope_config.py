@@ -1,7 +1,8 @@
 """Read and write rotary embeddings (RoPE) in a config.json, in both formats.
 
 transformers up to 4 writes `rope_theta` and `rope_scaling` (its type under "rope_type" or, older, "type");
-transformers 5 writes one table, `rope_parameters`. Defaults of a scaling are filled in: a `Rope` is complete.
+transformers 5 writes one table, `rope_parameters`. The defaults of a scaling are filled in, so a `Rope` states
+every parameter of its scaling.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _YARN = {
     "mscale": Key("number?", None),
     "mscale_all_dim": Key("number?", None),
     "truncate": Key("true or false", True),
-    # True if the model was trained with the scaling; no program reads it.
+    # True if the model was trained with the scaling; no program reads this key.
     "finetuned": Key("true or false", True),
 }
 _LLAMA3 = {**_FACTOR, "low_freq_factor": Key("number"), "high_freq_factor": Key("number"), _ORIGINAL: Key("integer")}
@@ -69,7 +70,7 @@ def rope_from_hf(family: str, values: Mapping[str, Any]) -> Rope:
 
 
 def with_default_theta(values: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """Return `values` with rope_theta=`theta` if they give no base; for families with their own default base."""
+    """Return `values`, with rope_theta=`theta` if they have no base; for families with another default base."""
     tables = [values[key] or {} for key in ("rope_parameters", "rope_scaling")]
     has_theta = values["rope_theta"] is not None or any(table.get("rope_theta") is not None for table in tables)
     return dict(values) if has_theta else {**values, "rope_theta": theta}
@@ -91,7 +92,11 @@ def mscales_to_hf(attention: LatentAttention) -> dict[str, float]:
 
 
 def partial_rope_from_hf(family: str, values: Mapping[str, Any], share: float | None, default: float) -> Rope:
-    """Return a partial RoPE, which rotates a share of each head: `share`, or that of a table, or `default`."""
+    """Return a partial RoPE, which rotates a fraction of each head.
+
+    The fraction is `share`, or else partial_rotary_factor of a RoPE table, or else `default`. Raise ModelError if the
+    config gives two fractions, or one that is not above 0 and at most 1.
+    """
     tables = {key: dict(values[key]) if values[key] else None for key in ("rope_scaling", "rope_parameters")}
     given = {share} | {table.pop("partial_rotary_factor", None) for table in tables.values() if table}
     shares = [value for value in given if value is not None] or [default]
@@ -157,7 +162,8 @@ def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: in
             f"config.json: rope type {kind!r} of a {family} model is not supported; "
             f"kumi supports {', '.join(supported)}"
         )
-    # The table may also have partial_rotary_factor: `read` accepts its neutral value.
+    # The table may also have partial_rotary_factor: `read` accepts the values 1 and null, which have no
+    # effect.
     values = read(f"{family} (rope type {kind})", table, _BASE | _SCALING_KEYS[kind])
     _check_positive({**values, "rope_theta": values["rope_theta"] if theta is None else theta})
     base = float(values["rope_theta"] or theta or _DEFAULT_THETA)

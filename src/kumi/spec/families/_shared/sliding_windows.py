@@ -1,7 +1,7 @@
-"""Sliding windows of Qwen models.
+"""Sliding windows in a config.json: the keys of Qwen models, and `layer_types`, which several families have.
 
-Newer configs list the type of every layer in `layer_types`; in older configs the layers from `max_window_layers` on
-have a window. Both apply only if `use_sliding_window` is true.
+Newer configs of Qwen list the type of every layer in `layer_types`. In older configs, layer number `max_window_layers`
+and all later layers have a window. Both apply only if `use_sliding_window` is true.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared.config_keys import Key
-from kumi.spec.families._shared.decoder_config import check_layer_types
+from kumi.spec.families._shared.decoder_config import read_layer_types
 from kumi.spec.model import ModelSpec
 
 WINDOW_KEYS = {
@@ -26,7 +26,7 @@ def windows_from_values(values: Mapping[str, Any]) -> list[int | None]:
     """Return each layer's sliding window; None for full attention."""
     window = values["sliding_window"] if values["use_sliding_window"] else None
     if values["layer_types"] is not None:
-        slides = [kind == "sliding_attention" for kind in check_layer_types(values)]
+        slides = [kind == "sliding_attention" for kind in read_layer_types(values)]
         if window is None and any(slides):
             raise ModelError(
                 f"config.json: layer_types has sliding_attention, but use_sliding_window="

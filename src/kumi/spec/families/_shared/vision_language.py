@@ -1,7 +1,8 @@
 """Vision-language models: kumi reads the language model, and copies all other weights unchanged (passthrough).
 
 The config.json keys of the other parts (`vision_config`, ids of special tokens) are stored in the spec as JSON and
-written back. For text alone, time, height and width positions are equal, so multimodal RoPE equals plain RoPE.
+written back. For text alone, the positions in time, height and width are the same number, so multimodal RoPE equals
+plain RoPE.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kumi.spec.model import ModelSpec
 
 # Keys that may occur outside and inside text_config; if they differ, text_config wins.
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
-# How multimodal RoPE divides dims among its three positions; without effect where these are equal.
+# How multimodal RoPE assigns dims to its three positions, which has no effect where the three are the same.
 _MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 _NO_ROPE_KEYS = {"rope_theta": None, "rope_scaling": None, "rope_parameters": None}
 # Keys that may differ, because no reader uses them.
@@ -36,7 +37,8 @@ class VisionLanguageFamily:
     prefixes                name prefixes of the language model's tensors (see `Weights`)
     defaults                values of keys that text_config lacks
     default_theta           RoPE base if text_config has none; None for the text family's own default
-    either_ties             embeddings are tied if either config says so; else the outer tie_word_embeddings wins
+    either_ties             embeddings are tied if tie_word_embeddings is true at the top level or in text_config; else
+                            the key at the top level wins
     unsupported_text_keys   keys that the text family writes and this family does not have
     """
 
@@ -115,7 +117,7 @@ class VisionLanguageFamily:
     def _split(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Split `config` into the keys of the language model and of the passthrough parts.
 
-        The former are in text_config or, in older configs, at the top level.
+        The language model's keys are in text_config or, in older configs, at the top level.
         """
         outer = {key: value for key, value in config.items() if key in self.passthrough_keys}
         flat = {key: value for key, value in config.items() if key not in (*self.passthrough_keys, "text_config")}
