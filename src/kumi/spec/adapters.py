@@ -15,7 +15,7 @@ _ENDINGS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 
 def has_adapter(lora: Lora, op: Op) -> bool:
     """True if the matrix of `op` gets an adapter from `lora`."""
-    return can_adapt(op) and any(_names(target, op) for target in lora.targets)
+    return can_adapt(op) and any(_is_target(target, op) for target in lora.targets)
 
 
 def can_adapt(op: Op) -> bool:
@@ -23,25 +23,26 @@ def can_adapt(op: Op) -> bool:
     return op.kind == "linear" and not op.experts
 
 
-def _names(target: str, op: Op) -> bool:
+def _is_target(target: str, op: Op) -> bool:
+    """True if `target`, an entry of `Lora.targets`, selects `op`."""
     return target == ALL_LINEAR or op.name.endswith(f".{target}")
 
 
 def add_adapters(lora: Lora, ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Return the operations of a layer with frozen parameters, followed by its adapters."""
+    """Return the operations `ops` of a layer with frozen parameters, followed by the operations of its adapters."""
     adapted = [op for op in ops if has_adapter(lora, op)]
     frozen_ops, index = [], 0
     while index < len(ops):
-        same = _readers(ops, index)
-        # An input that only matrices without adapters read is not saved, because no gradient needs it.
+        same = _same_input(ops, index)
+        # An input of matrices without adapters is not saved, because no gradient needs it.
         needed = not (can_adapt(ops[index]) and not any(op in adapted for op in same))
         frozen_ops += [_quantized(lora, freeze(op if needed else replace(op, saved=()))) for op in same]
         index += len(same)
     return (*frozen_ops, *(_adapter(lora, op) for op in adapted))
 
 
-def _readers(ops: Sequence[Op], index: int) -> Sequence[Op]:
-    """Return the operation at `index`, together with the following matrices that read the input which it saves."""
+def _same_input(ops: Sequence[Op], index: int) -> Sequence[Op]:
+    """Return the operation at `index`; if it is a matrix, also the matrices after it that share its saved input."""
     last = index + 1
     if can_adapt(ops[index]):
         while last < len(ops) and can_adapt(ops[last]) and ops[last].source == ops[index].source:
@@ -64,8 +65,10 @@ def _quantized(lora: Lora, op: Op) -> Op:
 
 
 def _adapter(lora: Lora, op: Op) -> Op:
-    """Return the adapter of `op`. It saves the output of A, with dropout also the input of A, and with DoRA the output
-    that is scaled."""
+    """Return the adapter of `op`.
+
+    It saves the output of A, with dropout also the input of A, and with DoRA the product that the magnitude scales.
+    """
     rank = Dim("lora", lora.r)
     inits = {"default": "kaiming", "gaussian": f"normal {1 / lora.r!r}"}
     params = [
@@ -87,7 +90,7 @@ def is_adapter(name: str) -> bool:
 
 
 def base_weight_name(name: str) -> str:
-    """Return the name of the matrix that the adapter with the tensor `name` belongs to."""
+    """Return the name of the adapted matrix, given the `name` of a tensor of its adapter."""
     for ending in _ENDINGS:
         if name.endswith(ending):
             return f"{name.removesuffix(ending)}.weight"
@@ -97,14 +100,14 @@ def base_weight_name(name: str) -> str:
 def check_targets(lora: Lora, ops: Sequence[Op], family: str) -> None:
     """Raise ConfigError unless each target names a matrix among `ops` that can have an adapter."""
     for target in lora.targets:
-        if any(can_adapt(op) and _names(target, op) for op in ops):
+        if any(can_adapt(op) and _is_target(target, op) for op in ops):
             continue
         if any(op.experts and (op.name.endswith(f".{target}") or target in op.name) for op in ops):
             raise ConfigError(
                 f"lora.target_modules: {target!r} names routed experts, which cannot have adapters, because the "
                 f"matrices of all experts of a layer are one tensor; name some of {_adaptable(ops)}"
             )
-        near = get_close_matches(target, _leaves(ops), n=1)
+        near = get_close_matches(target, _last_names(ops), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
             f"lora.target_modules: no matrix in the layers of this {family} model is called {target!r}; {hint}"
@@ -112,9 +115,9 @@ def check_targets(lora: Lora, ops: Sequence[Op], family: str) -> None:
         )
 
 
-def _leaves(ops: Sequence[Op]) -> list[str]:
+def _last_names(ops: Sequence[Op]) -> list[str]:
     return list(dict.fromkeys(op.name.rpartition(".")[2] for op in ops if can_adapt(op)))
 
 
 def _adaptable(ops: Sequence[Op]) -> str:
-    return ", ".join(_leaves(ops))
+    return ", ".join(_last_names(ops))

@@ -15,8 +15,10 @@ from kumi.spec.op import Activation, Dim, Op, Param, block_norm, linear, norm
 
 
 def attention_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
-    """Yield the operations of the attention half of the layer called `prefix`, in order; none if it has no such "
-    "half."""
+    """Yield the operations of the attention or the Mamba mixer of the layer called `prefix`, in order.
+
+    Yield nothing for a layer without attention and mixer.
+    """
     if layer.attention is None:
         return
     embed = Dim("embed", spec.hidden_size)
@@ -29,7 +31,7 @@ def attention_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op
     yield Op(f"{name}.add", "add", embed, embed)
 
 
-def _grouped(spec: ModelSpec, att: Attention, name: str) -> Iterator[Op]:
+def _grouped_query_ops(spec: ModelSpec, att: Attention, name: str) -> Iterator[Op]:
     """Yield the operations of grouped-query attention on the normalized input."""
     embed = Dim("embed", spec.hidden_size)
     heads = Dim("heads", att.num_attention_heads * att.head_dim, att.head_dim)
@@ -44,13 +46,15 @@ def _grouped(spec: ModelSpec, att: Attention, name: str) -> Iterator[Op]:
             yield norm(f"{name}.{which}", "rmsnorm", dim, weight=weight, init=init)
     if att.rope is not None:
         yield Op(f"{name}.rope", "rope", heads, heads)
-    yield _attention(name, heads, heads, (kv_heads, kv_heads), window=att.sliding_window, sinks=att.sinks)
+    yield _attention_kernel(name, heads, heads, (kv_heads, kv_heads), window=att.sliding_window, sinks=att.sinks)
     yield linear(f"{name}.o_proj", heads, embed, bias=att.out_bias)
 
 
-def _latent(spec: ModelSpec, att: LatentAttention, name: str) -> Iterator[Op]:
-    """Yield the operations of multi-head latent attention on the normalized input, with keys and values of every "
-    "head."""
+def _latent_ops(spec: ModelSpec, att: LatentAttention, name: str) -> Iterator[Op]:
+    """Yield the operations of multi-head latent attention on the normalized input.
+
+    The kernel reads the keys and values of every head, not the latent vector.
+    """
     embed, count = Dim("embed", spec.hidden_size), att.num_attention_heads
     queries = Dim("heads", count * att.qk_head_dim, att.qk_head_dim)
     values = Dim("heads", count * att.v_head_dim, att.v_head_dim)
@@ -73,15 +77,17 @@ def _latent(spec: ModelSpec, att: LatentAttention, name: str) -> Iterator[Op]:
     )
     yield Op(f"{name}.rope", "rope", queries, queries)
     keys = Dim("kv_heads", queries.size, queries.unit)
-    yield _attention(name, queries, values, (keys, Dim("kv_heads", values.size, values.unit)))
+    yield _attention_kernel(name, queries, values, (keys, Dim("kv_heads", values.size, values.unit)))
     yield linear(f"{name}.o_proj", values, embed, bias=att.bias)
 
 
-def _attention(
+def _attention_kernel(
     name: str, queries: Dim, values: Dim, kv: tuple[Dim, Dim], *, window: int | None = None, sinks: bool = False
 ) -> Op:
-    """Return the attention kernel. It saves queries, keys, values, its output, and the log-sum-exp of each head's "
-    "scores."""
+    """Return the attention kernel.
+
+    It saves queries, keys, values, its output, and the log-sum-exp of each head's scores.
+    """
     count = Dim("heads", queries.count)
     saved = (*(Activation((dim,)) for dim in (queries, *kv, values)), Activation((count,), "float32"))
     params = (Param(f"{name}.sinks", (count,)),) if sinks else ()
@@ -98,9 +104,10 @@ def _attention(
     )
 
 
-# Class of `LayerSpec.attention` -> (model, its spec, name prefix) -> its operations on the normalized input.
+# Class of `LayerSpec.attention` -> a function of the model, the attention or mixer, and its name, that yields the
+# operations on the normalized input.
 MIXER_OPS: dict[type, Callable[[ModelSpec, Any, str], Iterator[Op]]] = {
-    Attention: _grouped,
-    LatentAttention: _latent,
+    Attention: _grouped_query_ops,
+    LatentAttention: _latent_ops,
     Mamba: mamba_ops,
 }

@@ -25,6 +25,8 @@ class BatchSpec:
     @overload
     def microbatches(self, layout: Any) -> Any: ...
     def microbatches(self, layout: Any) -> Any:
-        """Return the number of microbatches that each data-parallel rank runs in a step: an int for one layout, an
-        array for `kumi.plan.layout_batch.LayoutBatch`."""
+        """Return the number of microbatches that each data-parallel rank runs in a step.
+
+        It is an int for a `Layout`, and an array for `kumi.plan.layout_batch.LayoutBatch`.
+        """
         return self.sequences // (layout.dp * layout.microbatch)

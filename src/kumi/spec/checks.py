@@ -1,8 +1,8 @@
 """Check one layout against the rules, and return one sentence for each rule that it breaks.
 
-illegal                 rules that hold whatever trains the model (`kumi.spec.layout_rules`)
-not_divisible           the subset of these that concerns tensors only, for converting a model
-unsupported_by_trainer  limits of this version's trainer (`kumi.spec.trainable`)
+illegal                 the rules that hold for every trainer (`kumi.spec.layout_rules`)
+not_divisible           the subset of these rules that concerns only tensors, for converting a model
+unsupported_by_trainer  the limits of this version's trainer (`kumi.spec.trainable`)
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ def unsupported_by_trainer(job: Job, layout: Layout) -> list[str]:
 
 
 def layout_unsupported_by_trainer(job: Job, layout: Layout) -> list[str]:
-    """Return the reasons of `unsupported_by_trainer` without the one about the model's family."""
+    """Return the reasons of `unsupported_by_trainer`, without the reason about the model's family."""
     return violations(trainer_rules(job), layout, UNSUPPORTED)

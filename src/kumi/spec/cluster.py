@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or one CPU process's share of a machine. The fields from `memory_bandwidth` on are measured.
+    """One accelerator, or the cores and memory of one CPU process. The fields from `memory_bandwidth` on are measured.
 
     - `kind`: "cuda" or "cpu".
     - `memory`: bytes.
@@ -19,7 +19,7 @@ class Device:
     - `stream`: share of `memory_bandwidth` that element-wise kernels reach.
     - `matmul`: (dtype, share of the peak that large matmuls reach) pairs; "" for all other dtypes.
     - `attention`: shares of the peak that fused attention reaches, forward and backward.
-    - `processors`: units over which the tiles of a kernel are distributed; 0 if unknown.
+    - `processors`: streaming multiprocessors, over which the tiles of a kernel are distributed; 0 if unknown.
     - `launch`: seconds between two kernels if the host is the bottleneck.
     - `reserved`: bytes that the CUDA context and the communication library use outside of the allocator.
     - `price`: per hour.
@@ -53,7 +53,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """A link that connects blocks of `span` consecutive devices.
+    """A kind of link that connects the devices within each block of `span` consecutive devices.
 
     - `bandwidth`: bytes/s that each device sends, and receives, while all devices do (the devices of a node share its
       network cards).
@@ -70,7 +70,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """The host of a node; 0 if unknown.
+    """The host of a node; a figure is 0 if it is unknown.
 
     - `memory`: bytes.
     - `device_bandwidth`: bytes/s between the host and each device.
@@ -99,7 +99,7 @@ class MachineRuns:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """`nodes` machines with `devices_per_node` equal devices each, evenly distributed over `sites`.
+    """`nodes` machines with `devices_per_node` devices of one type each, evenly distributed over `sites`.
 
     - `source`: origin of this description.
     - `links`: from the innermost (inside a node) to the outermost (between sites); empty if unknown.

@@ -20,7 +20,7 @@ class Divisibility:
 
     - `tensor`: (config key, count) pairs for tp: query heads, head groups of Mamba mixers, feed-forward widths.
     - `kv_heads`: key-value heads, for tp; see `tp_divides_kv_heads`.
-    - `width`: intermediate sizes of routed experts, for expert_tp.
+    - `width`: intermediate sizes of a routed expert, for expert_tp.
     - `experts`: numbers of routed experts, for ep.
     - `needs_full_sequence`: a layer cannot work on a part of a sequence, so cp must be 1.
     """
@@ -59,17 +59,18 @@ def divisibility(model: ModelSpec) -> Divisibility:
     """Return the counts that the degrees of a layout for `model` must divide."""
     ops = [op for kind in unique_layer_ops(model) for op in kind]
     names = {"heads": "num_attention_heads", "groups": "n_groups", "ffn": "intermediate_size"}
-    dense = {(dim, count) for op in ops if not op.experts for dim, count in _cut_by_tp(op)}
+    dense = {(dim, count) for op in ops if not op.experts for dim, count in _tp_dims(op)}
     return Divisibility(
         tuple(sorted((names.get(dim, dim), count) for dim, count in dense if dim != "kv_heads")),
         tuple(sorted(count for dim, count in dense if dim == "kv_heads")),
-        tuple(sorted({count for op in ops if op.experts for _, count in _cut_by_tp(op)})),
+        tuple(sorted({count for op in ops if op.experts for _, count in _tp_dims(op)})),
         tuple(sorted({op.experts for op in ops if op.experts})),
         any(op.kind == "scan" for op in ops),
     )
 
 
-def _cut_by_tp(op: Op) -> Iterator[tuple[str, int]]:
+def _tp_dims(op: Op) -> Iterator[tuple[str, int]]:
+    """Return the name and the number of units of each dim of `op` that tp shards."""
     return ((dim.name, dim.count) for dim in (op.source, op.target) if DIM_TO_AXIS.get(dim.name) == "tp")
 
 

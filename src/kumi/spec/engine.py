@@ -14,27 +14,28 @@ class Engine:
 
     Memory:
 
-    - `half_weights`: compute-dtype weights are resident beside float32 master weights, which belong to the optimizer;
-      else float32 weights are cast at each use.
+    - `half_weights`: weights in the 16-bit compute dtype are resident in addition to float32 master weights, which
+      belong to the optimizer; else float32 weights are cast at each use.
     - `grad_itemsize`: bytes of an accumulated gradient element.
-    - `half_grads`: a gradient in the compute dtype exists in addition.
+    - `half_grads`: each parameter has a gradient in the compute dtype in addition to the accumulated one.
     - `logit_bytes`: bytes per logit of a microbatch; 0 if logits are computed chunk by chunk.
-    - `cut_logit_bytes`: the same if tp shards the vocabulary; 0 if equal.
-    - `whole_logits`: ranks that share the vocabulary all-gather the logits.
+    - `cut_logit_bytes`: bytes per logit of a rank if tp shards the vocabulary; 0 if they are `logit_bytes` then, too.
+    - `whole_logits`: the tp ranks, each with a shard of the vocabulary, all-gather the logits.
     - `dropout`: dropout masks are saved.
     - `autograd`: kinds of element-wise operations that autograd differentiates op by op, so that a "norm" saves float32
       copies and a "gate" every factor; custom kernels save only their inputs.
     - `selective`: the operations that selective recomputation does not repeat: "products" (matmuls and attention),
       "half-products" (every second matmul, and attention) or "attention" (everything outside of attention).
     - `bucket_bytes`: fixed communication buffers for gradients and parameters.
-    - `update_itemsize`: bytes per element of a rank's shard of transient copies in the update.
-    - `head_stays`: the all-gathered head is freed, and its gradient reduced, only after the backward of all layers.
-    - `stage_output`: a pipeline stage keeps the activations that it has sent until their backward.
-    - `gathered_inputs`: under sequence parallelism, column-parallel matrices save their all-gathered input, not the
-      rank's shard.
+    - `update_itemsize`: bytes of temporary copies during the update, per element of a rank's shard.
+    - `head_stays`: the all-gathered head is freed, and its gradient reduced, only after the backward pass of all
+      layers.
+    - `stage_output`: a pipeline stage keeps the activations that it has sent until their backward pass.
+    - `gathered_inputs`: under sequence parallelism, column-parallel matrices save their all-gathered input
+      instead of the rank's shard of it.
     - `nvme_params`: `offload = "states-nvme"` moves parameters and gradients to the drives as well, through host
-      buffers of the size of the two largest units; else only optimizer states, through the staging buffers of
-      `kumi.spec.techniques`.
+      buffers of the size of the two largest FSDP units; else it moves only optimizer states, through the staging
+      buffers of `kumi.spec.techniques`.
 
     Compute:
 
@@ -43,17 +44,19 @@ class Engine:
       kernels written for their device), "flash-1" (Dao et al., 2022, arXiv:2205.14135), or scores in memory with or
       without a fused softmax.
     - `dispatch`: time that the host takes per kernel, as a multiple of the device's bare launch interval.
-    - `recompute_whole`: a recomputed layer repeats its last message as well, and the head's input is all-gathered a
+    - `recompute_whole`: a recomputed layer repeats its last collective as well, and the head's input is all-gathered a
       second time for the gradient of its weights.
 
     Communication:
 
-    - `overlap_grads`, `overlap_params`, `overlap_tp`, `overlap_pp`: communication that overlaps with compute.
+    - `overlap_grads`, `overlap_params`, `overlap_tp`, `overlap_pp`: True for each kind of communication that
+      overlaps with computation.
     - `scatter_sends`: ranks that hold the same tensor each send a part of it to the next stage, which all-gathers it.
     - `grad_reduce_itemsize`: bytes per element of gradients in messages.
-    - `message_bytes`: size of the messages of gradients and weights once per step; 0 for a single message.
+    - `message_bytes`: size of the messages in which gradients and weights are sent once per step; 0 if all are sent in
+      one message.
     - `tokens_once`: a token is sent once to a node, or a rank, that has several of its experts.
-    - `wide_ring`: ring attention sends gradients of keys and values in float32, else in the compute dtype.
+    - `wide_ring`: ring attention sends the gradients of keys and values in float32; else in the compute dtype.
 
     `stack`: "fsdp" if the trainer builds on PyTorch's FSDP or its like, "megatron" if on Megatron-LM's 3D parallelism.
     `source` names the origin of these facts.

@@ -1,5 +1,4 @@
-"""Dataclass fields with a description. The run-file key of the same meaning takes its default and its text from "
-"them."""
+"""Dataclass fields with a description, from which the run-file key of the same meaning takes its default and text."""
 
 from __future__ import annotations
 

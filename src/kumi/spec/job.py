@@ -18,7 +18,7 @@ from kumi.spec.precision import ITEMSIZE, Precision
 class Job:
     """A model, a cluster, a batch and the precision, trained by `engine`.
 
-    - `numerics`: kernels of a CPU; None before they are measured.
+    - `numerics`: the choice among the kernels of a CPU (`kumi.spec.numerics`); None before they are measured.
     - `margin`: share of device memory that a plan must leave free; None for the default (`plan.uncertainty.margin`).
     - `cluster_of_nodes`: returns the cluster with another number of nodes; None if the links between nodes are unknown.
     """

@@ -22,7 +22,7 @@ class Layout:
     - `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`: degrees; their product is the number of ranks. `dp_replicate` > 1
       with `dp_shard` > 1 is hybrid sharding.
     - `ep`, `expert_tp`: experts are distributed over `ep` groups, and each expert is sharded over `expert_tp` ranks.
-      The ranks are those of `dp_shard`, `cp` and `tp`.
+      These ranks are the `dp_shard` x `cp` x `tp` ranks of a replica.
     - `zero`: states that the `dp_shard` x `cp` ranks shard (Rajbhandari et al., 2020, arXiv:1910.02054): 0 none,
       1 optimizer states, 2 also gradients, 3 also parameters.
     - `microbatch`: sequences of a microbatch.
@@ -36,7 +36,8 @@ class Layout:
     - `offload`: tensors that move to the host, or its NVMe drives: optimizer states, all states, or saved activations.
     - `context`: how attention reads the other parts of a sequence: keys and values travel round a ring ("ring"; Liu et
       al., 2023, arXiv:2310.01889), or an all-to-all exchanges heads ("ulysses"; Jacobs et al., 2023, arXiv:2309.14509).
-    - `tiles`: parts of their columns in which dense feed-forward layers are computed, one after the other.
+    - `tiles`: number of parts into which the intermediate dimension of dense feed-forward layers is split; the parts
+      are computed one after the other.
     """
 
     pp: int = 1

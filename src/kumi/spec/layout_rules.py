@@ -1,6 +1,6 @@
 """The rules that a layout must keep to be legal for a model, a cluster and a batch, whatever trains it.
 
-`layout_rules` is the list of them. The search applies the rules to arrays of layouts, `kumi.spec.checks` applies them
+`layout_rules` returns all of them. The search applies the rules to arrays of layouts, `kumi.spec.checks` applies them
 to one layout. The limits of this version's trainer are in `kumi.spec.trainable`.
 """
 
@@ -23,7 +23,7 @@ from kumi.spec.schedules import SCHEDULES
 from kumi.spec.schedules.schedule_record import Schedule
 from kumi.spec.sharding import max_rank_layers, rank_layers
 
-# The largest legal values with 4-bit frozen matrices, which every rank holds unsharded.
+# Field -> its largest legal value with 4-bit frozen matrices, which every rank holds unsharded.
 _MOST_WITH_QUANTIZED = {"tp": 1, "zero": 0}
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", "stages", "microbatch", "tiles")
 
@@ -32,40 +32,40 @@ def layout_rules(model: ModelSpec, cluster: ClusterSpec, batch: BatchSpec) -> tu
     """Return every rule for training `model` on `cluster` with `batch`."""
     return (
         *shape_rules(),
-        *_cluster(cluster),
-        *_offload(cluster.host),
-        *_tensor(model),
-        *_sequence(batch),
-        *_context(model),
+        *_cluster_rules(cluster),
+        *_offload_rules(cluster.host),
+        *_tp_rules(model),
+        *_sequence_rules(batch),
+        *_context_rules(model),
         *expert_rules(model),
-        *_quantized(model),
-        *_length(model, batch),
-        *_batch(batch),
-        *_stages(model),
-        *_schedule(batch),
-        *_recompute(model),
+        *_quantized_rules(model),
+        *_length_rules(model, batch),
+        *_batch_rules(batch),
+        *_stage_rules(model),
+        *_schedule_rules(batch),
+        *_recompute_rules(model),
     )
 
 
 def shape_rules() -> Iterator[LayoutRule]:
     """Yield the rules that a layout must keep for any model: valid values of its fields, and degrees that fit
     `zero`."""
-    yield from _degrees()
-    yield from _zero()
+    yield from _field_rules()
+    yield from _zero_rules()
 
 
 def tensor_rules(model: ModelSpec) -> Iterator[LayoutRule]:
-    """Yield the rules for dividing the tensors of `model`: tp, ep and expert_tp divide dims, stages divide layers."""
-    yield from _tensor(model)
+    """Yield the rules for sharding the tensors of `model`: dims over tp, ep and expert_tp, layers over stages."""
+    yield from _tp_rules(model)
     yield from expert_rules(model)
-    yield from _stages(model)
+    yield from _stage_rules(model)
 
 
-def _degrees() -> Iterator[LayoutRule]:
-    """Yield the rules for the value of each field. All other rules come after these, because they divide by degrees."""
-    yield from map(_degree, _DEGREES)
+def _field_rules() -> Iterator[LayoutRule]:
+    """Yield the rules for the value of each field. All other rules require these, because they divide by degrees."""
+    yield from map(_positive_rule, _DEGREES)
     for name, words in (("recompute", RECOMPUTE), ("offload", OFFLOAD), ("context", CONTEXT)):
-        yield _word(name, words)
+        yield _word_rule(name, words)
     yield LayoutRule(
         "degrees",
         lambda x: (x.zero >= 0) & (x.zero <= 3),
@@ -74,7 +74,7 @@ def _degrees() -> Iterator[LayoutRule]:
     )
 
 
-def _degree(name: str) -> LayoutRule:
+def _positive_rule(name: str) -> LayoutRule:
     return LayoutRule(
         "degrees",
         lambda x: getattr(x, name) >= 1,
@@ -83,7 +83,7 @@ def _degree(name: str) -> LayoutRule:
     )
 
 
-def _word(name: str, words: tuple[str, ...]) -> LayoutRule:
+def _word_rule(name: str, words: tuple[str, ...]) -> LayoutRule:
     return LayoutRule(
         "degrees",
         lambda x: x.one_of(name, words),
@@ -92,7 +92,7 @@ def _word(name: str, words: tuple[str, ...]) -> LayoutRule:
     )
 
 
-def _zero() -> Iterator[LayoutRule]:
+def _zero_rules() -> Iterator[LayoutRule]:
     yield LayoutRule(
         "zero",
         lambda x: (x.zero == 0) | (x.dp_shard * x.cp > 1) | (x.dp_replicate == 1),
@@ -119,7 +119,7 @@ def _zero() -> Iterator[LayoutRule]:
     )
 
 
-def _cluster(cluster: ClusterSpec) -> Iterator[LayoutRule]:
+def _cluster_rules(cluster: ClusterSpec) -> Iterator[LayoutRule]:
     yield LayoutRule(
         "cluster",
         lambda x: x.world_size == cluster.devices,
@@ -131,10 +131,10 @@ def _cluster(cluster: ClusterSpec) -> Iterator[LayoutRule]:
     )
 
 
-def _offload(host: Host) -> Iterator[LayoutRule]:
-    for place, missing in host_lacks(host).items():
+def _offload_rules(host: Host) -> Iterator[LayoutRule]:
+    for place, missing in missing_host_facts(host).items():
         if missing:
-            yield _lacks(missing, [name for name in OFFLOAD if not _uses(place, name)])
+            yield _host_rule(missing, [name for name in OFFLOAD if not _uses(place, name)])
 
 
 def _uses(place: str, offload: str) -> bool:
@@ -142,7 +142,7 @@ def _uses(place: str, offload: str) -> bool:
     return offload.endswith("-nvme") if place == "nvme" else offload != "none"
 
 
-def _lacks(missing: str, possible: list[str]) -> LayoutRule:
+def _host_rule(missing: str, possible: list[str]) -> LayoutRule:
     return LayoutRule(
         "offload",
         lambda x: x.one_of("offload", possible),
@@ -153,8 +153,11 @@ def _lacks(missing: str, possible: list[str]) -> LayoutRule:
     )
 
 
-def host_lacks(host: Host) -> dict[str, str]:
-    """Return the missing facts about offloading to "host" and to "nvme"; an empty text where all are given."""
+def missing_host_facts(host: Host) -> dict[str, str]:
+    """Return the names of the fields of `host` that offloading to "host" and to "nvme" needs and that are unknown.
+
+    The text is empty for a place whose fields are all known.
+    """
     facts = {
         "host": {"host.memory": host.memory, "host.device_bandwidth": host.device_bandwidth},
         "nvme": {"host.nvme": host.nvme, "host.nvme_bandwidth": host.nvme_bandwidth},
@@ -162,10 +165,11 @@ def host_lacks(host: Host) -> dict[str, str]:
     return {place: " and ".join(name for name, value in values.items() if not value) for place, values in facts.items()}
 
 
-def _tensor(model: ModelSpec) -> Iterator[LayoutRule]:
+def _tp_rules(model: ModelSpec) -> Iterator[LayoutRule]:
     need = divisibility(model)
 
     def remedy() -> str:
+        # Every divisor of all counts that also fits the key-value heads is a legal tp.
         common = gcd(*(count for _, count in need.tensor))
         return f"set tp = {joined_by_or([degree for degree in divisors(common) if need.tp_divides_kv_heads(degree)])}"
 
@@ -189,7 +193,7 @@ def _tensor(model: ModelSpec) -> Iterator[LayoutRule]:
     yield from map(divides_or_repeats, need.kv_heads)
 
 
-def _sequence(batch: BatchSpec) -> Iterator[LayoutRule]:
+def _sequence_rules(batch: BatchSpec) -> Iterator[LayoutRule]:
     yield LayoutRule(
         "sequence",
         lambda x: (x.cp == 1) | (batch.seq_len % (2 * x.cp) == 0),
@@ -209,9 +213,12 @@ def _sequence(batch: BatchSpec) -> Iterator[LayoutRule]:
     )
 
 
-def _context(model: ModelSpec) -> Iterator[LayoutRule]:
-    """Yield the rules of context parallelism. Ulysses distributes the heads of a tp rank over its cp ranks, and copies
-    key-value heads where there are fewer of them than ranks."""
+def _context_rules(model: ModelSpec) -> Iterator[LayoutRule]:
+    """Yield the rules of context parallelism.
+
+    Ulysses distributes the heads of a tp rank over the cp ranks, and copies key-value heads if they are fewer than the
+    cp ranks.
+    """
     need = divisibility(model)
     if need.needs_full_sequence:
         yield LayoutRule(
@@ -226,7 +233,7 @@ def _context(model: ModelSpec) -> Iterator[LayoutRule]:
     without_ulysses = all_but(CONTEXT, "ulysses")
 
     def holds(x: Any) -> Any:
-        # Another rule reports heads that tp does not divide.
+        # If tp does not divide the heads, a rule of `_tp_rules` reports that instead.
         undivided = reduce(or_, (count % x.tp != 0 for count in need.heads), False)
         return (x.cp == 1) | x.one_of("context", without_ulysses) | undivided | need.divides_heads(x.cp, x.tp)
 
@@ -254,7 +261,7 @@ def expert_rules(model: ModelSpec) -> Iterator[LayoutRule]:
     """Yield the rules of `ep` and `expert_tp`."""
     need = divisibility(model)
     if not need.experts:
-        yield from map(_without_experts, ("ep", "expert_tp"))
+        yield from map(_no_experts_rule, ("ep", "expert_tp"))
         return
     yield LayoutRule(
         "experts",
@@ -272,10 +279,10 @@ def expert_rules(model: ModelSpec) -> Iterator[LayoutRule]:
             f"set expert_tp = {joined_by_or(divisors(gcd(*need.width)))}"
         ),
     )
-    yield LayoutRule("experts", lambda x: x.dp_shard * x.cp * x.tp % (x.ep * x.expert_tp) == 0, _undistributed)
+    yield LayoutRule("experts", lambda x: x.dp_shard * x.cp * x.tp % (x.ep * x.expert_tp) == 0, _expert_ranks_message)
 
 
-def _without_experts(name: str) -> LayoutRule:
+def _no_experts_rule(name: str) -> LayoutRule:
     return LayoutRule(
         "experts",
         lambda x: getattr(x, name) == 1,
@@ -283,7 +290,7 @@ def _without_experts(name: str) -> LayoutRule:
     )
 
 
-def _undistributed(layout: Layout) -> str:
+def _expert_ranks_message(layout: Layout) -> str:
     ranks = layout.dp_shard * layout.cp * layout.tp
     return (
         f"ep x expert_tp = {layout.ep * layout.expert_tp} does not divide the dp_shard x cp x tp = {ranks} ranks that "
@@ -291,7 +298,7 @@ def _undistributed(layout: Layout) -> str:
     )
 
 
-def _quantized(model: ModelSpec) -> Iterator[LayoutRule]:
+def _quantized_rules(model: ModelSpec) -> Iterator[LayoutRule]:
     """Yield the rules of 4-bit matrices, which cannot be sharded: each scale belongs to a block of the matrix."""
     quantize = "" if model.lora is None else model.lora.quantize
 
@@ -309,7 +316,7 @@ def _quantized(model: ModelSpec) -> Iterator[LayoutRule]:
         yield from (at_most(name, most) for name, most in _MOST_WITH_QUANTIZED.items())
 
 
-def _length(model: ModelSpec, batch: BatchSpec) -> Iterator[LayoutRule]:
+def _length_rules(model: ModelSpec, batch: BatchSpec) -> Iterator[LayoutRule]:
     yield LayoutRule(
         "length",
         lambda x: batch.seq_len <= model.max_position_embeddings,
@@ -320,8 +327,8 @@ def _length(model: ModelSpec, batch: BatchSpec) -> Iterator[LayoutRule]:
     )
 
 
-def _batch(batch: BatchSpec) -> Iterator[LayoutRule]:
-    """Yield the rules of the batch. Each comes after the one before, so only the first violation is reported."""
+def _batch_rules(batch: BatchSpec) -> Iterator[LayoutRule]:
+    """Yield the rules of the batch. Each requires the rules before it, so only the first violation is reported."""
     after = ("degrees", "batch")
     yield LayoutRule(
         "batch",
@@ -357,7 +364,7 @@ def _sequences(count: int) -> str:
     return f"{count} sequence{'' if count == 1 else 's'}"
 
 
-def _stages(model: ModelSpec) -> Iterator[LayoutRule]:
+def _stage_rules(model: ModelSpec) -> Iterator[LayoutRule]:
     """Yield the rules of pipeline stages. Only the first stage, with the embedding, and the last, with the head, may
     have no layers."""
     layers = model.num_hidden_layers
@@ -395,30 +402,32 @@ def _stages(model: ModelSpec) -> Iterator[LayoutRule]:
     )
 
 
-def _schedule(batch: BatchSpec) -> Iterator[LayoutRule]:
-    """Yield the rules of `kumi.spec.schedule.illegal_schedule`: of schedule and stages, and, after these and the rules
-    of the batch, of microbatches."""
+def _schedule_rules(batch: BatchSpec) -> Iterator[LayoutRule]:
+    """Yield the rules of `kumi.spec.schedule.illegal_schedule` about stages and about microbatches.
+
+    The rule about microbatches requires the rule about stages and those of the batch.
+    """
     yield LayoutRule(
         "schedule",
-        lambda x: _by_schedule(x, lambda record: record.takes_stages(x.stages)),
+        lambda x: _holds_for_schedule(x, lambda record: record.takes_stages(x.stages)),
         lambda layout: str(illegal_schedule(layout.schedule, layout.pp, layout.stages, 0)),
     )
     yield LayoutRule(
         "microbatches",
-        lambda x: _by_schedule(x, lambda record: record.takes_microbatches(x.pp, batch.microbatches(x))),
+        lambda x: _holds_for_schedule(x, lambda record: record.takes_microbatches(x.pp, batch.microbatches(x))),
         lambda layout: str(illegal_schedule(layout.schedule, layout.pp, layout.stages, batch.microbatches(layout))),
         ("degrees", "batch", "schedule"),
     )
 
 
-def _by_schedule(x: Any, holds: Callable[[Schedule], Any]) -> Any:
-    """Return `holds` of the schedule of `x`, or of each row's schedule."""
-    return reduce(or_, (x.one_of("schedule", names) & holds(SCHEDULES[names[0]]) for names in _equal_schedules()))
+def _holds_for_schedule(x: Any, holds: Callable[[Schedule], Any]) -> Any:
+    """Return `holds` for the record of the schedule of `x`; for a batch of layouts, for the schedule of each layout."""
+    return reduce(or_, (x.one_of("schedule", names) & holds(SCHEDULES[names[0]]) for names in _schedules_by_needs()))
 
 
 @lru_cache
-def _equal_schedules() -> tuple[tuple[str, ...], ...]:
-    """Return the names of schedules, grouped by the stages and microbatches that they take."""
+def _schedules_by_needs() -> tuple[tuple[str, ...], ...]:
+    """Return the names of all schedules; those in one group take the same numbers of stages and microbatches."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, schedule in SCHEDULES.items():
         groups.setdefault(
@@ -427,7 +436,7 @@ def _equal_schedules() -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in groups.values())
 
 
-def _recompute(model: ModelSpec) -> Iterator[LayoutRule]:
+def _recompute_rules(model: ModelSpec) -> Iterator[LayoutRule]:
     layers, after = model.num_hidden_layers, ("degrees", "stages", "schedule", "microbatches", "recompute")
     recomputing = all_but(RECOMPUTE, "none")
 

@@ -1,7 +1,7 @@
 """The ledger: a model as a list of operations over named dims.
 
     spec  ->  ops(spec): embedding, layer 0 .. L-1, head, each with its parameters and the activations it saves
-              params(spec): every parameter's native name, dims, initialization
+              params(spec): every parameter with its native name (see `kumi.spec.weight_rules`), dims, initialization
               num_params(spec), forward_flops(spec, ...), train_flops(spec, ...)
 
 Parameter names and shapes, FLOPs, activation bytes, sharding and conversion are all read from here.
@@ -47,7 +47,7 @@ __all__ = [
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Prefix of the names of all tensors within layers; the index of the layer follows.
 LAYERS = "model.layers."
-# Logits of a chunk of the head, on accelerators and on a CPU, and the minimum of its tokens.
+# The number of logits in a chunk of the head, on accelerators and on a CPU, and the minimum number of its tokens.
 CHUNK_LOGITS, MIN_CHUNK_TOKENS = (2**27, 2**22), 128
 
 
@@ -144,7 +144,7 @@ def trained_params(spec: ModelSpec) -> int:
 
 
 def active_params(spec: ModelSpec) -> float:
-    """Return the number of active parameters per token: of routed experts, only the share that a token is routed to."""
+    """Return the number of parameters that a token uses: of routed experts, only those to which the token is routed."""
     return sum(
         count * param.numel * (op.passes / op.experts if op.experts else 1)
         for op, count in unique_ops(spec)
@@ -155,7 +155,7 @@ def active_params(spec: ModelSpec) -> float:
 def unique_ops(spec: ModelSpec) -> Iterator[tuple[Op, int]]:
     """Yield the operations of the embedding, of each unique layer and of the head, and how often each occurs.
 
-    The cost does not grow with the number of equal layers.
+    The number of operations does not grow with the number of identical layers.
     """
     layers = Counter(spec.unique_layers()[1])
     yield from ((op, 1) for op in (*embedding_ops(spec), *head_ops(spec)))
@@ -168,8 +168,7 @@ def forward_flops(spec: ModelSpec, tokens: int, seq_len: int) -> int:
 
 
 def logit_chunk(vocab_size: int, device_kind: str) -> int:
-    """Return the tokens of a chunk of the head: enough for matmuls at full speed, with few logits compared to the "
-    "model."""
+    """Return the tokens of a chunk of the head: enough for fast matmuls, but few logits compared to the model."""
     return max(MIN_CHUNK_TOKENS, CHUNK_LOGITS[device_kind == "cpu"] // vocab_size)
 
 

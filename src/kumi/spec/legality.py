@@ -1,5 +1,4 @@
-"""Rules about layouts. A rule is one condition, for one layout or for arrays of layouts, and a sentence for a "
-"violation."""
+"""Rules about layouts: a condition on one layout or on arrays of layouts, and the message if it does not hold."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ class LayoutRule:
 
     - `topic`: subject of the rule.
     - `holds(x)`: takes a `Layout` and returns a bool, or takes `kumi.plan.layout_batch.LayoutBatch` and returns an
-      array of bools (or one bool for all rows). It may use only what both have (fields, `dp`, `world_size` and
+      array of bools (or one bool for all layouts). It may use only what both have (fields, `dp`, `world_size` and
       `one_of`), and operators with the same meaning for numbers and arrays: no `and`, `or`, `not` or `~` on possible
       arrays.
     - `message(layout)`: the sentence for a layout that breaks the rule.
-    - `after`: topics that must be in order first. The rule is skipped if a rule of one of these topics is broken.
+    - `after`: topics of other rules. This rule is skipped if a rule of one of these topics is broken.
     - `scope`: `ILLEGAL` or `UNSUPPORTED`.
     """
 

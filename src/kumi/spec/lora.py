@@ -26,17 +26,17 @@ NF4_BITS, NF4_BLOCK = 4, 64
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters on the matrices of layers. A starts from `init`, B from zero. `quantize` is "" for 'none' in a run "
-    "file."""
+    """Adapters on the matrices of layers. A starts from `init`, B from zero. `quantize` is "" for no quantization."""
 
     r: int = described("Rank of the adapters.", 16)
     alpha: float = described("The output of an adapter is multiplied by `alpha` / `r`; `lora_alpha` in PEFT.", 32.0)
     targets: tuple[str, ...] = described(
         "Matrices that get adapters, by the ends of their names in kumi (`q_proj`, `mlp.up_proj`); "
-        "'all-linear' is all those of the layers but routers, routed experts and, beside these, feed-forward layers.",
+        "'all-linear' is every matrix of the layers, except routers, routed experts and, in models with routed "
+        "experts, feed-forward layers.",
         (ALL_LINEAR,),
     )
-    dropout: float = described("Share of an adapter's input that is dropped in training.", 0.0)
+    dropout: float = described("Fraction of an adapter's input that is dropped in training.", 0.0)
     use_rslora: bool = described("Divide `alpha` by the square root of `r` instead.", False)
     use_dora: bool = described("Train the magnitude of each row of the adapted matrices separately (DoRA).", False)
     init: str = described(

@@ -38,8 +38,10 @@ def _convolution(name: str, mamba: Mamba, dim: Dim) -> Op:
 
 
 def _scan(name: str, mamba: Mamba, channels: Dim, shared: Dim, heads: Dim) -> Op:
-    """Return the recurrence over x, b, c and dt. A starts at -1, -2, ... and dt in 0.001 to 0.1, as in the paper's "
-    "code."""
+    """Return the recurrence over x, b, c and dt.
+
+    A starts at -1, -2, ... and dt between 0.001 and 0.1, as in the paper's code.
+    """
     inits = {"A_log": "log_index", "D": "ones", "dt_bias": "step"}
     params = tuple(Param(f"{name}.{leaf}", (heads,), init) for leaf, init in inits.items())
     saved = tuple(Activation((dim,)) for dim in (channels, shared, shared, heads))

@@ -13,8 +13,10 @@ _SAVES_ONLY_OUTPUT = ("relu",)
 
 
 def mlp_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
-    """Yield the operations of the feed-forward half of the layer called `prefix`, in order; none if it has no such "
-    "half."""
+    """Yield the operations of the MLP or the experts of the layer called `prefix`, in order.
+
+    Yield nothing for a layer without MLP and experts.
+    """
     if layer.mlp is None:
         return
     embed, name = Dim("embed", spec.hidden_size), f"{prefix}.mlp"
@@ -22,15 +24,15 @@ def mlp_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
         # The two norms of a parallel layer have the same input, which the first one saves.
         yield block_norm(spec, f"{prefix}.post_attention_layernorm", embed, keeps_input=not layer.parallel)
     if isinstance(layer.mlp, MoE):
-        yield from _experts(spec, layer.mlp, name)
+        yield from _expert_ops(spec, layer.mlp, name)
     else:
-        yield from _dense(spec, layer.mlp, name, keeps_input=not layer.shared_norm)
+        yield from _dense_ops(spec, layer.mlp, name, keeps_input=not layer.shared_norm)
     if layer.post_norms:
         yield block_norm(spec, f"{prefix}.mlp_post_norm", embed)
     yield Op(f"{name}.add", "add", embed, embed)
 
 
-def _dense(spec: ModelSpec, mlp: MLP, name: str, *, keeps_input: bool = True) -> Iterator[Op]:
+def _dense_ops(spec: ModelSpec, mlp: MLP, name: str, *, keeps_input: bool = True) -> Iterator[Op]:
     """Yield two matrices with an activation between them, or three matrices with a gated activation."""
     embed, ffn = Dim("embed", spec.hidden_size), Dim("ffn", mlp.intermediate_size)
     saved = (Activation((embed,)),) if keeps_input else ()
@@ -45,11 +47,11 @@ def _dense(spec: ModelSpec, mlp: MLP, name: str, *, keeps_input: bool = True) ->
     yield linear(f"{name}.down_proj", ffn, embed, bias=mlp.bias, saved=(Activation((ffn,)),))
 
 
-def _experts(spec: ModelSpec, moe: MoE, name: str) -> Iterator[Op]:
+def _expert_ops(spec: ModelSpec, moe: MoE, name: str) -> Iterator[Op]:
     """Yield router, dispatch, routed experts, combine, and the shared expert.
 
-    No token is dropped: each has `num_experts_per_tok` rows. The expert output of each row is saved for the gradient of
-    its routing weight.
+    No token is dropped: it has a row for each of its `num_experts_per_tok` experts. The expert's output for each row is
+    saved for the gradient of the row's routing weight.
     """
     embed, passes = Dim("embed", spec.hidden_size), moe.num_experts_per_tok
     scores, routed = Dim("scores", moe.num_experts), Dim("routed", passes)
@@ -66,7 +68,7 @@ def _experts(spec: ModelSpec, moe: MoE, name: str) -> Iterator[Op]:
     if moe.shared_intermediate_size:
         # The router saves the input already.
         shared = MLP(moe.shared_intermediate_size, hidden_act=moe.hidden_act, gated=moe.gated)
-        yield from _dense(spec, shared, f"{name}.shared_experts", keeps_input=False)
+        yield from _dense_ops(spec, shared, f"{name}.shared_experts", keeps_input=False)
         if moe.shared_gate:
             scalar = Dim("one", 1)
             yield linear(f"{name}.shared_expert_gate", embed, scalar)
@@ -76,20 +78,20 @@ def _experts(spec: ModelSpec, moe: MoE, name: str) -> Iterator[Op]:
 
 
 def _expert_matrices(spec: ModelSpec, moe: MoE, name: str, routed: Dim) -> Iterator[Op]:
-    """Yield the matmuls of all experts on their rows. Gate and up are one matrix, and all experts are one tensor."""
+    """Yield the matmuls of all experts. Gate and up are fused to one matrix, and all experts to one tensor."""
     embed, ffn = Dim("embed", spec.hidden_size), Dim("ffn", moe.moe_intermediate_size)
     rows, width = Activation((routed, embed)), Activation((routed, ffn))
     if moe.gated:
-        yield _stacked(moe, f"{name}.gate_up_proj", embed, _pair(ffn), rows)
+        yield _grouped_matmul(moe, f"{name}.gate_up_proj", embed, _fused_pair(ffn), rows)
         yield Op(f"{name}.gate", "gate", ffn, ffn, saved=(width, width), passes=routed.size)
     else:
-        yield _stacked(moe, f"{name}.up_proj", embed, ffn, rows)
+        yield _grouped_matmul(moe, f"{name}.up_proj", embed, ffn, rows)
         inputs = () if moe.hidden_act in _SAVES_ONLY_OUTPUT else (width,)
         yield Op(f"{name}.activation", "activation", ffn, ffn, saved=inputs, passes=routed.size)
-    yield _stacked(moe, f"{name}.down_proj", ffn, embed, width)
+    yield _grouped_matmul(moe, f"{name}.down_proj", ffn, embed, width)
 
 
-def _stacked(moe: MoE, name: str, source: Dim, target: Dim, saved: Activation) -> Op:
+def _grouped_matmul(moe: MoE, name: str, source: Dim, target: Dim, saved: Activation) -> Op:
     """Return the grouped matmul of all experts from `source` to `target`."""
     experts = Dim("experts", moe.num_experts)
     params: tuple[Param, ...] = (Param(name, (experts, target, source)),)
@@ -98,6 +100,6 @@ def _stacked(moe: MoE, name: str, source: Dim, target: Dim, saved: Activation) -
     return Op(name, "linear", source, target, params, (saved,), moe.num_experts_per_tok, moe.num_experts)
 
 
-def _pair(dim: Dim) -> Dim:
-    """Return a dim of two fused matrices, sharded so that the two columns of an index stay together."""
+def _fused_pair(dim: Dim) -> Dim:
+    """Return the dim of two fused matrices with the dim `dim` each. A shard has the same indices of both matrices."""
     return Dim(dim.name, 2 * dim.size, 2 * dim.unit)

@@ -51,7 +51,7 @@ class Rope:
 
     @property
     def key_rope(self) -> Rope:
-        """The rotation of the keys: as that of the queries, without `query_growth`."""
+        """The RoPE of the keys: that of the queries without `query_growth`."""
         return replace(self, query_growth=0.0) if self.query_growth else self
 
 
@@ -154,7 +154,7 @@ class Mamba:
     - `n_groups`: groups of heads with the same input and output projections of the state (B and C).
     - `conv_kernel`: positions of the convolution, which is followed by silu.
     - `chunk_size`: positions that the recurrence computes together.
-    - `time_step_limit`: bounds of the time steps.
+    - `time_step_limit`: lower and upper bound of the time steps.
     - `bias`, `conv_bias`: of the projections and of the convolution.
     """
 
@@ -200,9 +200,9 @@ class MoE:
     - `n_group`, `topk_group`: experts are chosen from the `topk_group` best of `n_group` groups.
     - `bias`: on router and experts.
     - `topk_method`: with "noaux_tc", a bias that is not a parameter is added to the scores for choosing experts, and
-      a group's score is the sum of its two best; otherwise the best.
+      a group's score is the sum of its two best scores; otherwise it is its best score.
     - `router_aux_loss_coef`: weight of the load-balancing loss (see `kumi.nn.router`), over the tokens of a batch.
-    - `seq_aux`: that loss is computed per sequence.
+    - `seq_aux`: the load-balancing loss is computed over each sequence instead.
     - `gated`: experts are gated; else down(act(up(x))).
     - `act_limit`, `act_alpha`: gate and up are clamped to the limit, and the activation is that of gpt-oss:
       gate * sigmoid(act_alpha * gate) * (up + 1).
@@ -239,10 +239,10 @@ class MoE:
 class LayerSpec:
     """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    - `attention`: attention or a Mamba mixer; None if the layer has no such half.
-    - `mlp`: feed-forward layer or experts; None if the layer has no such half.
+    - `attention`: attention or a Mamba mixer; None if the layer has neither.
+    - `mlp`: feed-forward layer or experts; None if the layer has neither.
     - `parallel`: x + attention(norm(x)) + mlp(other_norm(x)), as in GPT-NeoX.
-    - `shared_norm`: with `parallel`, both halves use the same norm.
+    - `shared_norm`: with `parallel`, attention and mlp have the same norm.
     - `post_norms`: the outputs of attention and mlp are normalized as well, as in Gemma 2.
     - `pre_norms`: the inputs of attention and mlp are normalized; off in OLMo 2.
     """
@@ -267,7 +267,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder: embedding, layers, final norm, head. Equal layers are equal objects.
+    """A decoder: embedding, layers, final norm, head. Layers are compared by value.
 
     - `norm`: "rmsnorm" or "layernorm".
     - `norm_bias`: layer norms have a bias.
@@ -339,8 +339,7 @@ class ModelSpec:
         return hash((self.family, self.vocab_size, self.hidden_size, self.layers))
 
     def unique_layers(self) -> tuple[tuple[LayerSpec, ...], tuple[int, ...]]:
-        """Return the distinct layers in order of first appearance, and for each layer the index of its kind among
-        them."""
+        """Return the distinct layers in order of first appearance, and each layer's index among these."""
         return self._kinds
 
     @cached_property

@@ -1,6 +1,8 @@
-"""The kernels of a CPU, where it has several, as a text for run files, run folders and caches.
+"""The choice among the kernels of a CPU, as a text for run files, run folders and caches.
 
-    reference                                            the kernels of kumi before it measured, for any CPU
+Where kumi has several kernels for an operation, it measures them once per machine. A text is one of:
+
+    reference                                            the choice of earlier versions, which did not measure
     kind=fp32 products=default flash=fp32-short,bf16-long
 
 - `kind`: the precision that `precision.kind = "auto"` resolves to.
@@ -24,7 +26,7 @@ LONG_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Numerics:
-    """A choice of kernels. An empty `kind` leaves the precision to the description of the CPU."""
+    """A choice of kernels. If `kind` is empty, the description of the CPU decides the precision."""
 
     kind: str = ""
     products: str = "onednn"
@@ -46,7 +48,7 @@ def attention_case(itemsize: int, length: float) -> str:
 
 
 def parse_numerics(text: str) -> Numerics:
-    """Return the choice in `text`, the inverse of `str`. Raise ValueError, with the wrong word, for other texts."""
+    """Return the choice that `text` describes: the inverse of `str`. Raise ValueError for any other text."""
     if text == "reference":
         return REFERENCE
     given = dict(_pairs(text))

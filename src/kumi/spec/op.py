@@ -32,8 +32,8 @@ OP_KINDS = (
 class Dim:
     """A named tensor dimension; `kumi.spec.sharding.DIM_TO_AXIS` has the mesh axis that may shard it.
 
-    `unit` is the smallest part for a rank: one head of `heads` and `kv_heads`, or one column of each half in a pair of
-    fused matrices.
+    `unit` is the smallest part for a rank: one head of `heads` and `kv_heads`, or the columns of one index in a pair
+    of fused matrices.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Dim:
 class Param:
     """A parameter.
 
-    - `name`: its native name (see `kumi.spec.weight_rules`).
+    - `name`: its native name, which is kumi's own (see `kumi.spec.weight_rules`).
     - `dims`: a parameter of routed experts has a leading dim named "experts".
     - `init`: "normal", "zeros" or "ones"; `kumi.nn.initialize` has further values for adapters and Mamba mixers.
-    - `frozen`: it is not trained, and is stored in the compute dtype, or in the `quantized` format.
-    - `quantized`: name of that format; empty without quantization.
+    - `frozen`: it is not trained, and is stored in the compute dtype or the format `quantized`.
+    - `quantized`: name of the quantization format; empty without quantization.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Op:
     - `kv_size`: width of a token's keys and values together; for a scan, of B and C.
     - `window`: positions that a query attends to, itself included; None for all earlier ones.
     - `buffers`: tensors that are not trained.
-    - `frozen`: neither its parameters, nor those of other operations that it reads, are trained.
+    - `frozen`: no parameter that the operation reads is trained, also none of another operation (a tied head).
     - `chunk`: positions that a scan computes together.
     """
 

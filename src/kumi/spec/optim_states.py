@@ -25,8 +25,8 @@ ROW_MEANS, COLUMN_MEANS, MEAN_SQUARES = "row_var", "col_var", "variance"
 # 8-bit AdamW's scales of the blocks of each moment.
 SCALES = tuple(f"{moment}_scale" for moment in MOMENTS)
 
-# Elements of a row that share a float32 scale, and the minimum size of a tensor with quantized moments, as in
-# bitsandbytes.
+# Number of consecutive elements of a row with one float32 scale, and minimum number of elements of a tensor with
+# quantized moments, both as in bitsandbytes.
 QUANTIZED_BLOCK, _MIN_QUANTIZED = 256, 4096
 
 
@@ -36,7 +36,8 @@ class OptimizerState:
 
     - `tensor`: the parameter's name and the state's dims.
     - `dtype`: empty for the dtype of the parameter.
-    - `sharded`: ZeRO shards the state by the same dim as the parameter; else it is the same on all ranks of the group.
+    - `sharded`: ZeRO shards the state by the same dim as the parameter; else all ranks of the group have the complete
+      state.
     """
 
     name: str
@@ -54,13 +55,13 @@ def _counter(param: Param) -> OptimizerState:
     return OptimizerState(COUNTER, Param(param.name, (), "zeros"), "float32", sharded=False)
 
 
-def _like(param: Param, *names: str, dtype: str = "") -> tuple[OptimizerState, ...]:
-    """Return states of the shape of `param`."""
+def _same_shape(param: Param, *names: str, dtype: str = "") -> tuple[OptimizerState, ...]:
+    """Return a state with the shape of `param` for each of `names`."""
     return tuple(OptimizerState(name, Param(param.name, param.dims, "zeros"), dtype) for name in names)
 
 
 def _adamw(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
-    return (_counter(param), *_like(param, *MOMENTS))
+    return (_counter(param), *_same_shape(param, *MOMENTS))
 
 
 def has_quantized_moments(param: Param) -> bool:
@@ -75,7 +76,7 @@ def _adamw_8bit(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
     scales = (
         OptimizerState(name, Param(param.name, (*param.dims[:-1], blocks), "zeros"), "float32") for name in SCALES
     )
-    return (_counter(param), *_like(param, *MOMENTS, dtype="uint8"), *scales)
+    return (_counter(param), *_same_shape(param, *MOMENTS, dtype="uint8"), *scales)
 
 
 def is_muon_matrix(param: Param) -> bool:
@@ -86,15 +87,15 @@ def is_muon_matrix(param: Param) -> bool:
 def _muon(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
     if not is_muon_matrix(param):
         return _adamw(optim, param)
-    return _like(param, MOMENTUM)
+    return _same_shape(param, MOMENTUM)
 
 
 def _adafactor(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
     if not param.decayed:
-        return (_counter(param), *_like(param, MEAN_SQUARES, dtype="float32"))
+        return (_counter(param), *_same_shape(param, MEAN_SQUARES, dtype="float32"))
     *outer, rows, columns = param.dims
     mean = Dim("mean", 1)
-    # ZeRO shards the first dim after "experts": the rows of a matrix.
+    # ZeRO shards the first dim after "experts", which is the rows unless the tensor has other dims before them.
     rows_sharded = len(outer) == (param.dims[0].name == "experts")
     return (
         _counter(param),
@@ -106,7 +107,7 @@ def _adafactor(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
 
 
 def _sgd(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
-    return _like(param, MOMENTUM) if optim.betas[0] else ()
+    return _same_shape(param, MOMENTUM) if optim.betas[0] else ()
 
 
 STATES: Mapping[str, Callable[[Optim, Param], tuple[OptimizerState, ...]]] = {
@@ -128,7 +129,7 @@ def states_of(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
 
 
 def optimizer_state_bytes(optim: Optim, param: Param, itemsize: int) -> int:
-    """Return the bytes of all unsharded states of `param`, which has elements of `itemsize` bytes."""
+    """Return the bytes of all states of the unsharded `param`, which has elements of `itemsize` bytes."""
     states = states_of(optim, param)
     return sum((ITEMSIZE[state.dtype] if state.dtype else itemsize) * prod(state.shape) for state in states)
 

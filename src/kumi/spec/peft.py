@@ -1,4 +1,4 @@
-"""The adapters that a model can have: only those that PEFT can load, with the module names of transformers 5."""
+"""The adapters that a model can have: those that PEFT can load, under the module names of transformers 5."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def with_adapters(spec: ModelSpec, lora: Lora) -> ModelSpec:
 
     Raise ConfigError for a target that cannot have an adapter, or whose adapter PEFT cannot load.
     """
-    every = [op for op in ops(replace(spec, lora=None)) if op.kind == "linear"]
-    check_targets(lora, every, spec.family)
+    linear_ops = [op for op in ops(replace(spec, lora=None)) if op.kind == "linear"]
+    check_targets(lora, linear_ops, spec.family)
     expert_leaves = _expert_leaves(spec)
-    reasons = {op: _not_loadable(spec, op, expert_leaves) for op in every if can_adapt(op)}
+    reasons = {op: _not_loadable(spec, op, expert_leaves) for op in linear_ops if can_adapt(op)}
     targets: list[str] = []
     for target in lora.targets:
         single = replace(lora, targets=(target,))
@@ -125,8 +125,8 @@ def _check_magnitudes(spec: ModelSpec) -> None:
     adapted = {op.name for op in ops(spec) if has_adapter(lora, op)}
     for name, pieces in stored_tensors(replace(spec, lora=None)).items():
         natives = [piece.param.name.removesuffix(".weight") for piece in pieces]
-        own = [native for native in natives if native in adapted]
-        if own and len(own) < len(natives):
+        adapted_natives = [native for native in natives if native in adapted]
+        if adapted_natives and len(adapted_natives) < len(natives):
             raise ConfigError(
                 f"lora.use_dora=true needs adapters on all of "
                 f"{', '.join(native.rpartition('.')[2] for native in natives)}, because they are fused in "

@@ -27,9 +27,9 @@ from kumi.spec.layout import AXES, Layout
 # The axes of the experts' arrangement in place of dp_shard, cp and tp, from the outermost.
 EXPERT_AXES = ("expert_dp", "ep", "expert_tp")
 
-# Groups along several axes, the outermost first. "data" and "expert_data": ranks that reduce the gradients of dense
-# parameters and of routed experts. "norm": ranks that together hold all gradients and sum the norm. "sequence": ranks
-# with parts of the same sequences.
+# Name of a group along several axes -> these axes, the outermost first. "data" and "expert_data": ranks that reduce the
+# gradients of dense parameters and of routed experts. "norm": ranks that together hold all gradients and sum the norm.
+# "sequence": ranks with parts of the same sequences.
 COMBINED_AXES = {
     "data": ("dp_replicate", "zero"),
     "expert_data": ("dp_replicate", "expert_dp"),
@@ -59,9 +59,9 @@ class Axis:
 def process_group(layout: Any, name: str) -> tuple[Any, Any]:
     """Return the degree of the groups `name`, and their stride: the distance of neighbours in ranks.
 
-    `layout` is a `Layout`, or columns of layouts: then the results are arrays. `name` is one of `AXES`, `EXPERT_AXES`
-    or `COMBINED_AXES`, "zero", or "ends" (the first and the last pipeline rank). If ep x expert_tp does not divide the
-    ranks that share the experts, expert_dp is rounded down, to at least 1.
+    `layout` is a `Layout`, or a `kumi.plan.layout_batch.LayoutBatch`: then the results are arrays. `name` is one of
+    `AXES`, `EXPERT_AXES` or `COMBINED_AXES`, "zero", or "ends" (the first and the last pipeline rank). If ep x
+    expert_tp does not divide the ranks that share the experts, expert_dp is rounded down, to at least 1.
     """
     if name in COMBINED_AXES:
         return _joined([process_group(layout, axis) for axis in COMBINED_AXES[name]])
@@ -88,10 +88,10 @@ def _joined(axes: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     The stride is the mean if the groups of the outermost axis skip ranks.
     """
     degree, extent = 1, axes[-1][1]
-    for size, stride in reversed(axes):
-        degree = degree * size
+    for axis_degree, stride in reversed(axes):
+        degree = degree * axis_degree
         # The outermost axis with more than one rank sets the extent of the group.
-        extent = extent + (size > 1) * (size * stride - extent)
+        extent = extent + (axis_degree > 1) * (axis_degree * stride - extent)
     return degree, extent // degree
 
 
@@ -102,7 +102,7 @@ def has_sharded_grads(layout: Any) -> Any:
 
 
 def axis(layout: Layout, name: str) -> Axis:
-    """Return the groups `name` of `layout` (see `process_group`), which are evenly spaced; "norm" is not.
+    """Return the axis `name` of `layout` (see `process_group`). Not for "norm": its ranks are not evenly spaced.
 
     Raise LayoutError if ep x expert_tp does not divide the ranks that share the experts.
     """

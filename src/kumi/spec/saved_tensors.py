@@ -18,9 +18,9 @@ MODEL_PREFIX, OPTIM_PREFIX = "model/", "optim/"
 
 
 def model_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the global shape of every tensor of the model, or of its adapters where it has some, by name."""
-    every = {MODEL_PREFIX + tensor.name: tensor.shape for tensor in tensors(spec)}
-    return every if spec.lora is None else {name: shape for name, shape in every.items() if is_adapter(name)}
+    """Return the global shape, by name, of every tensor of the model; only those of the adapters if it has adapters."""
+    shapes = {MODEL_PREFIX + tensor.name: tensor.shape for tensor in tensors(spec)}
+    return shapes if spec.lora is None else {name: shape for name, shape in shapes.items() if is_adapter(name)}
 
 
 def optimizer_shapes(spec: ModelSpec, optim: Optim) -> dict[str, tuple[int, ...]]:
@@ -34,7 +34,7 @@ def optimizer_shapes(spec: ModelSpec, optim: Optim) -> dict[str, tuple[int, ...]
 
 
 def model_digest(spec: ModelSpec) -> str:
-    """Return the BLAKE2b digest (32 hexadecimal digits) of `spec` without its adapters and its names in files.
+    """Return the BLAKE2b digest (32 hexadecimal digits) of `spec`, without its adapters and its format in files.
 
     Fields at their defaults are left out. A field that a later version adds therefore leaves the digest unchanged for
     models that do not use it.

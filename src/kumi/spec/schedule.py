@@ -56,14 +56,16 @@ def _wrong_microbatches(schedule: str, pp: int, microbatches: int) -> str:
 
 
 def _with_fewer(schedule: str) -> str:
-    """Return the first schedule of the same shape that takes any number of microbatches, else the default."""
+    """Return the first schedule of the same shape, V or not, that takes any number of microbatches; else DEFAULT."""
     shape = SCHEDULES[schedule].v_shaped
     return next((name for name, own in SCHEDULES.items() if own.v_shaped == shape and not own.least_per_rank), DEFAULT)
 
 
 def stage_assignment(schedule: str, pp: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of each rank in model order: round-robin over the ranks, or down and back for V-shaped "
-    "schedules."""
+    """Return the stages of each rank, in model order.
+
+    Stages are assigned round-robin over the ranks, or, for V-shaped schedules, down the ranks and back.
+    """
     v_shaped = schedule in V_SHAPED
     return tuple(tuple(stage_of(v_shaped, pp, rank, chunk) for chunk in range(stages)) for rank in range(pp))
 
@@ -78,7 +80,7 @@ def stage_of(v_shaped: Any, pp: Any, rank: Any, chunk: int) -> Any:
 
 
 def rank_program(schedule: str, pp: int, stages: int, microbatches: int, rank: int) -> RankProgram:
-    """Return the program of `rank` for a step. Raise LayoutError if the schedule does not fit."""
+    """Return the program of `rank` for a step. Raise LayoutError if `schedule` cannot run these numbers."""
     reason = illegal_schedule(schedule, pp, stages, microbatches)
     if reason:
         raise LayoutError(reason)
@@ -87,8 +89,7 @@ def rank_program(schedule: str, pp: int, stages: int, microbatches: int, rank: i
 
 @lru_cache(maxsize=32)
 def actions(schedule: str, pp: int, stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each of the `pp` ranks in a step, in order. Raise LayoutError if the schedule does not "
-    "fit."""
+    """Return the actions of each of the `pp` ranks in a step, in order. Raise LayoutError as `rank_program` does."""
     lists = []
     for rank, own_stages in enumerate(stage_assignment(schedule, pp, stages)):
         program = rank_program(schedule, pp, stages, microbatches, rank)

@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 
 class Send(NamedTuple):
-    """The rank posts the send of a message, after the action that computes it."""
+    """The rank posts the send of a message, after the action that computes the message."""
 
     message: Message
 
@@ -49,8 +49,8 @@ PipelineStep = Action | Send | Receive
 
 @lru_cache(maxsize=32)
 def pipeline_steps(schedule: str, pp: int, stages: int, microbatches: int) -> tuple[tuple[PipelineStep, ...], ...]:
-    """Return the actions, sends and receives of each of `pp` ranks in a step. Raise LayoutError if the schedule does
-    not fit."""
+    """Return the actions, sends and receives of each of `pp` ranks in a step. Raise LayoutError if `schedule` cannot
+    run these stages or microbatches."""
     return with_sends_and_recvs(actions(schedule, pp, stages, microbatches), stage_assignment(schedule, pp, stages))
 
 
@@ -119,9 +119,9 @@ def _ends(lists: Sequence[Sequence[Action]], stages: int) -> dict[Action, int]:
     done: dict[Action, int] = {}
     ends: dict[Action, int] = {}
     position, free = [0] * len(lists), [0] * len(lists)
-    before = -1
-    while len(ends) != before:
-        before = len(ends)
+    ended = -1
+    while len(ends) != ended:
+        ended = len(ends)
         for rank, listed in enumerate(lists):
             while position[rank] < len(listed):
                 action = listed[position[rank]]

@@ -2,7 +2,7 @@
 
     slices(param, layout, rank)         position of the rank's local tensor in the global one, without padding
     replica_axes(param, layout)         axes along which ranks hold the same shard
-    tied_axes(model, ...)               the same for a tied embedding, which the first and the last stage hold
+    tied_axes(model, param, layout)     further such axes of a tied embedding, which the first and the last stage hold
     partial_grad_params(model, layout)  parameters with gradients that tp ranks must sum
 
 Checkpoints, initial weights and the gradient norm use these functions.
@@ -47,9 +47,9 @@ class RowRun:
 
 
 def slices(param: Param, layout: Layout, rank: int) -> tuple[Slice, ...]:
-    """Return the slices of `param` on `rank`; empty if the rank has none of it.
+    """Return the slices of `param` on `rank`; empty if no element of `param` is on `rank`.
 
-    There is one slice, or two if two fused matrices are both sharded.
+    There is one slice, or two if `param` consists of two fused matrices that are sharded.
     """
     dims = [_row_runs(dim, *_shard_of(dim, param, layout, rank)) for dim in param.dims]
     if layout.zero > 0 and param.dims:
@@ -117,7 +117,7 @@ def replica_axes(param: Param, layout: Layout) -> tuple[Axis, ...]:
 
 
 def tied_axes(model: ModelSpec, param: Param, layout: Layout) -> tuple[Axis, ...]:
-    """Return the axis of the first and the last pipeline rank if `param` is a tied embedding on both; else nothing."""
+    """Return the axis of the first and the last pipeline rank if `param` is a tied embedding on both; else ()."""
     ends = layout.pp > 1 and layout.schedule not in V_SHAPED
     if not (ends and model.tie_word_embeddings and param.name == EMBEDDING):
         return ()
@@ -127,7 +127,8 @@ def tied_axes(model: ModelSpec, param: Param, layout: Layout) -> tuple[Axis, ...
 def tp_replicas(param: Param, layout: Layout) -> Axis:
     """Return the axis of neighbouring tp ranks that hold the same shard of `param`.
 
-    Its degree is tp if tp shards no dim of `param`, more than 1 if there are more ranks than key-value heads, else 1.
+    Its degree is tp if tp shards no dim of `param`, more than 1 if there are fewer key-value heads than tp
+    ranks, else 1.
     """
     counts = [dim.count for dim in param.dims if DIM_TO_AXIS.get(dim.name) == "tp" and dim.name != "vocab"]
     if any(DIM_TO_AXIS.get(dim.name) == "tp" and dim.name == "vocab" for dim in param.dims):
@@ -140,7 +141,7 @@ def partial_grad_params(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
     """Return the names of parameters that are replicated over tp ranks with partial gradients, which must be summed.
 
     Each rank has the gradient of its tokens (between the tensor-parallel blocks, under sequence parallelism) or of its
-    heads (inside of them).
+    heads (inside of the blocks).
     """
     if layout.tp == 1:
         return ()

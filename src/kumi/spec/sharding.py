@@ -5,11 +5,11 @@ The cost model and the trainer both use these functions. A parameter is sharded 
     pp   A rank has the layers of its stages. The embedding is on the first stage, the head on the last, and a tied
          embedding on both.
     tp   Shards the dims in `DIM_TO_AXIS` by complete units (heads, groups of heads, columns). A vocabulary that tp does
-         not divide is padded. Key-value heads are replicated if there are fewer of them than ranks. For routed experts,
+         not divide is padded. Key-value heads are replicated if there are fewer heads than ranks. For routed experts,
          ep shards "experts", and expert_tp the other dims.
-    ZeRO Shards the remainder over the ranks that hold the same: dp_shard x cp ranks, because context-parallel ranks
-         have equal weights, and dp_shard x cp x tp / (ep x expert_tp) ranks for routed experts. Dense tensors are
-         sharded by dim 0, experts by the dim after "experts".
+    ZeRO Shards the tp shard again over the ranks that would hold the same one: dp_shard x cp ranks, because
+         context-parallel ranks have the same weights, and dp_shard x cp x tp / (ep x expert_tp) ranks for routed
+         experts. Dense tensors are sharded by dim 0, experts by the dim after "experts".
 """
 
 from __future__ import annotations
@@ -87,10 +87,9 @@ class RowRange:
 
 
 def shard_rows(size: int, degree: int, index: int) -> RowRange:
-    """Return the rows of shard `index` of `degree` over `size` rows. Shards are equal, except for shorter ones at the
-    end.
+    """Return the rows of shard `index` if `size` rows are sharded over `degree` ranks as FSDP2 and DTensor do.
 
-    PyTorch's FSDP2 and DTensor shard in this way (as `torch.chunk`).
+    All shards have the same number of rows, except for shorter shards at the end (as with `torch.chunk`).
     """
     height = -(-size // degree)
     start = min(index * height, size)
@@ -116,7 +115,7 @@ def zero_axis(layout: Layout, *, routed: bool) -> Axis:
 def local_shape(param: Param, layout: Layout, rank: int, *, sharded: bool = True) -> tuple[int, ...]:
     """Return the shape of the resident shard of `param` on `rank`, if its stage has it.
 
-    ZeRO shards it unless `sharded` is false, as for some optimizer states.
+    ZeRO shards the parameter unless `sharded` is false, as for some optimizer states.
     """
     shape = list(shard_shape(param, layout.tp, layout.ep, layout.expert_tp))
     if layout.zero > 0 and sharded:
@@ -132,20 +131,20 @@ def local_numel(param: Param, layout: Layout, rank: int) -> int:
 
 
 def even_stages(layers: int, stages: Any) -> tuple[Any, Any, Any]:
-    """Return the even division of `layers` over `stages`: the minimum per stage, and the stages [begin, end) with one
-    more. `stages` is an int, or an array of ints.
+    """Return the minimum number of layers per stage, and the stages [begin, end) with one layer more, if `layers` are
+    distributed evenly over `stages`, an int or an array of ints.
 
     The last stage has the head and gets no extra layer. The first stage has the embedding and the most microbatches in
     flight, and gets an extra layer only if all others but the last have one. With two stages more than layers, the
     first has only the embedding and the last only the head.
     """
-    left = layers % stages
-    begin = 1 - (left == stages - 1)
-    return layers // stages, begin, begin + left
+    extra = layers % stages
+    begin = 1 - (extra == stages - 1)
+    return layers // stages, begin, begin + extra
 
 
 def stage_bounds(layout: Layout, layers: int) -> tuple[tuple[int, int], ...]:
-    """Return the layers [first, last) of each stage in model order: by `layout.stage_layers`, or evenly divided."""
+    """Return the layers [first, last) of each stage in model order: by `layout.stage_layers`, or evenly distributed."""
     count = layout.pp * layout.stages
     each, begin, end = even_stages(layers, count)
     sizes = layout.stage_layers or [each + (begin <= stage < end) for stage in range(count)]
@@ -190,7 +189,7 @@ def rank_params(model: ModelSpec, layout: Layout, rank: int) -> tuple[Param, ...
 def stage_ops(
     model: ModelSpec, layers: Iterable[int], *, embedding: bool, head: bool, shared: bool = False
 ) -> tuple[Op, ...]:
-    """Return the operations of a pipeline stage with these layers, in the order of the forward pass.
+    """Return the operations of a pipeline stage with the layers `layers`, in the order of the forward pass.
 
     A stage with a tied head but without the embedding has a copy of the embedding, which comes last. If the rank also
     has the embedding's stage, the embedding is `shared` and belongs to that stage.
@@ -207,7 +206,7 @@ class FsdpUnit:
     """Operations with parameters that FSDP all-gathers and reduce-scatters together.
 
     - `name`: "embedding" (tokens and positions), "layer", "experts" (the routed experts of a layer) or "root".
-    - `modules`: names of the modules with these parameters; "" for the decoder. Inner units have their own modules.
+    - `modules`: names of the modules with these parameters; "" for the decoder.
     - `ops`: the operations, in the order of the forward pass.
     """
 
@@ -266,8 +265,8 @@ class StateBytes:
 def state_bytes(model: ModelSpec, layout: Layout, rank: int, precision: Precision, optim: Optim) -> StateBytes:
     """Return the bytes of parameters, gradients and optimizer states on `rank`.
 
-    Trained parameters have the precision's `param` dtype, frozen ones their own format. A rank with an empty FSDP2
-    shard of a tensor has only its unsharded states, such as the step counter.
+    Trained parameters have the precision's `param` dtype, frozen ones the compute dtype or their quantized format. A
+    rank with an empty FSDP2 shard of a tensor has only its unsharded states, such as the step counter.
     """
     itemsize, own = ITEMSIZE[precision.param], rank_params(model, layout, rank)
     frozen = sum(

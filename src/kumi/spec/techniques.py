@@ -14,8 +14,8 @@ from kumi.spec.op import Op
 from kumi.spec.process_groups import process_group
 from kumi.spec.schedules import FULL_BACKWARD
 
-# Elements of a bucket that the host updates at a time: large enough for the full bandwidth of a link or a drive, small
-# compared with a model. The host has three staging buffers: one bucket arrives, one is updated, one leaves.
+# The host updates parameters in buckets of this many elements: enough for the full bandwidth of a link or a drive, but
+# few compared with a model. It has three staging buffers: one bucket arrives, one is updated, one leaves.
 HOST_BUCKET_ELEMENTS, STAGING_BUFFERS = 8 * 2**20, 3
 
 # Field -> the values that are supported with tiles > 1.
@@ -29,12 +29,13 @@ _WITH_TILES: dict[str, tuple[Any, ...]] = {
 # The optimizers whose states can be offloaded to the host and to its drives.
 _OFFLOADED_OPTIMIZERS = ("adamw",)
 
-# Field -> the values that are supported with float8. Other values multiply outside of the float8 linear layers.
+# Field -> the values that are supported with float8. With other values, matmuls run outside of the float8 linear
+# layers.
 _WITH_FLOAT8: dict[str, tuple[Any, ...]] = {"tp": (1,), "schedule": FULL_BACKWARD, "tiles": (1,)}
 
 
 def is_tiled(model: ModelSpec, op: Op) -> bool:
-    """True if `layout.tiles` divides `op`: it is part of a dense feed-forward layer, and not of shared experts."""
+    """True if `layout.tiles` splits `op`: it is part of a dense feed-forward layer, and not of shared experts."""
     inside = op.name.rpartition(".")[0].endswith(".mlp")
     return inside and not op.experts and "ffn" in (op.source.name, op.target.name)
 
@@ -58,7 +59,7 @@ def float8_rules(job: Job) -> Iterator[LayoutRule]:
             f"{device.name or 'unnamed'}; use another device, or set precision.kind = 'bf16'"
         ),
     )
-    yield from (_beside_float8(name, allowed) for name, allowed in _WITH_FLOAT8.items())
+    yield from (_float8_rule(name, allowed) for name, allowed in _WITH_FLOAT8.items())
     seq_len = job.batch.seq_len
     yield _rule(
         "float8",
@@ -74,27 +75,27 @@ def _rule(about: str, holds: Callable[[Any], Any], say: Callable[[Layout], str],
     return LayoutRule(about, holds, say, ("degrees", *after), UNSUPPORTED)
 
 
-def _words(values: Iterable[object]) -> str:
+def _quoted(values: Iterable[object]) -> str:
     return " or ".join(repr(value) for value in values)
 
 
-def _beside_float8(name: str, allowed: tuple[Any, ...]) -> LayoutRule:
+def _float8_rule(name: str, allowed: tuple[Any, ...]) -> LayoutRule:
     return _rule(
         "float8",
         is_one_of(name, allowed),
         lambda layout: (
             f"precision.kind='fp8' is not supported with {name}={getattr(layout, name)!r}; set {name} = "
-            f"{_words(allowed)}, or precision.kind = 'bf16'"
+            f"{_quoted(allowed)}, or precision.kind = 'bf16'"
         ),
     )
 
 
 def optimizer_rules(job: Job) -> Iterator[LayoutRule]:
     """Yield the trainer's rule for offloading the states of the optimizer of `job`."""
-    kinds, without_states = _words(_OFFLOADED_OPTIMIZERS), ("none", "activations")
+    kinds, states_on_device = _quoted(_OFFLOADED_OPTIMIZERS), ("none", "activations")
     yield _rule(
         "optimizer",
-        lambda x: (job.optim.kind in _OFFLOADED_OPTIMIZERS) | x.one_of("offload", without_states),
+        lambda x: (job.optim.kind in _OFFLOADED_OPTIMIZERS) | x.one_of("offload", states_on_device),
         lambda layout: (
             f"optim.kind='{job.optim.kind}' is not supported with offload='{layout.offload}', which is implemented for "
             f"{kinds} only; set offload = 'none' or 'activations', or optim.kind = {kinds}"
@@ -103,24 +104,24 @@ def optimizer_rules(job: Job) -> Iterator[LayoutRule]:
 
 
 def _offload(model: ModelSpec) -> Iterator[LayoutRule]:
-    without_states = all_but(OFFLOAD, "states", "states-nvme")
+    params_on_device = all_but(OFFLOAD, "states", "states-nvme")
     yield _rule(
         "states",
-        lambda x: x.one_of("offload", without_states) | ((x.zero == 3) & (x.dp_shard * x.cp > 1)),
+        lambda x: x.one_of("offload", params_on_device) | ((x.zero == 3) & (x.dp_shard * x.cp > 1)),
         lambda layout: (
             f"offload='{layout.offload}' moves parameters to the host, which needs zero=3 over 2 or more ranks, not "
             f"zero={layout.zero} over {layout.dp_shard * layout.cp}; set zero = 3 with dp_shard x cp > 1, or "
-            f"{_instead(layout)}"
+            f"{_optimizer_only(layout)}"
         ),
     )
     if any(isinstance(layer.mlp, MoE) for layer in model.layers):
         yield _rule(
             "states of experts",
-            lambda x: x.one_of("offload", without_states) | (process_group(x, "expert_data")[0] > 1),
+            lambda x: x.one_of("offload", params_on_device) | (process_group(x, "expert_data")[0] > 1),
             lambda layout: (
                 f"offload='{layout.offload}' cannot move the experts to the host, because with ep={layout.ep} and "
                 f"expert_tp={layout.expert_tp} ZeRO does not shard them; use a smaller ep x expert_tp, or "
-                f"{_instead(layout)}"
+                f"{_optimizer_only(layout)}"
             ),
             "states",
         )
@@ -135,7 +136,8 @@ def _offload(model: ModelSpec) -> Iterator[LayoutRule]:
     )
 
 
-def _instead(layout: Layout) -> str:
+def _optimizer_only(layout: Layout) -> str:
+    """Return the setting that offloads only the optimizer states."""
     return f"offload = '{layout.offload.replace('states', 'optimizer')}'"
 
 
@@ -146,11 +148,11 @@ def _tiles(model: ModelSpec) -> Iterator[LayoutRule]:
             "tiles",
             lambda x: x.tiles == 1,
             lambda layout: (
-                f"tiles={layout.tiles} divides dense feed-forward layers, but the model has none; set tiles = 1"
+                f"tiles={layout.tiles} splits dense feed-forward layers, but the model has none; set tiles = 1"
             ),
         )
         return
-    yield from (_beside_tiles(name, allowed) for name, allowed in _WITH_TILES.items())
+    yield from (_tiles_rule(name, allowed) for name, allowed in _WITH_TILES.items())
     size, width = model.hidden_size, gcd(*widths)
     yield _rule(
         "ranks of tiles",
@@ -173,22 +175,22 @@ def _shards(x: Any) -> Any:
     return 1 + (x.zero == 3) * (x.dp_shard * x.cp - 1)
 
 
-def _beside_tiles(name: str, allowed: tuple[Any, ...]) -> LayoutRule:
+def _tiles_rule(name: str, allowed: tuple[Any, ...]) -> LayoutRule:
     fits = is_one_of(name, allowed)
     return _rule(
         "tiles",
         lambda x: (x.tiles == 1) | fits(x),
         lambda layout: (
             f"tiles={layout.tiles} is not supported with {name}={getattr(layout, name)!r}; set {name} = "
-            f"{_words(allowed)}, or tiles = 1"
+            f"{_quoted(allowed)}, or tiles = 1"
         ),
     )
 
 
 def _uneven_tiles(layout: Layout, width: int) -> str:
-    most = width // _shards(layout)
-    use = ", ".join(str(tiles) for tiles in range(1, min(most, 64) + 1) if most % tiles == 0)
+    columns = width // _shards(layout)
+    use = ", ".join(str(tiles) for tiles in range(1, min(columns, 64) + 1) if columns % tiles == 0)
     return (
-        f"tiles={layout.tiles} does not divide the {most} columns of intermediate_size={width} in each of "
+        f"tiles={layout.tiles} does not divide the {columns} columns of intermediate_size={width} in each of "
         f"{_shards(layout)} shards; set tiles to one of {use}"
     )

@@ -67,24 +67,26 @@ def _experts(model: ModelSpec) -> Iterator[LayoutRule]:
         after,
         UNSUPPORTED,
     )
-    yield _rows(model.hidden_size)
-    yield from (_rows_of_width(width, model.hidden_size) for width in divisibility(model).width)
+    yield _down_proj_rule(model.hidden_size)
+    yield from (_gate_up_proj_rule(width, model.hidden_size) for width in divisibility(model).width)
 
 
-def _rows(size: int) -> LayoutRule:
-    """ZeRO divides the rows of each expert's matrices evenly: this rule is for the down projection, with `size` "
-    "rows."""
+def _down_proj_rule(size: int) -> LayoutRule:
+    """Return the rule that ZeRO shards the `size` rows of each expert's down projection evenly."""
     return LayoutRule(
         "rows of experts",
         lambda x: (x.zero == 0) | (size % zero_degree(x, routed=True) == 0),
-        lambda layout: _undivided(layout, size),
+        lambda layout: _uneven_rows(layout, size),
         ("experts",),
         UNSUPPORTED,
     )
 
 
-def _rows_of_width(width: int, hidden: int) -> LayoutRule:
-    """Return the same rule for the fused gate and up projection; it holds where `_rows` reports the same number."""
+def _gate_up_proj_rule(width: int, hidden: int) -> LayoutRule:
+    """Return the rule that ZeRO shards the rows of each expert's fused gate and up projection evenly.
+
+    It also holds where these are as many rows as those of the down projection, whose rule reports the number already.
+    """
 
     def rows(x: Any) -> Any:
         return 2 * width // x.expert_tp
@@ -92,13 +94,13 @@ def _rows_of_width(width: int, hidden: int) -> LayoutRule:
     return LayoutRule(
         "rows of experts",
         lambda x: (x.zero == 0) | (rows(x) == hidden) | (rows(x) % zero_degree(x, routed=True) == 0),
-        lambda layout: _undivided(layout, rows(layout)),
+        lambda layout: _uneven_rows(layout, rows(layout)),
         ("experts",),
         UNSUPPORTED,
     )
 
 
-def _undivided(layout: Layout, size: int) -> str:
+def _uneven_rows(layout: Layout, size: int) -> str:
     return (
         f"zero={layout.zero} shards each expert's matrices over {zero_degree(layout, routed=True)} ranks, which do not "
         f"divide their {size} rows; use a larger ep, or another dp_shard"

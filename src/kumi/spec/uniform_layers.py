@@ -11,10 +11,10 @@ from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpe
 
 @dataclass(frozen=True)
 class UniformLayers:
-    """A model with layers that differ at most in their windows and in dense or expert feed-forward.
+    """The layers of a model, which differ at most in their windows and in having a dense MLP or experts.
 
     - `layer`, `attention`: of the first layer, without its window.
-    - `dense`, `moe`: the dense and the expert feed-forward; None if no layer has one.
+    - `dense`, `moe`: the dense MLP and the experts; None if no layer has them.
     - `windows`: the sliding window of each layer; None for full attention.
     - `experts`: True for each layer with experts.
     """
@@ -61,7 +61,7 @@ def _attention(layer: LayerSpec) -> Attention | LatentAttention:
 
 
 def traits_beyond_llama(model: ModelSpec, uniform: UniformLayers) -> dict[str, bool]:
-    """Return traits that the Llama layers of other trainers lack -> whether the model has them."""
+    """Return, for each trait that the Llama layers of other trainers lack, whether `model` has it."""
     attention, moe, rope = uniform.attention, uniform.moe, uniform.attention.rope
     grouped = isinstance(attention, Attention)
     return {

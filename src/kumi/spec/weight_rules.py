@@ -3,7 +3,7 @@
 Inside kumi, all families have the same native names (those of Llama, where Llama has the part) and the same shapes:
 query, key and value are separate, gate and up are separate (fused in routed experts), matrices are (out, in), and all
 experts of a layer are one tensor. A rule names modules or tensors by their path within a layer, or outside of layers
-by their full path. The end of a tensor's name, such as ".weight", is the same in files.
+by their full path. The end of a tensor's name, such as ".weight", is the same in kumi and in files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class Groups:
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor (X, N * A, B) is stored as N matrices (A, B) per index of X, named `pieces` with that index for {}."""
+    """A tensor (X, N * A, B) is stored as X * N matrices (A, B).
+
+    `pieces`: the names of the N matrices of one expert, with {} for the index of the expert.
+    """
 
     native: str
     pieces: tuple[str, ...]
@@ -48,7 +51,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A tensor (X, 2 * A, ...) is stored as (X, ..., 2 * A) with its two halves interleaved: first, second, first..."""
+    """A tensor (X, 2 * A, ...) is stored as (X, ..., 2 * A), with its two halves interleaved.
+
+    Index 2 * i in the file is index i of the first half, and index 2 * i + 1 is index i of the second half.
+    """
 
     native: str
     stored: str
@@ -63,9 +69,9 @@ class Weights:
 
     - `rules`: for tensors within layers; the first match applies.
     - `prefixes`: (native, stored) beginnings of full names, replaced after `rules`; the first match applies.
-    - `base`: prefix that files saved without a head leave out.
-    - `ignored`: tensors in files with these name endings are not part of the model.
-    - `carried`: name prefixes of passthrough tensors, which are copied unchanged.
+    - `base`: prefix that names lack in files of the model without its head.
+    - `ignored`: name endings of tensors in files that are not part of the model.
+    - `passthrough`: name prefixes of the passthrough tensors, which are copied unchanged.
     """
 
     rules: tuple[Rule, ...] = ()

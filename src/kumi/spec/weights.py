@@ -1,5 +1,7 @@
 """The mapping between native tensors and the tensors in the files of a Hugging Face folder, by the rules of the family.
 
+A native tensor has kumi's name and shape (see `kumi.spec.weight_rules`); a stored tensor has those of the file.
+
 stored_parts(spec, param)   native tensor -> its parts in stored tensors
 stored_tensors(spec)        stored tensor -> the parts of native tensors in it
 """
@@ -23,7 +25,7 @@ class Part:
     - `start`, `extent`: first index and shape of the rectangle of the native tensor.
     - `view`: shape as which the stored tensor is viewed.
     - `at`, `size`: first index and shape of the rectangle of the view.
-    - `order`: permutation of the dims of that rectangle. The elements are then those of the native rectangle:
+    - `order`: permutation of the dims of the rectangle of the view, after which its elements are in native order:
 
         native[start : start + extent] == file.view(view)[at : at + size].permute(order).reshape(extent)
     """
@@ -59,20 +61,19 @@ class ParamPart:
 def stored_parts(spec: ModelSpec, param: Param, *, stacked: bool = False) -> tuple[Part, ...]:
     """Return the parts of `param`, a tensor of `spec`, in files. Together they cover it, in the order of its elements.
 
-    `stacked`: the experts of a layer are one tensor in the file as well, as transformers 5 has them in memory and can
-    save them.
+    `stacked`: the file has one tensor for all experts of a layer, as transformers 5 has in memory and can save.
     """
     prefix, inner = _split(param.name)
     for rule in spec.weights.rules:
-        parts = _apply(spec, rule, param, prefix, inner, stacked)
+        parts = _parts_by_rule(spec, rule, param, prefix, inner, stacked)
         if parts:
             return parts
-    return (_whole(param, stored_name(spec, param.name)),)
+    return (_whole_part(param, stored_name(spec, param.name)),)
 
 
 @lru_cache(maxsize=64)
 def stored_tensors(spec: ModelSpec) -> Mapping[str, tuple[ParamPart, ...]]:
-    """Return for each stored tensor, by name, the parts of native tensors in it, in the order of these tensors."""
+    """Return for each stored tensor, by name, the parts of native tensors in it, in the order of `tensors(spec)`."""
     stored: dict[str, list[ParamPart]] = {}
     for param in tensors(spec):
         for part in stored_parts(spec, param):
@@ -96,7 +97,7 @@ def _split(name: str) -> tuple[str, str]:
     return f"{LAYERS}{number}.", inner
 
 
-def _whole(param: Param, name: str, *, transposed: bool = False) -> Part:
+def _whole_part(param: Param, name: str, *, transposed: bool = False) -> Part:
     """Return `param` as a stored tensor of its own."""
     shape, dims = param.shape, len(param.shape)
     order = (*range(dims - 2), dims - 1, dims - 2) if transposed and dims > 1 else tuple(range(dims))
@@ -104,32 +105,36 @@ def _whole(param: Param, name: str, *, transposed: bool = False) -> Part:
     return Part(name, stored, (0,) * dims, shape, stored, (0,) * dims, stored, order)
 
 
-def _apply(spec: ModelSpec, rule: Rule, param: Param, prefix: str, inner: str, stacked: bool) -> tuple[Part, ...]:
-    """Return the parts of `param` by `rule`; empty if the rule does not match."""
+def _parts_by_rule(
+    spec: ModelSpec, rule: Rule, param: Param, prefix: str, inner: str, stacked: bool
+) -> tuple[Part, ...]:
+    """Return the parts of `param` according to `rule`; empty if the rule does not match."""
     natives = (rule.native,) if isinstance(rule, Rename | Stack | Pairs) else rule.natives
     index = next((i for i, native in enumerate(natives) if inner == native or inner.startswith(f"{native}.")), None)
     if index is None:
         return ()
     leaf = inner.removeprefix(natives[index])
     if isinstance(rule, Stack):
-        return () if stacked else _stack(spec, rule, param, prefix)
+        return () if stacked else _stack_parts(spec, rule, param, prefix)
     name = stored_name(spec, prefix + rule.stored + leaf)
     if isinstance(rule, Rename):
-        return (_whole(param, name, transposed=rule.transposed),)
+        return (_whole_part(param, name, transposed=rule.transposed),)
     if isinstance(rule, Pairs):
-        return _pairs(param, name)
-    siblings = [_tensors(spec)[f"{prefix}{native}{leaf}"] for native in natives]
+        return _pair_parts(param, name)
+    siblings = [_tensors_by_name(spec)[f"{prefix}{native}{leaf}"] for native in natives]
     return (
-        _rows(siblings, index, name, rule.transposed) if isinstance(rule, Rows) else _groups(siblings, index, name),
+        _rows_part(siblings, index, name, rule.transposed)
+        if isinstance(rule, Rows)
+        else _groups_part(siblings, index, name),
     )
 
 
 @lru_cache(maxsize=64)
-def _tensors(spec: ModelSpec) -> dict[str, Param]:
+def _tensors_by_name(spec: ModelSpec) -> dict[str, Param]:
     return {param.name: param for param in tensors(spec)}
 
 
-def _rows(siblings: list[Param], index: int, name: str, transposed: bool) -> Part:
+def _rows_part(siblings: list[Param], index: int, name: str, transposed: bool) -> Part:
     param, dims = siblings[index], len(siblings[index].shape)
     heights = [sibling.shape[0] for sibling in siblings]
     shape, at = (sum(heights), *param.shape[1:]), (sum(heights[:index]), *(0,) * (dims - 1))
@@ -138,7 +143,7 @@ def _rows(siblings: list[Param], index: int, name: str, transposed: bool) -> Par
     return Part(name, shape, (0,) * dims, param.shape, shape, at, size, order)
 
 
-def _groups(siblings: list[Param], index: int, name: str) -> Part:
+def _groups_part(siblings: list[Param], index: int, name: str) -> Part:
     query, key, _ = siblings
     param, rest = siblings[index], query.shape[1:]
     head_dim, groups, queries = key.dims[0].unit, key.dims[0].count, query.dims[0].count // key.dims[0].count
@@ -149,7 +154,7 @@ def _groups(siblings: list[Param], index: int, name: str) -> Part:
     return Part(name, shape, (0,) * len(param.shape), param.shape, view, at, size, tuple(range(len(view))))
 
 
-def _pairs(param: Param, name: str) -> tuple[Part, ...]:
+def _pair_parts(param: Param, name: str) -> tuple[Part, ...]:
     count, rows, *rest = param.shape
     half, dims = rows // 2, len(rest)
     shape, view = (count, *rest, rows), (count, *rest, half, 2)
@@ -169,7 +174,7 @@ def _pairs(param: Param, name: str) -> tuple[Part, ...]:
     )
 
 
-def _stack(spec: ModelSpec, rule: Stack, param: Param, prefix: str) -> tuple[Part, ...]:
+def _stack_parts(spec: ModelSpec, rule: Stack, param: Param, prefix: str) -> tuple[Part, ...]:
     count, rows, columns = param.shape
     height = rows // len(rule.pieces)
     shape = (height, columns)

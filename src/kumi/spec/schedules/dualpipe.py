@@ -1,6 +1,7 @@
 """DualPipe (DeepSeek-V3, 2024, arXiv:2412.19437) folded into a V, so that each rank has one copy of its weights.
 
-The steady phase alternates a forward and a full backward of the other direction, whose messages can hide each other.
+The steady phase alternates a forward and a full backward of the other direction. The computation of each can hide the
+messages of the other.
 """
 
 from __future__ import annotations

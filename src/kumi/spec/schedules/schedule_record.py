@@ -22,8 +22,8 @@ class Action(NamedTuple):
 class RankProgram:
     """The actions of a rank: `warmup`, then `steady` `repeats` times, then `cooldown`.
 
-    The microbatches of one more steady phase add one repetition on each rank and change nothing else. A schedule with
-    all forwards first (`Schedule.forwards_first`) has an empty steady phase.
+    A step with the microbatches of one more steady phase has one more repetition on each rank, and no other difference.
+    A schedule with all forwards first (`Schedule.forwards_first`) has an empty steady phase.
     """
 
     warmup: tuple[ChunkAction, ...]
@@ -93,13 +93,13 @@ class PipelineTimes:
 
     def critical_path(self, xp: ArrayNamespace, paths: Sequence[PipelinePath]) -> Any:
         """Return the seconds of the longest of `paths`."""
-        first, *others = (
+        longest, *others = (
             forward * self.forward + input_grad * self.input_grad + weight_grad * self.weight_grad + send * self.send
             for forward, input_grad, weight_grad, send in paths
         )
         for seconds in others:
-            first = xp.maximum(first, seconds)
-        return first
+            longest = xp.maximum(longest, seconds)
+        return longest
 
 
 @dataclass(frozen=True)
