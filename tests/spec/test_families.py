@@ -137,7 +137,8 @@ REFUSED = [
     ({"rope_scaling": 3}, r"rope_scaling=3 of a llama model must be a table"),
     (
         {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
-        r"model_type='?\"?t5.* is not supported: it has an encoder beside its decoder; docs/models.md lists the \d+",
+        r"model_type='?\"?t5.* is not supported: it has an encoder in addition to its decoder; "
+        r"docs/models.md lists the \d+",
     ),
     ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, r"not supported: it is an encoder"),
     (

@@ -9,16 +9,18 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or the cores and memory of one CPU process. The fields from `memory_bandwidth` on are measured.
+    """One accelerator, or the cores and memory of one CPU process.
+
+    The fractions that kernels reach (`stream`, `matmul`, `attention`) and `launch` are measured or assumed.
 
     - `kind`: "cuda" or "cpu".
     - `memory`: bytes.
     - `dtypes`: the dtypes that it computes fast.
     - `peak`: (dtype, dense FLOP/s of the data sheet) pairs; empty if unknown.
     - `memory_bandwidth`: bytes/s of its memory; 0 if unknown.
-    - `stream`: share of `memory_bandwidth` that element-wise kernels reach.
-    - `matmul`: (dtype, share of the peak that large matmuls reach) pairs; "" for all other dtypes.
-    - `attention`: shares of the peak that fused attention reaches, forward and backward.
+    - `stream`: fraction of `memory_bandwidth` that element-wise kernels reach.
+    - `matmul`: (dtype, fraction of the peak that large matmuls reach) pairs; "" for all other dtypes.
+    - `attention`: fractions of the peak that fused attention reaches, forward and backward.
     - `processors`: streaming multiprocessors, over which the tiles of a kernel are distributed; 0 if unknown.
     - `launch`: seconds between two kernels if the host is the bottleneck.
     - `reserved`: bytes that the CUDA context and the communication library use outside of the allocator.
@@ -46,7 +48,7 @@ class Device:
         return MappingProxyType(dict(self.peak)).get(dtype)
 
     def matmul_share(self, dtype: str) -> float:
-        """Return the share of the peak that large matmuls in `dtype` reach."""
+        """Return the fraction of the peak that large matmuls in `dtype` reach."""
         shares = dict(self.matmul)
         return shares.get(dtype, shares.get("", 0.7))
 
@@ -58,7 +60,7 @@ class Link:
     - `bandwidth`: bytes/s that each device sends, and receives, while all devices do (the devices of a node share its
       network cards).
     - `latency`: seconds for an empty message to the next device.
-    - `efficiency`: share of the bandwidth that large collectives reach.
+    - `efficiency`: fraction of the bandwidth that large collectives reach.
     """
 
     name: str
@@ -74,7 +76,7 @@ class Host:
 
     - `memory`: bytes.
     - `device_bandwidth`: bytes/s between the host and each device.
-    - `nvme_bandwidth`: each device's share of the bytes/s of the NVMe drives.
+    - `nvme_bandwidth`: bytes/s of the NVMe drives for each device, if all devices use them.
     - `nvme`: bytes of all NVMe drives of the node.
     """
 

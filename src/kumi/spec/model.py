@@ -314,7 +314,7 @@ class ModelSpec:
 
     @property
     def first_attention(self) -> Attention | LatentAttention:
-        """The attention of the first layer that has one. Raise ModelError if there is none."""
+        """The attention of the first layer with attention. Raise ModelError if no layer has attention."""
         attention = next((layer.attends for layer in self.layers if layer.attends is not None), None)
         if attention is None:
             raise ModelError(
@@ -324,7 +324,7 @@ class ModelSpec:
 
     @property
     def first_mlp(self) -> MLP | MoE:
-        """The feed-forward part of the first layer that has one. Raise ModelError if there is none."""
+        """The MLP or the experts of the first layer with one of these. Raise ModelError if no layer has them."""
         mlp = next((layer.mlp for layer in self.layers if layer.mlp is not None), None)
         if mlp is None:
             raise ModelError(f"this {self.family} model has an mlp in none of its layers; use a model with an mlp")

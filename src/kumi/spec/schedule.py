@@ -43,10 +43,10 @@ def _wrong_stages(schedule: str, stages: int) -> str:
 
 
 def _wrong_microbatches(schedule: str, pp: int, microbatches: int) -> str:
-    least = SCHEDULES[schedule].least_per_rank
-    if microbatches < least * pp:
+    minimum = SCHEDULES[schedule].least_per_rank
+    if microbatches < minimum * pp:
         return (
-            f"schedule='{schedule}' needs at least {least} x pp = {least * pp} microbatches per step, not "
+            f"schedule='{schedule}' needs at least {minimum} x pp = {minimum * pp} microbatches per step, not "
             f"{microbatches}; use a smaller microbatch, more tokens_per_step, or schedule = '{_with_fewer(schedule)}'"
         )
     return (

@@ -135,7 +135,7 @@ def even_stages(layers: int, stages: Any) -> tuple[Any, Any, Any]:
     distributed evenly over `stages`, an int or an array of ints.
 
     The last stage has the head and gets no extra layer. The first stage has the embedding and the most microbatches in
-    flight, and gets an extra layer only if all others but the last have one. With two stages more than layers, the
+    flight, and gets an extra layer only if all stages between the two have one. With two stages more than layers, the
     first has only the embedding and the last only the head.
     """
     extra = layers % stages

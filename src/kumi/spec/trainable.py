@@ -85,7 +85,7 @@ def _down_proj_rule(size: int) -> LayoutRule:
 def _gate_up_proj_rule(width: int, hidden: int) -> LayoutRule:
     """Return the rule that ZeRO shards the rows of each expert's fused gate and up projection evenly.
 
-    It also holds where these are as many rows as those of the down projection, whose rule reports the number already.
+    It also holds if there are as many rows as in the down projection, whose rule then reports the number.
     """
 
     def rows(x: Any) -> Any:
