@@ -42,6 +42,10 @@ def test_schedules_that_do_not_fit_the_run_are_refused():
     ):
         with pytest.raises(ConfigError, match=rf"optim\.{words} do not fit into train\.steps=10; shorten"):
             choose_optim(OptimSection(**keys), 10)
+    constant = OptimSection(schedule="constant", warmup_steps=11)
+    with pytest.raises(ConfigError, match=r"warmup_steps=11 is longer than the run of train\.steps=10; shorten"):
+        choose_optim(constant, 10)
+    assert choose_optim(constant, 11).warmup_steps == 11
 
 
 def test_steps_and_ratio_together_are_refused_and_the_one_in_force_is_spelled_out():

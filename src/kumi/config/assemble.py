@@ -15,7 +15,7 @@ from kumi.spec.cluster import ClusterSpec, Device, Host, Link, MachineRuns
 def assemble_cluster(section: ClusterSection, node: NodeFile, source: str) -> ClusterSpec:
     """Return the cluster that `section` describes, of nodes like `node`, which was read from `source`.
 
-    Raise ConfigError if sizes do not fit together, or a network is missing or has no place.
+    Raise ConfigError if the sizes contradict each other, or a network is missing or has nothing to connect.
     """
     ranks = section.devices_per_node or node.devices_per_node
     if ranks > node.devices_per_node:
@@ -37,7 +37,7 @@ def assemble_cluster(section: ClusterSection, node: NodeFile, source: str) -> Cl
     host = Host(**given_fields(node.host))
     shape = ClusterShape(node, ranks, section.nodes // section.sites, section.sites)
     inner = shape.inner_links()
-    outer = [*_network(section, shape, inner), *_site_link(section, shape)]
+    outer = [*_node_network(section, shape, inner), *_site_link(section, shape)]
     links = _with_unique_names([*inner, *(shape.outer_link(file, span, host) for file, span in outer)])
     device = replace(to_device(node.device), price=section.price_per_hour)
     if section.watts is not None:
@@ -106,8 +106,8 @@ class ClusterShape:
     def _span(self, span: int) -> int:
         """Return the number of devices that a link of `span` connects in this cluster.
 
-        If the nodes do not fill all domains, every domain gets the same number of nodes, the largest that divides
-        them: 64 nodes of 4 devices in domains of 18 nodes make four domains of 16 nodes.
+        If the nodes of a site do not fill all domains, each domain gets the same number of nodes: the largest divisor
+        of the number of nodes that fits a domain. 64 nodes in domains of 18 nodes make four domains of 16 nodes.
         """
         full = self.node.devices_per_node
         if span <= full:
@@ -117,17 +117,17 @@ class ClusterShape:
     def outer_link(self, file: NetworkFile, span: int, host: Host) -> Link:
         """Return `file` as a link over `span` devices.
 
-        The devices of a node or a site divide a shared bandwidth equally. No device gets more of its node's than its
-        link to the host carries.
+        The bandwidth of a node or a site is divided equally among its devices. No device gets more of the bandwidth of
+        its node than its link to the host carries.
         """
-        share = file.bandwidth / {"device": 1, "node": self.ranks, "site": self.site_devices}[file.per]
+        bandwidth = file.bandwidth / {"device": 1, "node": self.ranks, "site": self.site_devices}[file.per]
         if host.device_bandwidth and file.per == "node":
-            share = min(share, host.device_bandwidth)
-        return Link(file.name, span, share, file.latency, file.efficiency)
+            bandwidth = min(bandwidth, host.device_bandwidth)
+        return Link(file.name, span, bandwidth, file.latency, file.efficiency)
 
 
-def _network(section: ClusterSection, shape: ClusterShape, inner: list[Link]) -> Iterator[tuple[NetworkFile, int]]:
-    """Yield the network between the nodes of a site and its span, unless an inner link already connects them."""
+def _node_network(section: ClusterSection, shape: ClusterShape, inner: list[Link]) -> Iterator[tuple[NetworkFile, int]]:
+    """Yield the network between the nodes of a site, with its span, unless an inner link already connects the nodes."""
     file = shape.node.network if section.network is None else read_network(section.network)
     if file is not None and file.per == "site":
         raise ConfigError(
@@ -151,7 +151,7 @@ def _node_networks() -> list[str]:
 
 
 def _site_link(section: ClusterSection, shape: ClusterShape) -> Iterator[tuple[NetworkFile, int]]:
-    """Yield the link between the sites and its span, all devices, if there are several sites."""
+    """Yield the network between the sites, with its span of all devices, if there are several sites."""
     if section.sites > 1 and section.site_link is None:
         raise ConfigError(
             f"cluster.sites={section.sites}, but cluster.site_link is not set; set it to the network between the "

@@ -27,9 +27,9 @@ class Balance:
 
 
 def choose_balance(model: ModelSpec, section: ModelSection) -> Balance:
-    """Return the balancing that `section` asks for; missing values come from the config.json of `model`.
+    """Return the balancing that `section` sets; values that it leaves out come from the config.json of `model`.
 
-    Raise ConfigError if the model does not support it.
+    Raise ConfigError if the model does not support the balancing.
     """
     kind, coef = section.balance, section.balance_coef
     experts = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, MoE)), None)

@@ -1,7 +1,7 @@
 """TOML files that describe machines: a node with its device and its links, or a network between nodes.
 
 Quantities have units ("80 GiB", "3.35 TB/s", "400 Gb/s", "25 us"). Every table may have a `sources` table: each key
-names one figure or several, separated by commas, and the value says where they come from. A value that begins with
+names one or more figures, separated by commas, and its value is the source of these figures. A value that begins with
 "assumed" marks a figure that is neither measured nor in a data sheet.
 
     device = "h100-sxm"          a device preset, or a [device] table (DeviceFile)

@@ -1,4 +1,4 @@
-"""The layout of a run: the layout of its first start, or a new choice where that one cannot be used.
+"""The layout of a run: the layout that the run folder stores, or a new choice if the stored layout cannot be used.
 
     a new run, or a run folder without plan.json                     choose, with the pinned fields of the run file
     the pinned fields agree with the stored layout, and it can run   keep the stored layout, without a search
@@ -36,32 +36,32 @@ class LayoutDecision:
     change: str = ""
 
 
-def decide_layout(asked: PlanInput, before: RunPlan | None) -> LayoutDecision:
-    """Return the layout for the planner's input `asked`, given the stored plan `before` of the run, if any.
+def decide_layout(planned: PlanInput, stored: RunPlan | None) -> LayoutDecision:
+    """Return the layout for the planner's input `planned`, given the `stored` plan of the run, if any.
 
-    Raise LayoutError or FitError if a layout must be chosen and none is legal or fits.
+    Raise LayoutError or FitError if a layout must be chosen, and no layout is legal or no legal layout fits.
     """
-    if before is None:
-        return LayoutDecision(select_layout(asked.job, asked.pinned), asked.pinned)
-    pinned = before.pinned if asked.pinned == layout_keys(before.layout) else asked.pinned
-    reason = _why_not(asked.job, pinned, before)
+    if stored is None:
+        return LayoutDecision(select_layout(planned.job, planned.pinned), planned.pinned)
+    pinned = stored.pinned if planned.pinned == layout_keys(stored.layout) else planned.pinned
+    reason = _reason_to_change(planned.job, pinned, stored)
     if not reason:
-        return LayoutDecision(estimate_for_training(asked.job, before.layout), pinned)
-    estimate = select_layout(asked.job, pinned)
-    return LayoutDecision(estimate, pinned, _change(before.layout, estimate.layout, reason))
+        return LayoutDecision(estimate_for_training(planned.job, stored.layout), pinned)
+    estimate = select_layout(planned.job, pinned)
+    return LayoutDecision(estimate, pinned, _change(stored.layout, estimate.layout, reason))
 
 
-def _why_not(job: Job, pinned: Pins, before: RunPlan) -> str:
-    """Return the reason why the layout of `before` cannot be used, or "" if it can.
+def _reason_to_change(job: Job, pinned: Pins, stored: RunPlan) -> str:
+    """Return the reason why the layout of `stored` cannot be used, or "" if it can.
 
-    Its memory is not checked if it was chosen for the same model on the same machines: a later version or a calibrated
-    cluster file may estimate more.
+    Do not check its memory if it was chosen for the same model, batch, precision and machines: a later version of kumi
+    or a calibrated cluster file may estimate more memory, but the run has shown that the layout fits.
     """
-    changed = [f"layout.{name}={value}" for name, value in pinned.items() if getattr(before.layout, name) != value]
+    changed = [f"layout.{name}={value}" for name, value in pinned.items() if getattr(stored.layout, name) != value]
     if changed:
         return f"{' and '.join(changed)} {'is' if len(changed) == 1 else 'are'} pinned now"
-    same = made_for(job) == before.made_for
-    reasons = training_problems(job, before.layout, memory=not same)
+    same = made_for(job) == stored.made_for
+    reasons = training_problems(job, stored.layout, memory=not same)
     return reasons[0].partition("; ")[0] if reasons else ""
 
 

@@ -47,7 +47,7 @@ def _plannable(written: dict[str, Any]) -> bool:
 
 
 def load_plan(path: RunFile, overrides: Overrides = (), cluster: Mapping[str, Any] | None = None) -> PlanConfig:
-    """Return the configuration for a plan: as `load`, but name, data and steps are optional.
+    """Return the configuration for a plan. This is like `load`, but name, [data] and [train] are optional.
 
     `cluster` replaces the section [cluster].
     """

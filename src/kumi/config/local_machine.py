@@ -17,8 +17,8 @@ from kumi.errors import ConfigError
 from kumi.spec.cluster import ClusterSpec
 from kumi.units import write_bandwidth, write_bytes, write_flops
 
-# Assumptions about an unmeasured CPU core, conservative for a server: float32 operations per cycle with vectors of 256
-# bits or more and with narrower ones, speed of bfloat16 relative to float32, cycles per second, bytes per second.
+# Assumptions about an unmeasured CPU core, conservative for a server: float32 operations per cycle with vectors of at
+# least 256 bits and with narrower vectors, speed of bfloat16 relative to float32, cycles per second, bytes per second.
 _WIDE_FLOPS, _NARROW_FLOPS = 32, 8
 _BFLOAT16_SPEEDUP = {"amx_bf16": 8, "avx512_bf16": 2, "bf16": 2}
 _CYCLES_PER_SECOND = 2.5e9
@@ -48,7 +48,8 @@ def this_node(devices: int, gpus: Sequence[DeviceFile] | None = None) -> NodeFil
 def _gpu_node(gpu: DeviceFile, count: int) -> NodeFile:
     """Return a node with `count` of the device `gpu`, or with all of the preset that it is built like.
 
-    Its links, network and host are those of the preset with the same device; without such a preset it has none.
+    The node has the links, network and host of the preset with the same device; without such a preset, these are
+    unknown.
     """
     for name in preset_names():
         node = read_node(name)
@@ -82,14 +83,14 @@ def cpu_device(ranks: int) -> dict[str, Any]:
     """Return one of `ranks` processes on this machine's cores as a [device] table."""
     flags, dtypes = cpu_flags(), cpu_dtypes()
     cores = _available_cores() / ranks
-    single = cores * _CYCLES_PER_SECOND * (_WIDE_FLOPS if {"avx2", "avx512f", "asimd"} & flags else _NARROW_FLOPS)
+    peak = cores * _CYCLES_PER_SECOND * (_WIDE_FLOPS if {"avx2", "avx512f", "asimd"} & flags else _NARROW_FLOPS)
     gain = max([_BFLOAT16_SPEEDUP[flag] for flag in flags & set(_BFLOAT16_SPEEDUP)], default=1)
     return {
         "name": cpu_name(),
         "kind": "cpu",
         "memory": write_bytes(_memory() // ranks),
         "dtypes": dtypes,
-        "peak_flops": {"float32": write_flops(single), "bfloat16": write_flops(single * gain)},
+        "peak_flops": {"float32": write_flops(peak), "bfloat16": write_flops(peak * gain)},
         "memory_bandwidth": write_bandwidth(cores * _CORE_BANDWIDTH),
         "sources": {
             "memory, dtypes": "/proc and the container's limit",
@@ -102,7 +103,7 @@ def cpu_device(ranks: int) -> dict[str, Any]:
 def threads_per_rank(nproc: int, environ: Mapping[str, str]) -> int:
     """Return the threads that each of `nproc` ranks computes with.
 
-    OMP_NUM_THREADS in `environ` takes precedence over an equal share of the cores.
+    This is OMP_NUM_THREADS in `environ` if it is set, else the number of cores divided by `nproc`.
     """
     threads = environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > 0:
@@ -115,7 +116,7 @@ def _available_cores() -> int:
 
 
 def _gpus() -> list[DeviceFile]:
-    """Return the CUDA devices that are visible to a program, by nvidia-smi, so torch need not be imported."""
+    """Return the CUDA devices that a program can use, as nvidia-smi lists them: to import torch would take seconds."""
     query = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -127,10 +128,10 @@ def _gpus() -> list[DeviceFile]:
 
 
 def _visible(gpus: list[dict[str, str]], names: str | None) -> list[dict[str, str]]:
-    """Return those of `gpus` that CUDA_VISIBLE_DEVICES = `names` selects, in its order; all if `names` is None.
+    """Return the GPUs among `gpus` that CUDA_VISIBLE_DEVICES = `names` selects, in that order; all if `names` is None.
 
-    As CUDA does, read numbers or prefixes of UUIDs up to the first entry that matches no GPU or a GPU already listed.
-    Raise ConfigError for a part of a GPU (MIG): its memory and speed differ from the GPU's.
+    `names` has numbers or prefixes of UUIDs. As in CUDA, the first entry that matches no GPU, or a GPU already
+    selected, ends the list. Raise ConfigError for a partition of a GPU (MIG), since its memory and speed differ.
     """
     chosen: list[dict[str, str]] = []
     for name in [gpu["index"] for gpu in gpus] if names is None else names.split(","):
@@ -170,7 +171,7 @@ def cpu_name() -> str:
 
 
 def cpu_dtypes() -> tuple[str, ...]:
-    """Return the dtypes that the CPU computes fast: bfloat16 with native matmul instructions, never float16."""
+    """Return the dtypes that the CPU computes fast: bfloat16 if it has instructions for its matmuls, never float16."""
     return ("float32", "bfloat16") if set(_BFLOAT16_SPEEDUP) & cpu_flags() else ("float32",)
 
 

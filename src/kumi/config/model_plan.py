@@ -1,4 +1,4 @@
-"""Plan a model without a run file, on machines written as 16xh100-sxm."""
+"""Plan a model without a run file, on GPUs written as 16xh100-sxm."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def is_model(source: str) -> bool:
 def load_plan_or_model(run: RunFile, gpus: str | None, overrides: Overrides) -> tuple[PlanConfig, dict[str, int]]:
     """Return the plan of the run file `run`, or of the model that it names, and the values of defaults by key.
 
-    `gpus`, such as 16xh100-sxm, replaces the machines of a run file. A model needs it, or cluster.source among the
-    overrides.
+    `gpus`, such as 16xh100-sxm, replaces [cluster] of a run file. For a model, either `gpus` or the override
+    cluster.source is required.
     """
     cluster = None if gpus is None else parse_gpus(gpus)
     if not isinstance(run, Mapping) and is_model(str(run)):
@@ -69,15 +69,15 @@ def plan_of_model(
 
 
 def _batch_defaults(config: PlanConfig, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return seq_len and tokens_per_step if not `given`: every device gets the same number of sequences."""
+    """Return seq_len and tokens_per_step unless `given` has them. Every device gets the same number of sequences."""
     defaults, seq_len = dict[str, int](), config.batch.seq_len
     if "seq_len" not in given:
         longest = families.from_hf(read_hf_config(config.model)).max_position_embeddings
         seq_len = defaults["seq_len"] = min(_SEQ_LEN, longest)
     if "tokens_per_step" not in given:
         devices = cluster_spec(config.cluster).devices
-        each = 2 ** int(log2(max(1.0, _TOKENS_PER_STEP / seq_len / devices)))
-        defaults["tokens_per_step"] = each * devices * seq_len
+        sequences = 2 ** int(log2(max(1.0, _TOKENS_PER_STEP / seq_len / devices)))
+        defaults["tokens_per_step"] = sequences * devices * seq_len
     return defaults
 
 

@@ -47,7 +47,7 @@ def hub_sources(config: PlanConfig) -> dict[str, str]:
 
 
 def fetch_snapshots(config: PlanConfig) -> dict[str, hub.Snapshot]:
-    """Return the snapshots, without weights, of the sources of `config` that are not local, by key."""
+    """Return the snapshots, without weights, of the hub sources of `config`, by key."""
     out = run_folder(config)
     snapshots = {key: fetch_snapshot(source, key, out) for key, source in hub_sources(config).items()}
     return {key: snapshot for key, snapshot in snapshots.items() if snapshot is not None}
@@ -63,7 +63,7 @@ def source_folder(source: str | None, snapshots: Mapping[str, hub.Snapshot]) -> 
 def read_hf_config(section: ModelSection, folder: Path | None = None) -> dict[str, Any]:
     """Return the config.json of the model: inline, the file that `section` names, or the file in its local `folder`.
 
-    Without `folder`, fetch only this file from the hub. Raise ModelError if there is none.
+    If a hub id has no local `folder`, fetch only config.json. Raise ModelError if the folder has no config.json.
     """
     if section.source is None:
         return dict(section.config or {})

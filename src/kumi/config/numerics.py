@@ -1,6 +1,6 @@
-"""The numerics of a CPU: pinned by the run file, kept from the run's first start, or measured on this machine.
+"""The numerics of a CPU, a choice among its kernels (`kumi.spec.numerics`), and the cache of measured choices.
 
-    precision.numerics = "auto":  the run folder's, else $KUMI_NUMERICS, else this machine's cache, else None
+    precision.numerics = "auto":  from the run folder, else $KUMI_NUMERICS, else this machine's cache, else None
     ~/.cache/kumi/numerics/<key>.json   one measurement: of a CPU, with a version of torch and a number of threads
 
 This module does not measure: `kumi.train.measure_numerics` does, at the first start of a run.
@@ -101,7 +101,7 @@ def numerics_here(ranks: int) -> Numerics | None:
 
 
 def numerics_for_cluster(numerics: Numerics, section: ClusterSection) -> Numerics:
-    """Return `numerics`, without their precision if a file describes the cluster: its dtypes decide."""
+    """Return `numerics`. If a file describes the cluster, leave out the precision: the dtypes in that file decide."""
     return numerics if section.source == "auto" else replace(numerics, kind="")
 
 
@@ -123,7 +123,7 @@ def pin_numerics(config: RunConfig, job: Job) -> RunConfig:
 
 
 def read_cached_numerics(processor: Processor) -> MeasuredNumerics | None:
-    """Return the cached measurement for `processor`, or None if there is none that can be used."""
+    """Return the cached measurement for `processor`, or None if the cache has no usable one."""
     try:
         written = read_object(_folder(), processor.file)
         seconds = {
@@ -133,12 +133,12 @@ def read_cached_numerics(processor: Processor) -> MeasuredNumerics | None:
         measured = MeasuredNumerics(parse_numerics(written["numerics"]), seconds)
         return measured if measured.complete else None
     except (ModelError, KeyError, TypeError, ValueError, AttributeError):
-        return None  # a damaged file: the next start measures again
+        return None  # no file, or a damaged file: the next start measures again
 
 
 def cache_numerics(processor: Processor, measured: MeasuredNumerics) -> None:
     """Write `measured` to the cache. If that fails, the next start measures again."""
-    text = {
+    entry = {
         "cpu": processor.name,
         "torch": processor.torch,
         "threads": processor.threads,
@@ -147,12 +147,12 @@ def cache_numerics(processor: Processor, measured: MeasuredNumerics) -> None:
     }
     folder = _folder()
     if not folder.is_absolute():
-        return  # a user without a home
+        return  # the user has no home folder
     part = folder / f"{processor.file}.{os.getpid()}"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         with open_new(part) as file:
-            file.write(json.dumps(text, indent=1) + "\n")
+            file.write(json.dumps(entry, indent=1) + "\n")
         os.replace(part, folder / processor.file)
 
 

@@ -14,8 +14,9 @@ from kumi.spec.optim import Optim
 def choose_optim(section: OptimSection, steps: int | None) -> Optim:
     """Return the optimizer of `section` in a run of `steps` updates.
 
-    Without `steps`, as in a plan without [train], a warm-up or decay that is not given in steps has none. The decay of
-    "wsd" defaults to a tenth of the run. Raise ConfigError if warm-up and decay do not fit into the run.
+    In a plan without [train], `steps` is None; a warm-up or decay that the run file does not give in steps then has 0
+    steps. The decay of "wsd" defaults to a tenth of the run. Raise ConfigError if warm-up and decay together are longer
+    than the run.
     """
     fields = section.model_dump(exclude={"warmup_steps", "warmup_ratio"})
     if section.decay_steps and section.schedule != "wsd":
@@ -32,17 +33,21 @@ def choose_optim(section: OptimSection, steps: int | None) -> Optim:
 
 
 def _warmup_steps(optim: Optim, section: OptimSection, steps: int) -> int:
-    """Return the warm-up steps of a run of `steps`. Raise ConfigError if too few remain for the decay of `optim`."""
+    """Return the warm-up steps of a run of `steps`. Raise ConfigError if too few steps remain after the warm-up."""
     longest = _longest_warmup(optim, steps)
     if section.warmup_steps is not None:
-        key, least, length = f"warmup_steps={section.warmup_steps}", section.warmup_steps, section.warmup_steps
+        key, minimum, length = f"warmup_steps={section.warmup_steps}", section.warmup_steps, section.warmup_steps
     else:
-        assert section.warmup_ratio is not None, "OptimSection sets one of them"
+        assert section.warmup_ratio is not None, "OptimSection sets warmup_steps or warmup_ratio"
         # Exact decimal arithmetic: 0.07 of 100 steps are 7; a binary product is slightly more and would round up to 8.
         exact = Fraction(str(section.warmup_ratio)) * steps
         # Round up as Hugging Face does, unless only the rounding leaves no step for the decay.
-        key, least, length = f"warmup_ratio={section.warmup_ratio}", math.floor(exact), min(math.ceil(exact), longest)
-    if least > longest:
+        key, minimum, length = f"warmup_ratio={section.warmup_ratio}", math.floor(exact), min(math.ceil(exact), longest)
+    if minimum > longest and optim.schedule == "constant":
+        raise ConfigError(
+            f"optim.{key} is longer than the run of train.steps={steps}; shorten the warm-up, or raise train.steps"
+        )
+    if minimum > longest:
         decay = f"the decay over {optim.decay_steps} steps" if optim.schedule == "wsd" else f"a {optim.schedule} decay"
         raise ConfigError(
             f"optim.{key} and {decay} do not fit into train.steps={steps}; shorten the warm-up or the decay, or raise "
@@ -52,7 +57,10 @@ def _warmup_steps(optim: Optim, section: OptimSection, steps: int) -> int:
 
 
 def _longest_warmup(optim: Optim, steps: int) -> int:
-    """Return the most warm-up steps in a run of `steps`: a decaying rate needs one more, if there are two or more."""
+    """Return the maximum of warm-up steps in a run of `steps`.
+
+    A learning rate that decays needs at least one step after the warm-up; only a run of one step may lack it.
+    """
     if optim.schedule == "constant":
         return steps
     return steps - optim.decay_steps if optim.schedule == "wsd" else max(1, steps - 1)

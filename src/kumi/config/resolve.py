@@ -40,7 +40,7 @@ class ResolvedRun:
     """The complete input of the trainer.
 
     `config`: the run file with every choice pinned, as stored in the run folder.
-    `hf_config`: the model's config.json as given.
+    `hf_config`: the model's config.json, unchanged.
     `source`: the folder of the model, None for an inline config. It may be a hub snapshot without weights.
     `job`, `estimate`: model, cluster, batch, precision and optimizer; the layout with its estimate.
     `snapshots`: snapshots of hub repositories, by the run-file key that names them.
@@ -126,7 +126,7 @@ class ResolvedRun:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Values that must be equal on all ranks, by section of the run file. Paths may differ between ranks."""
+        """The values that must be the same on all ranks, by section of the run file; paths may differ."""
         config, train = self.config, self.config.train
         parts: dict[str, Any] = {
             "model": (model_digest(self.model), config.model.init, self.balance),
@@ -164,12 +164,12 @@ def resolve(
             f"train.trace_step={config.train.trace_step} is after the last step, train.steps={config.train.steps}; use "
             f"1 to {config.train.steps}, or 0 to record no step"
         )
-    asked = plan_input(config, hf_config)
-    choose_balance(asked.job.model, config.model)
-    decision = decide_layout(asked, None if stored is None else stored.plan)
-    written = pin_layout(pin_numerics(config, asked.job), decision.estimate.layout)
+    planned = plan_input(config, hf_config)
+    choose_balance(planned.job.model, config.model)  # raises ConfigError if the model does not support it
+    decision = decide_layout(planned, None if stored is None else stored.plan)
+    written = pin_layout(pin_numerics(config, planned.job), decision.estimate.layout)
     run = ResolvedRun(
-        written, hf_config, source, asked.job, decision.estimate, snapshots, decision.pinned, decision.change, stored
+        written, hf_config, source, planned.job, decision.estimate, snapshots, decision.pinned, decision.change, stored
     )
     problems = list(illegal_comm(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
     if run.model.lora is not None and config.comm.async_tp:

@@ -84,7 +84,7 @@ def made_for(job: Job) -> MadeFor:
 
 
 def estimate_figures(estimate: Estimate, *, speed_known: bool) -> dict[str, Any]:
-    """Return the figures of `estimate` for plan.json; no seconds if the device's speed is unknown."""
+    """Return the times and bytes of `estimate` for plan.json; no times if the device's speed is unknown."""
     fullest = max(estimate.memory, key=lambda stage: stage.total)
     seconds = {"step_seconds": estimate.step_seconds, "time": dict(estimate.time)} if speed_known else {}
     return {**seconds, "memory_bytes": fullest.total, "memory": asdict(fullest)}
@@ -109,8 +109,8 @@ def parse_plan(written: Mapping[str, Any], where: str) -> RunPlan:
     try:
         layout, pinned = (LayoutSection.model_validate(written[key]) for key in ("layout", "pinned"))
         fields = layout.model_dump(exclude_none=True)
-        purpose, estimate = MadeFor.model_validate(written["made_for"]), dict(written["estimate"])
-        plan = RunPlan(Layout(**fields), pinned.model_dump(exclude_none=True), purpose, estimate)
+        properties, estimate = MadeFor.model_validate(written["made_for"]), dict(written["estimate"])
+        plan = RunPlan(Layout(**fields), pinned.model_dump(exclude_none=True), properties, estimate)
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(where, _reason(error)) from None
     return plan

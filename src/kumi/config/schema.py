@@ -77,7 +77,7 @@ def spec_key(spec: type[Any], name: str, default: Any = MISSING) -> Any:
 
 
 class Section(BaseModel):
-    # Validators are built when first used: a command needs those of a run or of a plan, not of both and each section.
+    # Build a validator when it is first used: a command needs that of RunConfig or of PlanConfig, and few of sections.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
@@ -237,9 +237,9 @@ class PrecisionSection(Section):
     kind: PrecisionKind = Field(
         "auto",
         description="'auto' is bf16 if the device computes it fast (on a CPU: if `numerics` says so), else fp16 if "
-        "the device computes that fast, else fp32. Master weights are float32; 'bf16-pure' has none and can only be "
-        "planned. 'fp8' computes the matmuls of layers in float8, with the package torchao and a CUDA device that "
-        "supports it.",
+        "the device computes that fast, else fp32. Master weights are float32; 'bf16-pure' has no master weights and "
+        "can only be planned. 'fp8' computes the matmuls of layers in float8, with the package torchao and a CUDA "
+        "device that supports it.",
     )
 
     numerics: Text = Field(

@@ -1,8 +1,8 @@
 """Read the run folder of a run that has started, possibly written by an earlier version.
 
-`config.toml` contains every key of the version that wrote it. A missing key has the value that was in force then:
-`EARLIER_VALUES` if it lists the key, otherwise today's default, which changes nothing for such a run. `plan.json`
-contains the layout (see `run_plan`); folders of earlier versions lack it.
+`config.toml` contains every key of the version that wrote it. For a missing key, the value that was in
+force at that time is the one in `EARLIER_VALUES`, or else today's default, which changes nothing for such a run.
+`plan.json` contains the layout (see `run_plan`); folders of earlier versions lack it.
 """
 
 from __future__ import annotations
