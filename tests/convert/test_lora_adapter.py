@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kumi.convert import merge
-from kumi.convert.hf.adapter_read import as_trained, read_adapters
+from kumi.convert.hf.adapter_read import initial_adapter_params, read_adapters
 from kumi.convert.hf.adapter_write import CONFIG, WEIGHTS, modules, write_adapter
 from kumi.convert.load_weights import load_decoder
 from kumi.convert.open_model import open_source
@@ -140,7 +140,7 @@ def test_what_was_written_is_read_again(saved, tmp_path, case, lora):
     base = saved(case)
     decoder = adapted(base, lora)
     folder = written(decoder, tmp_path / "adapter", base)
-    adapters = as_trained(read_adapters(folder, open_source(base).spec), decoder.spec, folder)
+    adapters = initial_adapter_params(read_adapters(folder, open_source(base).spec), decoder.spec, folder)
     own = {name: value for name, value in decoder.named_parameters() if is_adapter(name)}
     assert set(adapters) == set(own)
     assert all(adapters[name].equal(value) for name, value in own.items())
@@ -231,9 +231,9 @@ def test_other_tensors_and_other_models_are_refused(saved, tmp_path):
     folder = written(decoder, tmp_path / "adapter", base)
     spec, tensors = open_source(base).spec, load_file(folder / WEIGHTS)
     with pytest.raises(ModelError, match=r"change \[lora\] to match"):
-        as_trained(read_adapters(folder, spec), replace(spec, lora=Lora(4, 7.0, ATTENTION)), folder)
+        initial_adapter_params(read_adapters(folder, spec), replace(spec, lora=Lora(4, 7.0, ATTENTION)), folder)
     with pytest.raises(ModelError, match="disagree about"):
-        as_trained(read_adapters(folder, spec), replace(spec, lora=Lora(4, 6.0, ("q_proj",))), folder)
+        initial_adapter_params(read_adapters(folder, spec), replace(spec, lora=Lora(4, 6.0, ("q_proj",))), folder)
     save_file(tensors | {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32)}, folder / WEIGHTS)
     with pytest.raises(ModelError, match="is not an adapter of a layer's matrix"):
         read_adapters(folder, spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -19,12 +20,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from kumi.convert import convert
 from kumi.convert.megatron import dcp_write, read_megatron
-from kumi.convert.megatron.dcp_read import open_checkpoint
+from kumi.convert.megatron.dcp_read import Checkpoint, ChunkedTensor, open_checkpoint
 from kumi.convert.megatron.write_megatron import ITERATION, MegatronOptions
 from kumi.convert.open_model import open_source
 from kumi.errors import ConfigError, KumiError, ModelError, RefusedError
 from kumi.megatron.args import to_config
+from kumi.megatron.model_fields import unsupported_by_megatron
+from kumi.megatron.tensor_names import CheckpointKeys, megatron_parts
 from kumi.spec import families
+from kumi.spec.ledger import tensors
 from weights import read_tensors
 
 Saved = Callable[..., Path]
@@ -266,7 +270,7 @@ def test_optimizer_state_is_left_out_with_a_notice(saved: Saved, tmp_path: Path)
         (lambda t: t | {"embedding.word_embeddings.weight": torch.zeros(90, 32)}, "has 90 rows, but vocab_size=97"),
         (
             lambda t: t | {"decoder.final_layernorm.weight": torch.zeros(32, dtype=torch.int8)},
-            "is torch.int8; kumi reads",
+            "is int8, and kumi reads parameters in float32, bfloat16, float16, float64 only",
         ),
         (lambda t: t | {"decoder.final_norm.weight": torch.zeros(32)}, "HybridModel"),
     ],
@@ -276,6 +280,29 @@ def test_tensors_that_do_not_fit_are_named(edit: Any, words: str, saved: Saved, 
     rewritten(folder / ITERATION, edit)
     with pytest.raises(ModelError, match=words):
         open_source(folder)
+
+
+def test_parts_of_one_tensor_in_two_dtypes_are_named_with_both(saved: Saved) -> None:
+    spec = families.from_hf(families.read_config(saved("mixtral")))
+    param = next(tensor for tensor in tensors(spec) if tensor.name.endswith("experts.gate_up_proj"))
+    keys = CheckpointKeys(homogeneous=False, vocab=spec.vocab_size, halves=True)
+    names = [part.name for part in megatron_parts(spec, param, keys)]
+    stored = {name: ChunkedTensor(torch.bfloat16 if name == names[-1] else torch.float32, (), ()) for name in names}
+    words = f"'{names[-2]}' is float32 and '{names[-1]}' is bfloat16, but both are parts of '{param.name}'"
+    with pytest.raises(ModelError, match=re.escape(words)):
+        read_megatron._dtype(Path("folder"), spec, param, keys, Checkpoint(Path("folder"), stored, {}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("attention_multiplier", 0.5, "scores are multiplied by 0.5; Megatron-LM multiplies by 1 / sqrt(head_dim)"),
+        ("logits_scaling", 4.0, "logits are multiplied by 0.25; Megatron-Core's GPT model multiplies by 1"),
+    ],
+)
+def test_the_reasons_against_megatron_are_complete(field: str, value: float, words: str, saved: Saved) -> None:
+    spec = families.from_hf(families.read_config(saved("granite")) | {field: value})
+    assert words in list(unsupported_by_megatron(spec))
 
 
 class Command:
@@ -396,7 +423,7 @@ def test_damaged_files_never_crash_the_reader(saved: Saved, tmp_path: Path) -> N
 
 def test_what_megatron_lm_does_not_take_from_a_checkpoint_is_said(saved: Saved, tmp_path: Path) -> None:
     for case, words in {
-        "qwen3": ["does not take these from it; give them too: --norm-epsilon 1e-06 --qk-layernorm"],
+        "qwen3": ["does not restore these arguments; give them too: --norm-epsilon 1e-06 --qk-layernorm"],
         "llama-llama3": ["--use-rope-scaling", "Megatron-Core has (1.0, 4.0, 8192) built in"],
         "mistral-window": ["--window-size 6,0"],
         "deepseek-v3": [

@@ -10,7 +10,7 @@ from tests.train.conftest import back_to
 from kumi.cli import main
 from kumi.config import load, open_run
 from kumi.convert import kumi_checkpoint
-from kumi.convert.merge import _trained
+from kumi.convert.merge import _adapters_in_checkpoint
 from kumi.errors import RefusedError
 from kumi.spec.lora import Lora
 from kumi.spec.saved_tensors import model_digest, model_shapes
@@ -137,4 +137,4 @@ def test_adapters_of_a_larger_model_are_not_cropped(stopped):
     meta = {"hf_config": {}, "lora": {"r": 2, "targets": ["o_proj"]}}
     checkpoint.save("larger/step_000001", pieces, meta)
     with pytest.raises(RefusedError, match=r"lora_A\.weight' is \(10, 32\) in the checkpoint, \(2, 32\) in the model"):
-        _trained(kumi_checkpoint.open_saved_model(checkpoint.step_folder("larger", 1)), base)
+        _adapters_in_checkpoint(kumi_checkpoint.open_saved_model(checkpoint.step_folder("larger", 1)), base)

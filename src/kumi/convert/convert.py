@@ -45,7 +45,7 @@ def convert(
 
     to         target format, one of `FORMATS`
     verify     read the folder back and compare it with `src`
-    dtype      dtype of all parameters; by default each keeps its own
+    dtype      dtype of all parameters; by default each parameter keeps its dtype
     layout     such as "tp=2,pp=2": shard a kumi checkpoint into the pieces of that layout's ranks
     config     config.json for a Megatron checkpoint that does not describe its model
     megatron   settings of the Megatron-LM that will load the result
@@ -73,7 +73,7 @@ def convert(
     elif to == "megatron":
         notes += _write_megatron(source, target, dtypes, megatron)
     else:
-        _write_native(source, target, dtypes, Layout() if layout is None else parse_layout(layout, source.spec))
+        _write_kumi(source, target, dtypes, Layout() if layout is None else parse_layout(layout, source.spec))
     summary = f"{target}: {num_params(source.spec):,} parameters written as {to}"
     if source.passthrough and to != "megatron":
         summary += f", and {len(source.passthrough)} passthrough tensors copied unchanged"
@@ -137,7 +137,7 @@ def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str]) -> None:
     )
 
 
-def _write_native(source: Source, target: Path, dtypes: Mapping[str, str], layout: Layout) -> None:
+def _write_kumi(source: Source, target: Path, dtypes: Mapping[str, str], layout: Layout) -> None:
     write_folder.check_target(target, replace=False)
     size = sum(entry.numel * ITEMSIZE[dtypes[entry.name]] for entry in tensors(source.spec))
     check_free_space(target, size + sum(span.nbytes for span in source.passthrough.values()), "the model")
@@ -168,7 +168,7 @@ def _write_megatron(
         tokenizer=source.tokenizer,
         options=options,
     )
-    left_out = (
+    passthrough_note = (
         [
             f"left out, because Megatron has no counterpart: {len(source.passthrough)} passthrough tensors, such "
             f"as {next(iter(source.passthrough))}"
@@ -176,7 +176,7 @@ def _write_megatron(
         if source.passthrough
         else []
     )
-    return [*left_out, *notes]
+    return [*passthrough_note, *notes]
 
 
 def parse_layout(text: str, spec: ModelSpec) -> Layout:

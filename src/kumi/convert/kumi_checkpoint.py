@@ -193,8 +193,8 @@ def _all_pieces(spec: ModelSpec, layout: Layout, dtypes: Mapping[str, str]) -> l
 def _assign_files(pieces: Sequence[tuple[Blank, list[int]]], layout: Layout) -> list[list[Blank]]:
     """Assign the pieces to files.
 
-    Several ranks: one file per rank; of a piece's holders the one with the fewest bytes so far takes it, largest pieces
-    first. One rank: files in order.
+    With one rank, fill files in order. With several ranks, there is one file per rank; the largest piece comes first,
+    and each piece goes to the file of that rank, among those that hold the piece, which has the fewest bytes so far.
     """
     if layout.world_size == 1:
         return list(_split_in_order([blank for blank, _ in pieces]))
@@ -210,7 +210,7 @@ def _assign_files(pieces: Sequence[tuple[Blank, list[int]]], layout: Layout) -> 
 def _split_in_order(blanks: Sequence[Blank]) -> Iterator[list[Blank]]:
     """Split the pieces, in order, into at least one list per thread, of at most `_SHARD_BYTES` (or one piece)."""
     total = sum(blank.nbytes for blank in blanks)
-    limit = min(_SHARD_BYTES, max(2**20, -(-total // stream.threads())))
+    limit = min(_SHARD_BYTES, max(2**20, -(-total // stream.num_threads())))
     current: list[Blank] = []
     size = 0
     for blank in blanks:

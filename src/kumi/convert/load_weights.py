@@ -23,7 +23,7 @@ def load_decoder(source: str | Path, *, dtype: torch.dtype = torch.float32, base
 
     `source` is a Hugging Face folder or hub id, a kumi checkpoint, a run folder (its last checkpoint is loaded), a
     Megatron-Core checkpoint that describes its model, or a folder of PEFT adapters. Adapters stay separate modules on
-    their base model: `base`, or the one that they name. Tensors are read one at a time.
+    their base model, which is `base`, or else the model that they name. Tensors are read one at a time.
 
     Raise ModelError unless `source` holds exactly the tensors of its configuration, RefusedError for a damaged
     checkpoint, ConfigError if `source` does not exist, or if `base` is given for a complete model.
@@ -34,7 +34,7 @@ def load_decoder(source: str | Path, *, dtype: torch.dtype = torch.float32, base
         return decoder.to(dtype)
     if base is not None:
         raise ConfigError(
-            f"base={str(base)!r} only adapters have a base model, and {folder} holds a complete model; leave base out"
+            f"base={str(base)!r}: only adapters have a base model, and {folder} holds a complete model; leave base out"
         )
     return open_source(folder).decoder(dtype)
 

@@ -57,7 +57,7 @@ def _base_model(config: Mapping[str, Any]) -> str | None:
 
 
 def open_unmerged(folder: Path, base: str | None = None) -> AdaptedModel:
-    """Open the adapters in `folder` and their base model: `base`, or else the one that they name."""
+    """Open the adapters in `folder`, and their base model: `base`, or else the model that the adapters name."""
     trained = adapters_of_run(folder)
     if trained is None:
         base_name = _base_model(adapter_read.read_config(folder)) if base is None else base
@@ -79,10 +79,10 @@ def open_unmerged(folder: Path, base: str | None = None) -> AdaptedModel:
             f"{folder}: its adapters were trained on another model than the one in {path}; restore that model, or "
             f"name its folder with --base FOLDER"
         )
-    return AdaptedModel(folder, source, _trained(trained, source.spec))
+    return AdaptedModel(folder, source, _adapters_in_checkpoint(trained, source.spec))
 
 
-def _trained(saved: kumi_checkpoint.SavedModel, spec: ModelSpec) -> dict[str, Adapter]:
+def _adapters_in_checkpoint(saved: kumi_checkpoint.SavedModel, spec: ModelSpec) -> dict[str, Adapter]:
     """Read the adapters from a run's checkpoint."""
     lora = Lora(**saved.checkpoint.meta["lora"] | {"targets": tuple(saved.checkpoint.meta["lora"]["targets"])})
     result, read, adapted = {}, saved.checkpoint.read, replace(spec, lora=lora)
@@ -98,7 +98,7 @@ def _trained(saved: kumi_checkpoint.SavedModel, spec: ModelSpec) -> dict[str, Ad
 def open_merged(folder: Path, base: str | None = None) -> Source:
     """Return the base model with the adapters in `folder` merged into it while it is read.
 
-    The base is `base`, or else the one that the adapters name.
+    The base model is `base`, or else the model that the adapters name.
     """
     model = open_unmerged(folder, base)
     return replace(model.base, folder=folder, reader=_merging_reader(model.base, model.adapters))
@@ -115,7 +115,7 @@ def _merging_reader(source: Source, adapters: Mapping[str, Adapter]) -> Reader:
             return
         rows = torch.empty(out.shape[0], shapes[name][1], dtype=out.dtype)
         source.reader.read_into(name, (start[0], 0), rows)
-        out.copy_(merged(rows, adapter, start[0])[:, start[1] : start[1] + out.shape[1]])
+        out.copy_(merge_rows(rows, adapter, start[0])[:, start[1] : start[1] + out.shape[1]])
 
     def runs(name: str) -> Runs | None:
         return None if name.removesuffix(".weight") in adapters else source.reader.runs(name)
@@ -123,7 +123,7 @@ def _merging_reader(source: Source, adapters: Mapping[str, Adapter]) -> Reader:
     return Reader(source.reader.dtypes, read_into, source.reader.cut, runs)
 
 
-def merged(rows: Tensor, adapter: Adapter, first: int = 0) -> Tensor:
+def merge_rows(rows: Tensor, adapter: Adapter, first: int = 0) -> Tensor:
     """Return `rows` (N, in) of a matrix, beginning at row `first`, with `adapter` merged, in float32 or wider."""
     block = slice(first, first + rows.shape[0])
     dtype = wide(rows.dtype)

@@ -91,7 +91,7 @@ def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
     if (folder / "config.json").exists():
         return _open_hf(folder)
     if kumi_checkpoint.is_checkpoint(folder):
-        return _open_native(folder)
+        return _open_kumi(folder)
     if (folder / "adapter_config.json").exists():
         raise ModelError(
             f"{folder}: a LoRA adapter, not a complete model; merge it into its base model with "
@@ -136,7 +136,7 @@ def _open_hf(folder: Path) -> Source:
     )
 
 
-def _open_native(folder: Path) -> Source:
+def _open_kumi(folder: Path) -> Source:
     saved = kumi_checkpoint.open_saved_model(folder)
     spec = families.from_hf(saved.config)
     kumi_checkpoint.check_tensors(saved, spec)

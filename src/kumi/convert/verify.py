@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kumi.convert.files.stream import threads
+from kumi.convert.files.stream import num_threads
 from kumi.convert.hf.passthrough import check_passthrough
 from kumi.convert.open_model import Source
 from kumi.errors import ModelError
@@ -34,7 +34,7 @@ _MEMORY_FACTOR = 1.2
 
 @dataclass(frozen=True)
 class Verdict:
-    """The number of equal tensors, and the result of comparing logits, in words."""
+    """The number of identical tensors, and the result of comparing logits, in words."""
 
     tensors: int
     logits: str
@@ -46,13 +46,13 @@ class Verdict:
 def verify(source: Source, written: Source) -> Verdict:
     """Compare the model `written` with its `source`.
 
-    Tensors are compared bit for bit, after the source's are cast to the written dtype, a few rows at a time. Logits are
-    compared if the model fits in free memory. Raise ModelError naming the first tensor that differs, or the difference
-    of the logits.
+    Tensors are compared bit for bit, a few rows at a time, after those of `source` are cast to the written dtype.
+    Logits are compared if the model fits in free memory. Raise ModelError naming the first tensor that differs, or the
+    difference of the logits.
     """
     params = tensors(source.spec)
     total, done = sum(param.numel * ITEMSIZE[written.dtypes[param.name]] for param in params), 0
-    with show_progress(f"verifying {written.folder}", total) as update, ThreadPoolExecutor(threads()) as pool:
+    with show_progress(f"verifying {written.folder}", total) as update, ThreadPoolExecutor(num_threads()) as pool:
         try:
             for param in pool.map(lambda param: _compare(source, written, param), params):
                 done += param.numel * ITEMSIZE[written.dtypes[param.name]]
@@ -79,9 +79,10 @@ def _compare(source: Source, written: Source, param: Param) -> Param:
 
 
 def _logits_agree(source: Source, written: Source) -> str:
-    """Compare the logits of `written` by kumi with a reference; return the result in words, or raise ModelError.
+    """Compare the logits that kumi computes for `written` with a reference; return the result in words.
 
-    The reference is transformers where it can load one of the folders, else `source` by kumi.
+    The reference are the logits of transformers if it can load one of the folders, else those of kumi for `source`.
+    Raise ModelError if they differ.
     """
     needed, free = int(4 * num_params(source.spec) * _MEMORY_FACTOR), free_memory()
     if free is not None and needed > free:

@@ -1,4 +1,4 @@
-"""Convert a model to Megatron-LM's arguments, which its checkpoints contain, and such arguments to a config.json.
+"""Convert a model to the arguments of Megatron-LM, which a checkpoint of Megatron contains, and back to a config.json.
 
 Sources: megatron/training/arguments.py and checkpointing.py of Megatron-LM (megatron-core 0.16 and 0.19), and the
 run_config.yaml of Megatron-Bridge 0.3, which has fields of TransformerConfig instead of arguments.
@@ -73,7 +73,7 @@ def to_args(model: ModelSpec, *, dtype: str, padded_vocab: int) -> argparse.Name
         **({"padded_vocab_size": padded_vocab} if padded_vocab != model.vocab_size else {}),
         "bf16": dtype == "bfloat16",
         "fp16": dtype == "float16",
-        **_positions(model, uniform.attention.rope),
+        **_position_args(model, uniform.attention.rope),
         "ckpt_format": "torch_dist",
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
@@ -100,7 +100,7 @@ def flags_to_add(args: argparse.Namespace) -> str:
     return " ".join(words)
 
 
-def _positions(model: ModelSpec, rope: Rope | None) -> dict[str, Any]:
+def _position_args(model: ModelSpec, rope: Rope | None) -> dict[str, Any]:
     if rope is None:
         return {"position_embedding_type": "learned_absolute" if model.learned_positions else "none"}
     scaled = rope.scaling == "llama3"
@@ -117,15 +117,15 @@ def _positions(model: ModelSpec, rope: Rope | None) -> dict[str, Any]:
 
 
 def to_config(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json, of the family that has the model's parts, for Megatron's arguments.
+    """Return a config.json of the model that Megatron's arguments describe, in a family that can express it.
 
-    Raise ModelError if no family has them, or if the arguments are incomplete.
+    Raise ModelError if no family can, or if arguments are missing.
     """
-    _check(args)
-    config = _common(args)
+    _check_recognizable(args)
+    config = _common_keys(args)
     if args.get("multi_latent_attention"):
-        return config | _latent(args)
-    return config | (_experts(args) if args.get("num_experts") else _dense(args))
+        return config | _latent_attention_keys(args)
+    return config | (_expert_keys(args) if args.get("num_experts") else _dense_keys(args))
 
 
 def from_run_config(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def from_run_config(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# Argument -> the values that do not change the computation of the families that `to_config` recognizes.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Argument -> the values that a model of the families that `to_config` recognizes can have.
+_RECOGNIZABLE: dict[str, tuple[Any, ...]] = {
     "swiglu": (True,),
     "normalization": ("RMSNorm",),
     "add_bias_linear": (False,),
@@ -171,54 +171,54 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _check(args: Mapping[str, Any]) -> None:
-    for name, allowed in _NEUTRAL.items():
+def _check_recognizable(args: Mapping[str, Any]) -> None:
+    for name, allowed in _RECOGNIZABLE.items():
         if name in args and args[name] not in allowed:
             raise ModelError(
                 f"the checkpoint's arguments have {name}={args[name]!r}, which no model has that kumi "
                 f"recognizes by its arguments; {_REMEDY}"
             )
     for name in ("swiglu", "normalization"):
-        _given(args, name)
+        _required(args, name)
 
 
-def _given(args: Mapping[str, Any], *names: str) -> Any:
-    """Return the value of the first of `names` that the arguments have. Raise ModelError if they have none."""
+def _required(args: Mapping[str, Any], *names: str) -> Any:
+    """Return the value of the first of `names` among the arguments. Raise ModelError if all are missing."""
     for name in names:
         if args.get(name) is not None:
             return args[name]
     raise ModelError(f"the checkpoint's arguments lack {names[0]}; {_REMEDY}")
 
 
-def _common(args: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden = _given(args, "num_attention_heads"), _given(args, "hidden_size")
+def _common_keys(args: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden = _required(args, "num_attention_heads"), _required(args, "hidden_size")
     grouped = args.get("group_query_attention", args.get("num_query_groups") is not None)
     kv_heads = args.get("num_query_groups") if grouped else heads
     return {
-        "vocab_size": _given(args, "vocab_size", "padded_vocab_size"),
+        "vocab_size": _required(args, "vocab_size", "padded_vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": args.get("ffn_hidden_size") or 4 * hidden,
-        "num_hidden_layers": _given(args, "num_layers"),
+        "num_hidden_layers": _required(args, "num_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or heads,
         "head_dim": args.get("kv_channels") or hidden // heads,
         # megatron-core 0.19 renamed the argument to the field's name.
         "rms_norm_eps": args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5,
-        "max_position_embeddings": _given(args, "max_position_embeddings", "seq_length"),
+        "max_position_embeddings": _required(args, "max_position_embeddings", "seq_length"),
         "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights"),
         "initializer_range": args.get("init_method_std") or 0.02,
         "bos_token_id": None,
         "eos_token_id": None,
-        "torch_dtype": _dtype(args),
-        **_rope(args),
+        "torch_dtype": _dtype_name(args),
+        **_rope_keys(args),
     }
 
 
-def _dtype(args: Mapping[str, Any]) -> str:
+def _dtype_name(args: Mapping[str, Any]) -> str:
     return "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else "float32"
 
 
-def _rope(args: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_keys(args: Mapping[str, Any]) -> dict[str, Any]:
     theta = float(args.get("rotary_base") or 10_000)
     interpolation = args.get("rotary_seq_len_interpolation_factor")
     if args.get("use_rope_scaling"):
@@ -236,12 +236,12 @@ def _rope(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window(args: Mapping[str, Any]) -> int | None:
-    """Return the sliding window, which includes the query's position; Megatron's does not."""
+    """Return the sliding window. It includes the position of the query, which Megatron's window does not."""
     window = args.get("window_size")
     return None if window is None or window[0] < 0 else int(window[0]) + 1
 
 
-def _dense(args: Mapping[str, Any]) -> dict[str, Any]:
+def _dense_keys(args: Mapping[str, Any]) -> dict[str, Any]:
     if _window(args) is not None:
         if args.get("qk_layernorm") or args.get("add_qkv_bias"):
             raise ModelError(
@@ -261,7 +261,7 @@ def _dense(args: Mapping[str, Any]) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
 
-def _experts(args: Mapping[str, Any]) -> dict[str, Any]:
+def _expert_keys(args: Mapping[str, Any]) -> dict[str, Any]:
     softmax = args.get("moe_router_score_function", "softmax") == "softmax"
     if (
         not softmax
@@ -270,13 +270,13 @@ def _experts(args: Mapping[str, Any]) -> dict[str, Any]:
         or (args.get("moe_router_topk_scaling_factor") not in (None, 1.0))
     ):
         raise ModelError(
-            f"the checkpoint's arguments describe experts with sigmoid scores, groups, a scaling factor "
-            f"or a shared expert with grouped attention; {_REMEDY}"
+            f"the checkpoint's arguments describe grouped-query attention with experts that have sigmoid scores, "
+            f"groups, a scaling factor or a shared expert, which no family that kumi recognizes has; {_REMEDY}"
         )
-    width = args.get("moe_ffn_hidden_size") or _given(args, "ffn_hidden_size")
+    width = args.get("moe_ffn_hidden_size") or _required(args, "ffn_hidden_size")
     pre_softmax, every = bool(args.get("moe_router_pre_softmax")), args.get("moe_layer_freq") in (1, None)
-    sparse = _sparse(args)
-    count, topk = args["num_experts"], _given(args, "moe_router_topk")
+    sparse = _has_experts(args)
+    count, topk = args["num_experts"], _required(args, "moe_router_topk")
     if not args.get("qk_layernorm") and not args.get("add_qkv_bias") and not pre_softmax and (every or all(sparse)):
         return {
             "architectures": ["MixtralForCausalLM"],
@@ -304,9 +304,9 @@ def _experts(args: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sparse(args: Mapping[str, Any]) -> list[bool]:
-    """Return for each layer whether it has experts: each n-th layer from the first, or as listed."""
-    pattern, layers = args.get("moe_layer_freq") or 1, int(_given(args, "num_layers"))
+def _has_experts(args: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer whether it has experts: moe_layer_freq is n for every n-th layer, or a list."""
+    pattern, layers = args.get("moe_layer_freq") or 1, int(_required(args, "num_layers"))
     if isinstance(pattern, int):
         return [index % pattern == 0 for index in range(layers)]
     if not isinstance(pattern, list) or len(pattern) != layers:
@@ -316,11 +316,11 @@ def _sparse(args: Mapping[str, Any]) -> list[bool]:
     return [bool(flag) for flag in pattern]
 
 
-def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
+def _latent_attention_keys(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of DeepSeek-V3 (sigmoid scores and a correction bias) or of DeepSeek-V2."""
-    sparse, sigmoid = _sparse(args), args.get("moe_router_score_function", "softmax") == "sigmoid"
+    sparse, sigmoid = _has_experts(args), args.get("moe_router_score_function", "softmax") == "sigmoid"
     first = sparse.index(True) if True in sparse else len(sparse)
-    width = _given(args, "moe_ffn_hidden_size", "ffn_hidden_size")
+    width = _required(args, "moe_ffn_hidden_size", "ffn_hidden_size")
     shared = args.get("moe_shared_expert_intermediate_size") or 0
     if (
         not args.get("num_experts")
@@ -336,15 +336,15 @@ def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
         "architectures": [f"Deepseek{version}ForCausalLM"],
         "model_type": f"deepseek_{version.lower()}",
         "q_lora_rank": args.get("q_lora_rank"),
-        "kv_lora_rank": _given(args, "kv_lora_rank"),
-        "qk_nope_head_dim": _given(args, "qk_head_dim"),
-        "qk_rope_head_dim": _given(args, "qk_pos_emb_head_dim"),
-        "v_head_dim": _given(args, "v_head_dim"),
+        "kv_lora_rank": _required(args, "kv_lora_rank"),
+        "qk_nope_head_dim": _required(args, "qk_head_dim"),
+        "qk_rope_head_dim": _required(args, "qk_pos_emb_head_dim"),
+        "v_head_dim": _required(args, "v_head_dim"),
         "head_dim": None,
         "num_key_value_heads": args["num_attention_heads"],
         "n_routed_experts": args["num_experts"],
         "n_shared_experts": shared // width,
-        "num_experts_per_tok": _given(args, "moe_router_topk"),
+        "num_experts_per_tok": _required(args, "moe_router_topk"),
         "moe_intermediate_size": width,
         "first_k_dense_replace": first,
         "moe_layer_freq": 1,
@@ -354,11 +354,11 @@ def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
         "scoring_func": "sigmoid" if sigmoid else "softmax",
         "norm_topk_prob": sigmoid or not args.get("moe_router_pre_softmax"),
         "routed_scaling_factor": float(args.get("moe_router_topk_scaling_factor") or 1.0),
-        **_latent_rope(args),
+        **_latent_rope_keys(args),
     }
 
 
-def _latent_rope(args: Mapping[str, Any]) -> dict[str, Any]:
+def _latent_rope_keys(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the RoPE scaling of latent attention, which is YaRN by default in Megatron-Core."""
     if args.get("rope_type", "yarn") == "rope":
         return {}

@@ -9,19 +9,19 @@ from kumi.errors import ModelError, RefusedError
 from kumi.files.untrusted import read_bytes
 
 LATEST, METADATA = "latest_checkpointed_iteration.txt", ".metadata"
-# Megatron-LM's arguments and other values without tensors: a file, or, in one of the formats, an entry.
+# Megatron-LM's arguments and other values without tensors: the name of a file or, in newer versions, of an entry.
 COMMON, COMMON_ENTRY = "common.pt", "common_state/"
 # Megatron-Bridge's configuration, in the folder of the tensors.
 RUN_CONFIG = "run_config.yaml"
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """True if `folder` is a distributed checkpoint of Megatron, or has a file with the name of the newest one."""
+    """True if `folder` is a distributed checkpoint of Megatron, or has the file that names the newest of several."""
     return (folder / METADATA).is_file() or (folder / LATEST).is_file()
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint in `folder`: the folder itself, or the newest one that its file names."""
+    """Return the folder of the checkpoint in `folder`: `folder` itself, or the folder that its file `LATEST` names."""
     if (folder / METADATA).is_file():
         return folder
     text = read_bytes(folder, LATEST, RefusedError).decode(errors="replace").strip()

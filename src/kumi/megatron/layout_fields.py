@@ -44,7 +44,7 @@ def layout_config_fields(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _stages(model: ModelSpec, layout: Layout) -> dict[str, Any]:
-    """Return the number of virtual stages, or the layers of each stage if they are not divided evenly."""
+    """Return the field with the number of virtual stages, or, for an uneven division, with the layers of each stage."""
     if layout.pp == 1:
         return {}
     count = layout.pp * layout.stages

@@ -65,10 +65,10 @@ def _moe_problems(moe: MoE) -> Iterator[str]:
         yield "the output of the shared expert has a gate: not every supported version of Megatron-Core has one"
     if moe.scoring_func == "sigmoid" and not moe.norm_topk_prob:
         yield "norm_topk_prob=false with sigmoid scores: Megatron-Core always normalizes sigmoid scores"
-    best, theirs = 2 if moe.has_correction_bias else 1, moe.num_experts_per_tok // moe.topk_group
-    if moe.n_group > 1 and best != theirs:
+    summed, theirs = 2 if moe.has_correction_bias else 1, moe.num_experts_per_tok // moe.topk_group
+    if moe.n_group > 1 and summed != theirs:
         yield (
-            f"the score of an expert group is the sum of its {best} best; Megatron-Core sums the {theirs} best "
+            f"the score of an expert group is the sum of its {summed} best; Megatron-Core sums the {theirs} best "
             f"(num_experts_per_tok / topk_group)"
         )
 
@@ -104,14 +104,15 @@ def _scale_problems(model: ModelSpec, uniform: UniformLayers) -> Iterator[str]:
     if model.logit_softcap is not None or (isinstance(uniform.attention, Attention) and uniform.attention.softcap):
         yield "scores or logits have a soft cap (tanh); Megatron-Core's GPT model has none"
     if isinstance(uniform.attention, Attention) and uniform.attention.score_scale is not None:
-        yield f"scores are multiplied by {uniform.attention.score_scale:g}; Megatron-LM multiplies by 1 / "
-        "sqrt(head_dim)"
+        yield (
+            f"scores are multiplied by {uniform.attention.score_scale:g}; Megatron-LM multiplies by 1 / sqrt(head_dim)"
+        )
     if model.norm == "layernorm" and not model.norm_bias:
         yield "layer norms have no bias; those of Megatron-Core have one"
 
 
 def _biases(uniform: UniformLayers) -> tuple[bool, set[bool]]:
-    """Return whether the query, key and value projections have a bias, and the same, as a set, for all other
+    """Return whether the query, key and value projections have a bias, and the set of this property for all other
     matrices."""
     attention = uniform.attention
     mlp = {uniform.dense.bias} if uniform.dense is not None else set()

@@ -1,9 +1,10 @@
 """The mapping of native tensors to the tensors of Megatron-Core's distributed checkpoints (torch_dist).
 
-A checkpoint has either one global tensor per matrix for all layers, with a leading dim of layers (homogeneous), or one
-per layer, with the layer's index in its name. Queries, keys and values are fused by key-value head, [its queries, key,
-value]; gate and up are concatenated by rows. Sources: megatron-core 0.16.1 and 0.19.2: models/gpt/gpt_layer_specs.py,
-transformer/{transformer_block,mlp,attention,multi_latent_attention}.py, transformer/moe/experts.py.
+A checkpoint has either one tensor for the matrices of all layers, with a leading dim of layers (homogeneous), or one
+tensor per layer, with the layer's index in its name. Queries, keys and values are fused by key-value head, [its
+queries, key, value]; gate and up are concatenated by rows. Sources: megatron-core 0.16.1 and 0.19.2:
+models/gpt/gpt_layer_specs.py, transformer/{transformer_block,mlp,attention,multi_latent_attention}.py,
+transformer/moe/experts.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kumi.spec.weights import Part
 
 Shape = tuple[int, ...]
 
-_OUTSIDE = {
+_OUTSIDE_LAYERS = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
     "model.embed_positions.weight": "embedding.position_embeddings.weight",
     "model.norm.weight": "decoder.final_layernorm.weight",
@@ -30,7 +31,8 @@ _OUTSIDE = {
 }
 # Tensors with a row per token of the vocabulary, which Megatron may pad.
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-# Native module of a layer -> Megatron's, where all tensors are equal. Gated mlps, attention and norms are below.
+# Native module of a layer -> Megatron's, for modules with the same tensors in both. Gated mlps, attention and norms are
+# below.
 _MODULES = {
     "self_attn.o_proj": "self_attention.linear_proj",
     "self_attn.q_norm": "self_attention.q_layernorm",
@@ -70,7 +72,7 @@ class CheckpointKeys:
     - `vocab`: rows of the embedding, with padding.
     - `local`: norms have the names of Megatron-Core's own modules; else those of TransformerEngine, which fuses a norm
       with the matrix after it.
-    - `halves`: gate and up are separate tensors ("_w" and "_v"), and the expert is a part of the name.
+    - `halves`: gate and up are separate tensors ("_w" and "_v"), and the index of an expert is a part of the name.
     """
 
     homogeneous: bool
@@ -88,10 +90,10 @@ def checkpoint_keys(spec: ModelSpec, *, local: bool = False, multiple: int = 1) 
 
 def megatron_parts(spec: ModelSpec, param: Param, keys: CheckpointKeys) -> tuple[Part, ...]:
     """Return the parts of `param`, a tensor of `spec`, in a checkpoint. Raise ModelError if it has no counterpart."""
-    if param.name in _OUTSIDE:
-        name = _OUTSIDE[param.name]
+    if param.name in _OUTSIDE_LAYERS:
+        name = _OUTSIDE_LAYERS[param.name]
         shape = (keys.vocab, *param.shape[1:]) if name in VOCABULARY else param.shape
-        return (_box(name, shape, param, at=(0,) * len(shape)),)
+        return (_as_rectangle(name, shape, param, at=(0,) * len(shape)),)
     matched = _LAYER.fullmatch(param.name)
     inner_parts = None if matched is None else _in_layer(spec, param, matched[2], int(matched[1]), keys)
     if not inner_parts:
@@ -99,7 +101,7 @@ def megatron_parts(spec: ModelSpec, param: Param, keys: CheckpointKeys) -> tuple
             f"{param.name!r} of this {spec.family} model has no counterpart in a Megatron-Core GPT checkpoint; "
             f"convert to hf or kumi instead"
         )
-    return tuple(_placed(part, int(matched[1]) if matched else 0, spec, keys) for part in inner_parts)
+    return tuple(_in_checkpoint(part, int(matched[1]) if matched else 0, spec, keys) for part in inner_parts)
 
 
 def megatron_tensors(spec: ModelSpec, keys: CheckpointKeys) -> dict[str, Shape]:
@@ -154,18 +156,18 @@ def _in_layer(spec: ModelSpec, param: Param, inner: str, index: int, keys: Check
     layer = spec.layers[index]
     module, _, kind = inner.rpartition(".")
     if module in _QKV and isinstance(layer.attention, Attention):
-        return [_qkv(layer.attention, param, _QKV[module], kind)]
+        return [_qkv_part(layer.attention, param, _QKV[module], kind)]
     if module == "self_attn.q_proj":
-        return [_all(f"self_attention.linear_q_proj.{kind}", param)]
+        return [_complete(f"self_attention.linear_q_proj.{kind}", param)]
     if module in _HALVES:
         half, name = _HALVES[module]
-        return [_half(f"{name}.{kind}", param, half, gated=_gated(layer), keys=keys)]
+        return [_gate_or_up(f"{name}.{kind}", param, half, gated=_gated(layer), keys=keys)]
     if module == "mlp.experts" and isinstance(layer.mlp, MoE):
-        return list(_experts(layer.mlp, param, kind, keys))
-    theirs = _norm(layer, module, kind, keys) or _NAMED.get(inner)
-    if theirs is None and module in _MODULES:
-        theirs = f"{_MODULES[module]}.{kind}"
-    return [] if theirs is None else [_all(theirs, param)]
+        return list(_expert_parts(layer.mlp, param, kind, keys))
+    megatron_name = _norm_name(layer, module, kind, keys) or _NAMED.get(inner)
+    if megatron_name is None and module in _MODULES:
+        megatron_name = f"{_MODULES[module]}.{kind}"
+    return [] if megatron_name is None else [_complete(megatron_name, param)]
 
 
 def _gated(layer: LayerSpec) -> bool:
@@ -173,32 +175,32 @@ def _gated(layer: LayerSpec) -> bool:
     return layer.mlp is not None and layer.mlp.gated
 
 
-def _norm(layer: LayerSpec, module: str, kind: str, keys: CheckpointKeys) -> str | None:
-    """Return the name of a norm's tensor, which may belong to the matrix after it; None for other modules."""
+def _norm_name(layer: LayerSpec, module: str, kind: str, keys: CheckpointKeys) -> str | None:
+    """Return Megatron's name of a norm's tensor, which may belong to the next matrix; None for other modules."""
     latent, moe = isinstance(layer.attention, LatentAttention), isinstance(layer.mlp, MoE)
     if module == "input_layernorm":
         return f"input_layernorm.{kind}" if latent else f"self_attention.linear_qkv.layer_norm_{kind}"
     if module == "post_attention_layernorm":
         alone = latent if keys.local else moe
         return f"pre_mlp_layernorm.{kind}" if alone else f"mlp.linear_fc1.layer_norm_{kind}"
-    for native, theirs in (("q_a_layernorm", "q"), ("kv_a_layernorm", "kv")):
+    for native, stem in (("q_a_layernorm", "q"), ("kv_a_layernorm", "kv")):
         if module == f"self_attn.{native}":
-            alone_name = f"self_attention.{theirs}_layernorm.{kind}"
-            return alone_name if keys.local else f"self_attention.linear_{theirs}_up_proj.layer_norm_{kind}"
+            alone_name = f"self_attention.{stem}_layernorm.{kind}"
+            return alone_name if keys.local else f"self_attention.linear_{stem}_up_proj.layer_norm_{kind}"
     return None
 
 
-def _box(name: str, shape: Shape, param: Param, at: Shape) -> Part:
+def _as_rectangle(name: str, shape: Shape, param: Param, at: Shape) -> Part:
     """Return the complete `param` as the rectangle at index `at` of a tensor of `shape`."""
     dims = len(shape)
     return Part(name, shape, (0,) * len(param.shape), param.shape, shape, at, param.shape, tuple(range(dims)))
 
 
-def _all(name: str, param: Param) -> Part:
-    return _box(name, param.shape, param, (0,) * len(param.shape))
+def _complete(name: str, param: Param) -> Part:
+    return _as_rectangle(name, param.shape, param, (0,) * len(param.shape))
 
 
-def _qkv(attention: Attention, param: Param, which: int, kind: str) -> Part:
+def _qkv_part(attention: Attention, param: Param, which: int, kind: str) -> Part:
     """Return queries (0), keys (1) or values (2) in [groups, queries of a group + 2, head_dim, ...]."""
     groups, size = attention.num_key_value_heads, attention.head_dim
     queries, rest = attention.num_attention_heads // groups, param.shape[1:]
@@ -210,17 +212,17 @@ def _qkv(attention: Attention, param: Param, which: int, kind: str) -> Part:
     return Part(name, shape, (0,) * len(param.shape), param.shape, view, at, taken, order)
 
 
-def _half(name: str, param: Param, half: int, *, gated: bool, keys: CheckpointKeys) -> Part:
+def _gate_or_up(name: str, param: Param, half: int, *, gated: bool, keys: CheckpointKeys) -> Part:
     """Return gate (0) or up (1) in [gate; up], or the only matrix if there is no gate."""
     if not gated:
-        return _all(name, param)
+        return _complete(name, param)
     if keys.halves:
-        return _all(f"{name}_{'wv'[half]}", param)
+        return _complete(f"{name}_{'wv'[half]}", param)
     rows, rest = param.shape[0], param.shape[1:]
-    return _box(name, (2 * rows, *rest), param, (half * rows, *(0 for _ in rest)))
+    return _as_rectangle(name, (2 * rows, *rest), param, (half * rows, *(0 for _ in rest)))
 
 
-def _experts(moe: MoE, param: Param, kind: str, keys: CheckpointKeys) -> Iterator[Part]:
+def _expert_parts(moe: MoE, param: Param, kind: str, keys: CheckpointKeys) -> Iterator[Part]:
     """Yield a part for each expert of a tensor (X, ...) of all experts."""
     which, bias = kind.removesuffix("_bias"), kind.endswith("_bias")
     leaf = f"{_EXPERTS[which]}.{'bias' if bias else 'weight'}"
@@ -236,7 +238,7 @@ def _experts(moe: MoE, param: Param, kind: str, keys: CheckpointKeys) -> Iterato
 
 
 def _expert_halves(name: str, start: Shape, extent: Shape, *, pair: bool) -> Iterator[Part]:
-    """Yield the tensors of one expert with names of their own: one, or gate ("_w") and up ("_v")."""
+    """Yield the tensors of one expert, if these have names of their own: one, or gate ("_w") and up ("_v")."""
     rows = extent[1] // 2 if pair else extent[1]
     for half in range(2 if pair else 1):
         shape = (rows, *extent[2:])
@@ -246,7 +248,7 @@ def _expert_halves(name: str, start: Shape, extent: Shape, *, pair: bool) -> Ite
         yield Part(name + ending, shape, native, (1, *shape), shape, (0,) * len(shape), shape, order)
 
 
-def _placed(part: Part, index: int, spec: ModelSpec, keys: CheckpointKeys) -> Part:
+def _in_checkpoint(part: Part, index: int, spec: ModelSpec, keys: CheckpointKeys) -> Part:
     """Return `part` of layer `index` with its place in the checkpoint."""
     if not keys.homogeneous:
         return Part(f"decoder.layers.{index}.{part.name}", *_rest(part))

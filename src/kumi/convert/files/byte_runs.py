@@ -28,7 +28,7 @@ Wrote = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive elements of a tensor: `nbytes` bytes of `file` from `offset` on.
+    """Consecutive elements of a tensor: the `nbytes` bytes of `file` that begin at `offset`.
 
     opened   opens the file for reading
     check    for a run with a checksum: called with the CRC-32 of its bytes, raises unless it is right
@@ -43,11 +43,11 @@ class Run:
 
 def plain_run(file: Path, offset: int, nbytes: int) -> Run:
     """Return a run of a weight file without checksums."""
-    return Run(file, offset, nbytes, partial(opened, file))
+    return Run(file, offset, nbytes, partial(open_weight_file, file))
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[int]:
+def open_weight_file(file: Path) -> Iterator[int]:
     """Open a weight file for reading; raise ModelError where that fails."""
     try:
         handle = open_regular(file)
@@ -60,7 +60,7 @@ def opened(file: Path) -> Iterator[int]:
 
 
 def read_all(handle: int, view: memoryview, offset: int, file: Path) -> None:
-    """Fill `view` with the bytes of `file`, open as `handle`, from `offset` on; raise ModelError at an early end."""
+    """Fill `view` with the bytes at `offset` of `file`, open as `handle`. Raise ModelError if the file ends early."""
     while view:
         count = os.preadv(handle, [view], offset)
         if count == 0:
@@ -182,10 +182,10 @@ def _copy_plain(source: int, segment: _Segment, target: Target, buffer: memoryvi
 
 
 def _copy_by_kernel(source: int, target: Target, count: int, at: int) -> int:
-    """Let the kernel copy up to `count` bytes of `source` from `at` on; return the number of bytes copied.
+    """Let the kernel copy up to `count` bytes at `at` of `source`; return the number of bytes that it copied.
 
-    0 where it does not support these files, at the end of the source, or when writing fails. The caller then reads and
-    writes, which raises the specific error.
+    Return 0 if the kernel does not support these files, at the end of the source, or if writing fails. The caller then
+    reads and writes, which raises the specific error.
     """
     try:
         return os.copy_file_range(source, target.handle, count, at, target.offset)
@@ -199,7 +199,7 @@ def _copy_by_kernel(source: int, target: Target, count: int, at: int) -> int:
 
 
 def _copy_buffered(source: int, segment: _Segment, target: Target, buffer: memoryview) -> None:
-    """Copy a segment through the buffer. A checksum covers its run, so all of the run is read then."""
+    """Copy a segment through the buffer. If its run has a checksum, read the complete run to verify the checksum."""
     run, crc32 = segment.run, 0
     low, high = (segment.first, segment.last) if run.check is None else (0, run.nbytes)
     for begin in range(low, high, len(buffer)):

@@ -1,6 +1,6 @@
 """Cast elements between dtypes, one buffer at a time in the calling thread, bit for bit as PyTorch does.
 
-Between bfloat16 and float32 NumPy casts: importing torch takes longer than casting gigabytes.
+NumPy casts between bfloat16 and float32, because to import torch takes longer than to cast gigabytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kumi.storage.write import as_bytes
 # Maps the bytes of elements to their bytes in the new dtype. The result is valid until the next call.
 Cast = Callable[[memoryview], memoryview]
 
-# Elements per call to PyTorch: it casts more of them in several threads, and conversion has its own threads.
+# Elements per call to PyTorch, which would use several threads for more; conversion has threads of its own.
 _SERIAL = 2**15
 
 

@@ -12,14 +12,14 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True)
 class FileSlice:
-    """A slice of a file tensor, seen with the shape of a part's `view`.
+    """A slice of a file tensor, viewed with the shape of a part's `view`.
 
-    at      its start
-    size    its shape
-    shape   its shape as a slice of the native tensor, after permuting the dims into the part's order
-    skip    start, within that native slice, of the requested elements
+    at      start of the slice in the view
+    size    shape of the slice in the view
+    shape   shape of the slice in native dims, after permuting the dims of the view into the part's order
+    skip    start of the requested elements within the slice, in native dims
 
-    Where the file splits a native dim into several, the slice can be larger than the request.
+    If the file splits a native dim into several, the slice can have more elements than were requested.
     """
 
     at: Dims
@@ -29,7 +29,7 @@ class FileSlice:
 
 
 def file_slice(part: Part, offsets: Dims, shape: Dims) -> FileSlice:
-    """Return the slice of the file tensor that has the elements of `part` from `offsets`, of shape `shape`."""
+    """Return the slice of the file tensor that contains a slice of `part`: from `offsets` to `offsets` + `shape`."""
     at, size = list(part.at), list(part.size)
     native_shape, skip = [], []
     for dims, extent, offset, count in zip(file_dims(part), part.extent, offsets, shape, strict=True):
@@ -47,7 +47,7 @@ def file_slice(part: Part, offsets: Dims, shape: Dims) -> FileSlice:
 
 
 def file_dims(part: Part) -> tuple[Dims, ...]:
-    """Return, for each native dim, the dims of the file's view that it consists of, the outermost first."""
+    """Return, for each native dim, the dims of the file's view that form it, the outermost first."""
     remaining, result = list(part.order), []
     for extent in part.extent:
         dims, numel = [], 1
@@ -61,7 +61,10 @@ def file_dims(part: Part) -> tuple[Dims, ...]:
 
 
 def unit_rows(part: Part) -> int:
-    """Return the native rows per outermost file row: aligned multiples of it are slices of the file tensor."""
+    """Return the number of native rows in a row of the outermost file dim.
+
+    A block of native rows from a multiple of this number to another is a slice of the file tensor.
+    """
     outer = next((dim for dim in file_dims(part)[0] if part.size[dim] > 1), None)
     return part.extent[0] if outer is None else part.extent[0] // part.size[outer]
 

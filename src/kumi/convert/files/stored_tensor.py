@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kumi.convert.files.byte_runs import Run, opened, plain_run, read_all
+from kumi.convert.files.byte_runs import Run, open_weight_file, plain_run, read_all
 from kumi.convert.files.safetensors_read import Span
 from kumi.convert.files.slices import Dims, file_slice, flat_index, is_contiguous, rows_are_contiguous, strides
 from kumi.errors import ModelError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Supported dtypes of weights: safetensors' name to torch's.
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
-# Bytes of rows per read; and the buffer for strided reads, which also read the gaps between rows.
+# Bytes of a block of rows, and bytes of the buffer for strided reads, which also read the gaps between rows.
 BLOCK_BYTES, GAPPED_BYTES = 4 * 2**20, 2**20
 
 
@@ -64,7 +64,7 @@ def read_entry(entry: Entry) -> Tensor:
 
 
 def read_run(entry: Entry, first: int, out: Tensor) -> None:
-    """Fill `out` (contiguous, of the entry's dtype) with consecutive elements from number `first` on."""
+    """Fill `out` (contiguous, of the entry's dtype) with consecutive elements, which begin at index `first`."""
     if entry.decode is not None:
         row = max(1, prod(entry.shape[1:]))
         low, high = first // row, -(-(first + out.numel()) // row)
@@ -75,15 +75,15 @@ def read_run(entry: Entry, first: int, out: Tensor) -> None:
 
 
 def read_bytes(file: Path, view: memoryview, offset: int) -> None:
-    """Fill `view` with the bytes of `file` from `offset` on; raise ModelError where the file ends early."""
-    with opened(file) as handle:
+    """Fill `view` with the bytes at `offset` of `file`; raise ModelError if the file ends early."""
+    with open_weight_file(file) as handle:
         read_all(handle, view, offset, file)
 
 
 def run_of(entry: Entry, part: Part) -> Run | None:
     """Return the byte range with the elements of `part`.
 
-    None where they are quantized, not contiguous in the file, or in another order than in the native tensor.
+    None if the elements are quantized, not contiguous in the file, or in another order than in the native tensor.
     """
     if entry.decode is not None or not rows_are_contiguous(part):
         return None
@@ -111,7 +111,7 @@ def in_view(part: Part, size: Dims, native: Tensor) -> Tensor:
 
 
 def _read_rectangle(entry: Entry, part: Part, at: Dims, size: Dims, out: Tensor) -> None:
-    """Fill `out` with the slice from `at` of shape `size` of the file's tensor, seen as the part's `view`."""
+    """Fill `out` with the slice of the file's tensor, viewed as `part.view`, that begins at `at` with shape `size`."""
     import torch
 
     target = in_view(part, size, out)

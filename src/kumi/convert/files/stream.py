@@ -32,11 +32,11 @@ if TYPE_CHECKING:  # copying bytes needs no torch, which takes seconds to import
 # More threads only compete for one machine's disks.
 _MAX_THREADS = 8
 
-# Of jobs that need an entire tensor in memory, those above this size run one at a time.
+# Jobs that need an entire tensor in memory run one at a time if the tensor has more bytes than this.
 _SMALL_BYTES = 16 * 2**20
 
 
-# Lists the runs of a tensor on demand: a large checkpoint has too many to store.
+# Lists the runs of a tensor on demand: a large checkpoint has too many runs to keep in memory.
 Runs = Callable[[], Iterable[Run]]
 
 
@@ -46,9 +46,9 @@ class Reader:
 
     dtypes                          dtype of each tensor, by name
     read_into(name, start, out)     fills `out` (of the tensor's dtype) with the slice that begins at `start`
-    cut(name, row)                  row before which a block of rows from `row` on should end
-    runs(name)                      lists all bytes of the tensor in element order; None where that is impossible
-    file_run(name, shape, dtype)    bytes of the Hugging Face tensor `name`; None where no file has it in this form
+    cut(name, row)                  end of the block of rows to read that begins at `row`
+    runs(name)                      lists all bytes of the tensor in element order; None if files have another order
+    file_run(name, shape, dtype)    bytes of the Hugging Face tensor `name`; None if no file has it in this form
     """
 
     dtypes: Mapping[str, str]
@@ -58,7 +58,7 @@ class Reader:
     file_run: Callable[[str, Dims, str], Run | None] = lambda name, shape, dtype: None
 
     def read(self, name: str, start: Dims, shape: Dims) -> Tensor:
-        """Return the slice of a tensor from `start` on of shape `shape`."""
+        """Return the slice of a tensor that begins at `start` and has the shape `shape`."""
         import torch
 
         out = torch.empty(shape, dtype=getattr(torch, self.dtypes[name]))
@@ -110,7 +110,7 @@ class ThreadBuffers:
 class Job:
     """Writes `nbytes` bytes into `file`.
 
-    work(handle, buffers, wrote)   does it, calling `wrote` with the bytes written since the last call
+    work(handle, buffers, wrote)   writes, and calls `wrote` with the number of bytes written since the last call
     whole                          True if the job holds an entire tensor in memory
     """
 
@@ -142,7 +142,7 @@ def copy_job(file: Path, runs: Runs, moves: Sequence[Move], before: str, after: 
     return Job(file, sum(move.numel for move in moves) * ITEMSIZE[after], work)
 
 
-def threads() -> int:
+def num_threads() -> int:
     """Return the number of jobs to run at once."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(_MAX_THREADS, cores)
@@ -175,7 +175,7 @@ def run(jobs: Sequence[Job], title: str) -> None:
             else:
                 job.work(handle, local.buffers, wrote)
 
-    done, workers = [0], threads()
+    done, workers = [0], num_threads()
     with show_progress(title, sum(job.nbytes for job in jobs)) as update, ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(do, job, update) for job in _interleave_files(jobs, workers)]
         try:

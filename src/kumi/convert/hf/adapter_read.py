@@ -185,11 +185,11 @@ def _has_type(value: Any, types: tuple[type, ...]) -> bool:
     return isinstance(value, types) and (not isinstance(value, bool) or bool in types or object in types)
 
 
-def as_trained(adapters: Mapping[str, Adapter], spec: ModelSpec, folder: Path) -> dict[str, Tensor]:
+def initial_adapter_params(adapters: Mapping[str, Adapter], spec: ModelSpec, folder: Path) -> dict[str, Tensor]:
     """Return the adapter parameters of `spec`, by name, initialized from `adapters`, which were read from `folder`.
 
-    Fused adapters (see `write_adapter`) are split again. Raise ModelError unless rank, scale, DoRA and the adapted
-    matrices agree with `spec`.
+    Fused adapters (see `write_adapter`) are split into those of the single matrices. Raise ModelError unless rank,
+    scale, DoRA and the adapted matrices agree with `spec`.
     """
     lora, result = spec.lora, dict[str, Tensor]()
     assert lora is not None, "spec.lora is None: the model has no adapters to initialize"
@@ -218,7 +218,7 @@ def as_trained(adapters: Mapping[str, Adapter], spec: ModelSpec, folder: Path) -
 
 
 def _fused_groups(spec: ModelSpec, names: list[str]) -> list[list[str]]:
-    """Group those of the native matrices `names` that one Hugging Face module fuses."""
+    """Return, for each Hugging Face module, the native matrices among `names` that it fuses."""
     return [[piece.native for piece in module.pieces if piece.native in names] for module in modules(spec).values()]
 
 
@@ -244,7 +244,7 @@ def adapters_reader(folder: Path, spec: ModelSpec) -> Callable[[str, tuple[int, 
     """
     if not (folder / CONFIG).exists():
         raise ModelError(f"lora.source: {looked_for(folder)} has no {CONFIG}; name a folder of PEFT adapters")
-    parameters = as_trained(read_adapters(folder, replace(spec, lora=None)), spec, folder)
+    parameters = initial_adapter_params(read_adapters(folder, replace(spec, lora=None)), spec, folder)
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         block = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))

@@ -18,7 +18,7 @@ from kumi.files.output import copy_into
 from kumi.files.untrusted import inside
 from kumi.spec.model import ModelSpec
 
-# The file of a kumi checkpoint that holds them.
+# The file of a kumi checkpoint that has the passthrough tensors.
 FILE = "carried.safetensors"
 # Preprocessing of images and other inputs, copied with the tokenizer.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")

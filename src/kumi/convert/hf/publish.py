@@ -12,9 +12,9 @@ from kumi.paths import looked_for
 
 
 def model_folder_of(source: str | Path, key: str) -> Path:
-    """Return the folder of the model `source`: itself if it exists, else the hub's download of that repository.
+    """Return the path `source`; or, if it does not exist and is a hub id, the folder of the download.
 
-    `key` is its name on the command line. Raise ConfigError if it is neither.
+    `key` is the name of `source` on the command line. Raise ConfigError if the download fails.
     """
     path = Path(os.path.expanduser(source))
     return path if path.exists() or not hub.is_id(str(source)) else hub.fetch(str(source), key, weights=True).folder

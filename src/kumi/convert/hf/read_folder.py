@@ -54,7 +54,7 @@ def file_entries(folder: str | Path, spec: ModelSpec | None = None) -> dict[str,
 
 
 def read(stored: StoredParam, start: Dims | None = None, shape: Dims | None = None) -> Tensor:
-    """Return `stored`, or its slice of shape `shape` from `start` on; only its bytes are read."""
+    """Return `stored`, or its slice that begins at `start` with the shape `shape`. Only the bytes of these are read."""
     import torch
 
     out = torch.empty(stored.shape if shape is None else shape, dtype=getattr(torch, stored.dtype))
@@ -88,7 +88,7 @@ def next_cut(stored: StoredParam, row: int) -> int:
 def runs(stored: StoredParam) -> Runs | None:
     """Return a function that lists the byte ranges of `stored` in element order.
 
-    None where files have its elements quantized or in another order.
+    None if the files have the elements of `stored` quantized or in another order.
     """
     result: list[Run] = []
     end = 0

@@ -69,7 +69,7 @@ def _param_job(param: Param, param_parts: list[Part], reader: Reader, file: Path
 
 
 def _rows_job(param: Param, param_parts: list[Part], reader: Reader, file: Path, layout: Layout) -> Job:
-    """Return the job that reads blocks of rows of `param` and writes each part's share of them."""
+    """Return the job that reads blocks of rows of `param` and writes the rows of each part."""
     dtype, rest = layout.dtypes[param_parts[0].name], param.shape[1:]
     low, high = min(part.start[0] for part in param_parts), max(part.start[0] + part.extent[0] for part in param_parts)
 
@@ -93,14 +93,14 @@ def _rows_job(param: Param, param_parts: list[Part], reader: Reader, file: Path,
 
 
 def _offset(part: Part, offsets: Dims, size: Dims) -> int:
-    """Return the index of the slice's first element in the flattened file tensor."""
+    """Return the index, in the flattened file tensor, of the first element of the slice of `part` at `offsets`."""
     return flat_index(part.view, file_slice(part, offsets, size).at)
 
 
 def _scattered_job(name: str, pieces: tuple[ParamPart, ...], reader: Reader, file: Path, layout: Layout) -> Job:
     """Return the job that writes the file tensor `name`, whose native tensors are transposed or interleaved in it.
 
-    It is copied where the source's files have the same tensor, else assembled in memory from blocks of rows.
+    The job copies it if the files of the source have the same tensor, else assembles it in memory from blocks of rows.
     """
     shape, dtype = layout.shapes[name], layout.dtypes[name]
     run = reader.file_run(name, shape, dtype)

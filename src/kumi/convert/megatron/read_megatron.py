@@ -86,7 +86,7 @@ class MegatronModel:
         return min(rows, -(-(row + max(1, BLOCK_BYTES // row_bytes)) // unit) * unit)
 
     def _read_part(self, part: Part, offsets: Dims, shape: Dims) -> Tensor:
-        """Return the slice of `part` from `offsets` on of shape `shape`, in native dims."""
+        """Return the slice of `part` that begins at `offsets` and has the shape `shape`, in native dims."""
         source = file_slice(part, offsets, shape)
         start, extent = bounding_box(part, source.at, source.size)
         data = select_in_box(part, source.at, source.size, self.checkpoint.read(part.name, start, extent))
@@ -101,9 +101,10 @@ def _leading_dims(part: Part) -> int:
 
 
 def bounding_box(part: Part, at: Dims, size: Dims) -> tuple[Dims, Dims]:
-    """Return start and extent of the smallest slice of the file's tensor that contains a slice of `part`'s view.
+    """Return start and extent of a slice of the file's tensor that contains a slice of `part`'s view.
 
-    The view slice begins at `at` and has the shape `size`. The view may split one dim of the tensor into several.
+    The slice of the view begins at `at` and has the shape `size`. If the view splits a dim of the tensor into several,
+    the returned slice has complete rows of the first of these, and is complete in all dims after the split dim.
     """
     lead = _leading_dims(part)
     if part.view == part.shape:
@@ -150,7 +151,7 @@ def _config(
     for place in (inner, inner / "hf", outer, outer / "hf"):
         if (place / "config.json").is_file():
             return families.read_config(place), place
-    common = _common(inner, saved)
+    common = _common_state(inner, saved)
     if common.get("args") is not None:
         return to_config(vars(common["args"])), None
     if (inner / RUN_CONFIG).is_file():
@@ -161,7 +162,7 @@ def _config(
     )
 
 
-def _common(inner: Path, saved: dcp_read.Checkpoint) -> dict[str, Any]:
+def _common_state(inner: Path, saved: dcp_read.Checkpoint) -> dict[str, Any]:
     """Return Megatron's non-tensor state: from its own file or, since megatron-core 0.17, from an entry."""
     path, entry = inner / COMMON, next((name for name in saved.objects if name.startswith(COMMON_ENTRY)), None)
     if path.exists():
@@ -223,12 +224,14 @@ def match_tensors(
     halves = any(name.endswith(("_w", "_v")) for name in names)
     schemes = [CheckpointKeys(not by_layer, vocab, local, halves) for local in (False, True)]
     keys = next((scheme for scheme in schemes if megatron_tensors(spec, scheme).keys() <= names), schemes[0])
-    _check_same(folder, spec, megatron_tensors(spec, keys), {name: stored[name].shape for name in names})
-    left = {kind for name in stored for prefix, kind in _LEFT_OUT.items() if name.startswith(prefix)}
-    return keys, [f"left out of {folder.name}: {kind}" for kind in sorted(left)]
+    _check_names_and_shapes(folder, spec, megatron_tensors(spec, keys), {name: stored[name].shape for name in names})
+    kinds = {kind for name in stored for prefix, kind in _LEFT_OUT.items() if name.startswith(prefix)}
+    return keys, [f"left out of {folder.name}: {kind}" for kind in sorted(kinds)]
 
 
-def _check_same(folder: Path, spec: ModelSpec, expected: Mapping[str, Dims], shapes: Mapping[str, Dims]) -> None:
+def _check_names_and_shapes(
+    folder: Path, spec: ModelSpec, expected: Mapping[str, Dims], shapes: Mapping[str, Dims]
+) -> None:
     for name, shape in expected.items():
         if name not in shapes:
             hint = (
@@ -253,14 +256,23 @@ def _check_same(folder: Path, spec: ModelSpec, expected: Mapping[str, Dims], sha
 def _dtype(folder: Path, spec: ModelSpec, param: Param, keys: CheckpointKeys, saved: dcp_read.Checkpoint) -> str:
     """Return the dtype of `param`; raise ModelError unless all its parts have the same supported dtype."""
     dtypes = {saved.tensors[part.name].dtype: part.name for part in megatron_parts(spec, param, keys)}
-    unsupported = [name for dtype, name in dtypes.items() if dtype not in _DTYPES]
-    if unsupported or len(dtypes) > 1:
-        name = (unsupported or sorted(dtypes.values()))[0]
+    for dtype, name in dtypes.items():
+        if dtype not in _DTYPES:
+            raise ModelError(
+                f"{folder}: {name!r} is {_short(dtype)}, and kumi reads parameters in "
+                f"{', '.join(map(_short, _DTYPES))} only; save the checkpoint in one of these"
+            )
+    if len(dtypes) > 1:
+        listed = " and ".join(f"{name!r} is {_short(dtype)}" for dtype, name in dtypes.items())
         raise ModelError(
-            f"{folder}: {name!r} is {saved.tensors[name].dtype}; kumi reads parameters in one of "
-            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}"
+            f"{folder}: {listed}, but both are parts of {param.name!r} and must have one dtype; save them in one dtype"
         )
-    return str(next(iter(dtypes))).removeprefix("torch.")
+    return _short(next(iter(dtypes)))
+
+
+def _short(dtype: torch.dtype) -> str:
+    """Return the name of `dtype`, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def tensor_bytes(spec: ModelSpec, keys: CheckpointKeys, itemsizes: Mapping[str, int]) -> int:

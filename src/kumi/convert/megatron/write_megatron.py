@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kumi.convert.files.safetensors_write import sync
 from kumi.convert.files.slices import Dims
-from kumi.convert.files.stream import Reader, threads
+from kumi.convert.files.stream import Reader, num_threads
 from kumi.convert.hf import write_folder
 from kumi.convert.megatron import dcp_write
 from kumi.convert.megatron.read_megatron import bounding_box, select_in_box, tensor_bytes
@@ -36,7 +36,8 @@ from kumi.spec.weights import Part
 from kumi.storage.folders import check_free_space
 
 ITERATION = "iter_0000000"
-# Bytes of a chunk, if the target can be split; files written at once; upper bound on the bytes of other content.
+# Bytes of a chunk if a target can be split, number of files written at the same time, and upper bound on the bytes of
+# everything but tensors.
 _CHUNK_BYTES, _MAX_WRITERS, _SLACK = 2**23, 4, 2**24
 
 
@@ -92,7 +93,7 @@ def write_megatron_folder(
     inner = part / ITERATION
     inner.mkdir(parents=True)
     try:
-        common = _common(spec, keys, dtypes)
+        common = _common_state(spec, keys, dtypes)
         _write_tensors(inner, targets, reader, dtypes, _objects(spec, keys, common), title=str(folder))
         torch.save(common, inner / COMMON)
         backend = {
@@ -128,11 +129,11 @@ def _notes(spec: ModelSpec, args: argparse.Namespace | None) -> list[str]:
     ]
     given = flags_to_add(args)
     if given:
-        notes.append(f"Megatron-LM's --use-checkpoint-args does not take these from it; give them too: {given}")
+        notes.append(f"Megatron-LM's --use-checkpoint-args does not restore these arguments; give them too: {given}")
     return notes
 
 
-def _common(spec: ModelSpec, keys: CheckpointKeys, dtypes: Mapping[str, str]) -> dict[str, Any]:
+def _common_state(spec: ModelSpec, keys: CheckpointKeys, dtypes: Mapping[str, str]) -> dict[str, Any]:
     """Return the non-tensor state, as Megatron-LM saves it."""
     args = to_args(spec, dtype=dtypes["model.embed_tokens.weight"], padded_vocab=keys.vocab)
     content = {
@@ -191,19 +192,20 @@ def _write_tensors(
                 update(done)
 
         groups = [
-            _all_chunks(group, reader, dtypes) for group in _split_evenly(targets, sizes, min(_MAX_WRITERS, threads()))
+            _all_chunks(group, reader, dtypes)
+            for group in _split_evenly(targets, sizes, min(_MAX_WRITERS, num_threads()))
         ]
         dcp_write.write_dcp(folder, groups, objects, wrote=wrote)
 
 
 def _split_evenly(targets: Sequence[_Target], sizes: Sequence[int], count: int) -> list[list[_Target]]:
     """Split `targets`, in order, into at most `count` groups of about equal bytes."""
-    share, groups, begun = sum(sizes) / count, [[]], 0.0  # type: ignore[var-annotated]
+    group_bytes, groups, assigned = sum(sizes) / count, [[]], 0.0  # type: ignore[var-annotated]
     for target, size in zip(targets, sizes):
-        if begun >= share * len(groups) and groups[-1]:
+        if assigned >= group_bytes * len(groups) and groups[-1]:
             groups.append([])
         groups[-1].append(target)
-        begun += size
+        assigned += size
     return groups
 
 
@@ -214,7 +216,7 @@ class _Buffers:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, use: str, shape: Dims, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor, valid until the next call with the same `use`; its storage is no larger."""
+        """Return an uninitialized tensor, valid until the next call with this `use`. Its storage has no other data."""
         size = prod(shape) * dtype.itemsize
         if use not in self._buffers or self._buffers[use].numel() < size:
             self._buffers.pop(use, None)  # freed before the larger buffer is allocated

@@ -27,7 +27,7 @@ class Base:
         return str(self.data["model"].get("type") or "BPE")
 
     def pieces(self, text: str) -> tuple[int, ...]:
-        """Return the ids of `text`; none if they include the unknown token."""
+        """Return the ids of the tokens of `text`; empty if one of them is the unknown token."""
         ids = tuple(self.backend.encode(text, add_special_tokens=False).ids)
         unknown = self.vocab.get(str(self.data["model"].get("unk_token")))
         return () if unknown is not None and unknown in ids else ids

@@ -39,10 +39,10 @@ class Corpus:
 def read_corpus(paths: Sequence[str], text_key: str, limit: int = SAMPLE) -> Corpus:
     """Read documents from files, folders or globs, sampled by a hash of the text down to about `limit` bytes.
 
-    Raise ConfigError if there are none.
+    Raise ConfigError if there are no documents.
     """
     files = [file for path in paths for file in expand(Source(path, text_key=text_key))]
-    share = limit / max(1, sum(file.stat().st_size for file in files))
+    fraction = limit / max(1, sum(file.stat().st_size for file in files))
     by_held_out: dict[bool, list[str]] = {True: [], False: []}
     faults = 0
     for file in files:
@@ -51,15 +51,15 @@ def read_corpus(paths: Sequence[str], text_key: str, limit: int = SAMPLE) -> Cor
                 faults += 1
                 continue
             draw = int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8]) / 2**64
-            if draw < share:
-                by_held_out[draw * _HELD_OUT < min(share, 1)].append(document.text)
+            if draw < fraction:
+                by_held_out[draw * _HELD_OUT < min(fraction, 1)].append(document.text)
     measure, learn = (tuple(by_held_out[True]), tuple(by_held_out[False]))
     if not learn and not measure:
         raise ConfigError(
             f"--data: {', '.join(paths)} holds no text under the key {text_key!r} ({faults} records "
             f"are unreadable); name files with documents"
         )
-    # With few documents one of the two may be empty; then both are the same texts.
+    # With few documents one of the two may be empty; it then gets the texts of the other.
     return Corpus(learn or measure, measure or learn, faults)
 
 

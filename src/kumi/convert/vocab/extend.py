@@ -57,7 +57,7 @@ def extend(base: str | Path, out: str | Path, request: Request, *, verify: bool 
     bit, their rows; all other tensors are copied. Padding rows of `base` are used first. With `verify`, the folder is
     read back and compared.
 
-    Raise ConfigError or ModelError, before anything is written, for a request or a model that does not fit.
+    Raise ConfigError or ModelError, before anything is written, if the request is not valid or does not fit the model.
     """
     _check_request(request)
     target = Path(out)
@@ -71,7 +71,7 @@ def extend(base: str | Path, out: str | Path, request: Request, *, verify: bool 
     ]
     check_tokens(tokens, tokenizer)
     corpus = read_corpus(request.data, request.text_key) if request.data else None
-    pieces = _learnt(tokenizer, request, corpus, tokens)
+    pieces = _learn_pieces(tokenizer, request, corpus, tokens)
     if not pieces and not tokens:
         raise ConfigError(
             f"--learn {request.learn}: {', '.join(request.data)} has no pair of tokens that occurs twice; "
@@ -81,7 +81,7 @@ def extend(base: str | Path, out: str | Path, request: Request, *, verify: bool 
     new += [_new_token(tokenizer, token, request.init) for token in tokens]
     place = _place(source.spec, tokenizer, len(new), request.multiple)
     _check_passthrough(source, place)
-    _check_meanings(source.config, place)
+    _check_config_ids(source.config, place)
     extended_base = extended_tokenizer(tokenizer, pieces, tokens)
     report = extension_report(base, target, tokenizer, extended_base, new, place, corpus, request.init)
     spec = replace(source.spec, vocab_size=place.new)
@@ -111,8 +111,8 @@ def _check_sizes(source: Source, tokenizer: Base) -> None:
         )
 
 
-def _learnt(tokenizer: Base, request: Request, corpus: Corpus | None, tokens: Sequence[NewToken]) -> list[Piece]:
-    """Return the tokens learnt from the corpus, none unless requested."""
+def _learn_pieces(tokenizer: Base, request: Request, corpus: Corpus | None, tokens: Sequence[NewToken]) -> list[Piece]:
+    """Return the tokens learnt from the corpus; empty unless the request has a number of tokens to learn."""
     if not request.learn or corpus is None:
         return []
     return learn(tokenizer, words(tokenizer, corpus.learn), request.learn, [token.text for token in tokens])
@@ -130,7 +130,7 @@ def _new_token(base: Base, token: NewToken, init: str) -> NewRow:
 
 
 def _shares(base: Base, parts: Sequence[int], init: str) -> tuple[tuple[int, float], ...]:
-    """Return the weight of each old token in `parts`: equal, or by its bytes of text."""
+    """Return the weight of each old token in `parts`: the same for all, or in proportion to the bytes of its text."""
     if init == "mean" or not parts:
         return ()
     weights = [float(_text_bytes(base, part)) if init == "weighted" else 1.0 for part in parts]
@@ -162,11 +162,11 @@ def _check_passthrough(source: Source, place: rows.Place) -> None:
             )
 
 
-def _check_meanings(config: Mapping[str, Any], place: rows.Place, prefix: str = "") -> None:
-    """Raise ModelError if config.json already uses the id of a new token, as for images."""
+def _check_config_ids(config: Mapping[str, Any], place: rows.Place, prefix: str = "") -> None:
+    """Raise ModelError if config.json already uses the id of a new token, such as that of an image token."""
     for key, value in config.items():
         if isinstance(value, Mapping):
-            _check_meanings(value, place, f"{prefix}{key}.")
+            _check_config_ids(value, place, f"{prefix}{key}.")
         numbers = value if isinstance(value, list) else [value]
         taken = [
             number
@@ -212,7 +212,7 @@ def _write(
 
 def _verify(source: Source, target: Path, place: rows.Place) -> None:
     """Raise KumiError if a tensor or an old row differs; else mark the folder as verified."""
-    tensor_name = rows.check_rows(source, open_source(target), place)
+    tensor_name = rows.first_different_tensor(source, open_source(target), place)
     if tensor_name is not None:
         raise KumiError(f"{target}: {tensor_name!r} differs from {source.folder}; the disk may be failing")
     mark_verified(target, "against the base: every tensor, and the row of every old token, equal bit for bit")

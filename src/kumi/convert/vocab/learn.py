@@ -18,12 +18,12 @@ from itertools import pairwise
 from kumi.convert.vocab.base_tokenizer import Base
 from kumi.errors import ConfigError
 
-# Least count of a pair to merge; rarer pairs say nothing about other texts.
-LEAST = 2
+# Minimum count of a pair to merge; a pair that occurs once says nothing about other texts.
+MIN_COUNT = 2
 # Upper bound on the letters of a token (bytes, in a byte-level tokenizer); longer ones are phrases.
 _LONGEST = 48
 _BLANK = "▁"
-# Sorts after every id.
+# A rank that sorts after every id.
 _LAST = 1 << 40
 
 Pair = tuple[int, int]
@@ -48,9 +48,9 @@ class Piece:
 def learn(base: Base, words: Mapping[str, int], count: int, taken: Iterable[str] = ()) -> list[Piece]:
     """Return up to `count` new tokens, fewer if no pair occurs twice any more.
 
-    `words` maps words, in the vocabulary's spelling, to their counts. No token is one of `taken`, which get ids
-    otherwise. Of equally frequent pairs the one with the lowest ids comes first, as in the tokenizers library's
-    trainer. Raise ConfigError for a tokenizer other than plain BPE.
+    `words` maps words, in the vocabulary's spelling, to their counts. The texts in `taken` are not learnt: they
+    become tokens in another way. Of equally frequent pairs, the pair with the lowest ids comes first, as in the
+    tokenizers library's trainer. Raise ConfigError for a tokenizer other than plain BPE.
     """
     if base.kind != "BPE":
         raise ConfigError(
@@ -144,7 +144,7 @@ class _State:
 
     def _offer(self, candidate: Pair | int) -> None:
         """Add a candidate to the heap if it is frequent enough and allowed."""
-        if self.counts[candidate] >= LEAST and self._allowed(candidate):
+        if self.counts[candidate] >= MIN_COUNT and self._allowed(candidate):
             symbols = (candidate,) if isinstance(candidate, int) else candidate
             heapq.heappush(
                 self.heap, (-self._gain(candidate), tuple(self.ids[symbol] for symbol in symbols), candidate)

@@ -44,8 +44,8 @@ def tables(source: Source) -> dict[str, tuple[int, ...]]:
 def extended_reader(source: Source, place: Place, shares: Sequence[Shares]) -> Reader:
     """Return a reader of `source` whose tables include the rows of new tokens.
 
-    Row n of the new ones is the weighted sum of the old rows (id, weight) in `shares[n]`; where that is empty, and for
-    padding rows after the new ones, the mean of all tokens' rows.
+    New row n is the weighted sum of the old rows (id, weight) in `shares[n]`. If `shares[n]` is empty, and for padding
+    after the new rows, it is the mean of the rows of all tokens.
     """
     new_rows = {name: _new_rows(source, name, shape, place, shares) for name, shape in tables(source).items()}
 
@@ -111,8 +111,8 @@ def _read_rows(
         row = stop
 
 
-def check_rows(source: Source, written: Source, place: Place) -> str | None:
-    """Return the first tensor of `written` that does not equal its part in `source` bit for bit; None if all do."""
+def first_different_tensor(source: Source, written: Source, place: Place) -> str | None:
+    """Return the name of the first tensor whose old rows differ in a bit between `source` and `written`, or None."""
     table_shapes = tables(source)
     for param in tensors(source.spec):
         ranges = (
