@@ -36,8 +36,8 @@ def plan_run(
     """Return the fastest layout for `run` with its estimate, `top` runners-up and the standard layouts for comparison.
 
     run: a run file, where data and steps are optional, or a model: a folder with config.json, or a hub id.
-    gpus: machines, such as "16xh100-sxm"; they replace those of a run file, and a model needs them.
-    tokens: also report time and cost of training on this many tokens.
+    gpus: the GPUs, such as "16xh100-sxm"; they replace [cluster] of a run file, and are required for a model.
+    tokens: also report the time and cost of training on this many tokens.
     trainable: search only layouts that this version of kumi can train.
 
     This does not import torch. Raise ConfigError, ModelError, LayoutError (the pinned fields are illegal) or FitError
@@ -49,8 +49,8 @@ def plan_run(
     from kumi.report.notebook import NotebookReport
 
     config, _ = load_plan_or_model(run, gpus, overrides)
-    asked = plan_input(config)
-    report = plan(asked.job, asked.pinned, top=top, trainable=trainable, tokens=tokens)
+    planned = plan_input(config)
+    report = plan(planned.job, planned.pinned, top=top, trainable=trainable, tokens=tokens)
     return NotebookReport(**{field.name: getattr(report, field.name) for field in fields(report)})
 
 
@@ -69,15 +69,15 @@ def train_run(
     allow_change: Sequence[str] = (),
     verbose: bool = True,
 ) -> TrainOutput:
-    """Train `run`, or resume it, and return how it ended; the run folder is that of `kumi train`.
+    """Train `run`, or resume it, as `kumi train` does, and return how the run ended.
 
     Training runs in a separate process, which starts the ranks, so a notebook can call this repeatedly; callbacks are
     called in this process meanwhile. Ctrl-C, an exception in a callback, or a callback that sets
     `control.should_training_stop` stops the run after a checkpoint is saved. Under torchrun or srun, which have already
     started the ranks, every rank calls this and trains in its own process; callbacks are called on rank 0.
 
-    `allow_change` names keys that may differ from those of the run's earlier start. `verbose`: print the run's output.
-    Raise the KumiError with which `kumi train` would end.
+    `allow_change` names run-file keys with other values than those with which the run started. `verbose`: print the
+    output of the run. Raise the KumiError with which `kumi train` would end.
     """
     from kumi.config import load
     from kumi.launch.local import is_rank

@@ -67,7 +67,8 @@ def name_of_group(args: tuple[Any, ...]) -> str:
 def rerun_fsdp_post_backward(module: nn.Module) -> None:
     """Run FSDP2's post-backward of `module` again, to reduce gradients that were added after its backward pass.
 
-    `module` is the root of an FSDP2 model. In 2.13 a module has several parameter groups, before one or none.
+    `module` is the root of an FSDP2 model. Since 2.13 a module has any number of parameter groups, before it had
+    one or none.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -85,8 +86,8 @@ def _complete_grads(group: Any) -> None:
     """Prepare the unsharded gradients of an FSDP2 parameter group for its reduce-scatter.
 
     Some gradients come from the backward pass and others were added later: convert all to the dtype of accumulation.
-    FSDP2 may hold a partial sum that is reduce-scattered but not yet all-reduced over replicas. Each addition to it
-    must cover the same parameters, so fill missing gradients with zeros.
+    FSDP2 may hold a partial sum that is reduce-scattered but not yet all-reduced over replicas. All gradients that are
+    added to the sum must cover the same parameters, so fill missing gradients with zeros.
     """
     params = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
     for param in params:
@@ -126,7 +127,8 @@ def varlen_attention(
     window: tokens of a sliding window, or None.
     scale: factor of the scores; None is 1 / sqrt(E).
 
-    2.12 added `enable_gqa`; before it, key heads are repeated. A kernel without `scale` gets scaled queries.
+    2.12 added `enable_gqa`; before 2.12, repeat the key and value heads. Scale the queries for a kernel without
+    `scale`.
     """
     # Imported late: it imports torch's compiler, which takes longer than the rest of torch.
     from torch.nn.attention.varlen import varlen_attn
@@ -165,9 +167,9 @@ def flash_forward(
     `longest_q` and `longest_k` are the largest numbers of queries and keys in a sequence. `window` applies only to
     causal attention. `scale` multiplies the scores; None is 1 / sqrt(E).
     """
-    sizes, left = (bounds, bounds, longest_q, longest_k), None if window is None else window - 1
+    sizes, window_left = (bounds, bounds, longest_q, longest_k), None if window is None else window - 1
     forward = torch.ops.aten._flash_attention_forward
-    out, lse, *_ = forward(q, k, v, *sizes, 0.0, causal, False, scale=scale, window_size_left=left)
+    out, lse, *_ = forward(q, k, v, *sizes, 0.0, causal, False, scale=scale, window_size_left=window_left)
     return out, lse
 
 
@@ -189,9 +191,9 @@ def flash_backward(
     """Return the gradients of `q`, `k` and `v`, given `grad`, the gradient of `flash_forward`'s output."""
     # Random state of the kernel's dropout, which is off.
     rng_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    sizes, left = (bounds, bounds, longest_q, longest_k), None if window is None else window - 1
+    sizes, window_left = (bounds, bounds, longest_q, longest_k), None if window is None else window - 1
     tensors, backward = (grad, q, k, v, out, lse), torch.ops.aten._flash_attention_backward
-    options = {"scale": scale, "window_size_left": left}
+    options = {"scale": scale, "window_size_left": window_left}
     grads: tuple[Tensor, Tensor, Tensor] = backward(*tensors, *sizes, 0.0, causal, rng_state, unused, **options)
     return grads
 

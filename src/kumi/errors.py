@@ -4,7 +4,7 @@ KumiError (1)
 ├── ConfigError (2)         a run file, a flag or a path that cannot be used; nothing was started
 │   ├── ModelError          a config.json that kumi does not support
 │   ├── LayoutError         a layout that is illegal for this model, cluster or batch
-│   └── RefusedError        an existing folder, a damaged checkpoint, too little disk: nothing was changed
+│   └── RefusedError        an existing folder, a damaged checkpoint, too little disk space: nothing was changed
 ├── DataError (3)           a record that cannot be read, in a run that stops at the first one
 ├── FitError (4)            the plan does not fit the device
 ├── DeviceMemoryError (5)   the device ran out of memory during a step
@@ -22,7 +22,7 @@ REQUEUE = 75
 INTERRUPTED = 130
 TERMINATED = 143
 
-# Characters of the longest message that is shown.
+# Maximum number of characters of a message; the rest is not shown.
 _LONGEST = 4_000
 
 

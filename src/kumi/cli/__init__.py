@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line. Each verb has a file: it declares its arguments, imports its package, calls one function, prints.
+"""The command line. The file of a verb declares its arguments, imports its package, calls one function and prints.
 
 main(argv)  -> the exit code of one command (see kumi.errors)
 """
@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the arguments. Overrides may stand anywhere; argparse alone accepts them only right after the run file."""
+    """Return the arguments. Overrides may have any place; argparse alone accepts them only right after the run file."""
     arguments, rest = parser.parse_known_args(argv)
     strays = [word for word in rest if not re.match(r"[a-z_]+\.[^=]*=", word)] if "overrides" in arguments else rest
     if strays:

@@ -27,7 +27,7 @@ def add(verbs: Any) -> None:
         help="execute a step of one rank without devices; compare memory, FLOPs and messages with the plan",
     )
     parser.add_argument(
-        "--rank", metavar="R", help="with --dry-run: which rank, or all-stages; default: one of the fullest"
+        "--rank", metavar="R", help="with --dry-run: the rank, or all-stages; default: a rank with the most memory"
     )
     parser.set_defaults(run_verb=run)
 

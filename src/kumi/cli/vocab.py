@@ -20,9 +20,9 @@ def add(verbs: Any) -> None:
     parser.add_argument("action", choices=["extend"], help="write a new folder with more tokens")
     parser.add_argument("base", metavar="BASE", help="a Hugging Face folder, a kumi checkpoint, or a hub id")
     parser.add_argument("out", metavar="OUT", help="the Hugging Face folder to write; it must not exist")
-    parser.add_argument("--add", action="append", default=[], metavar="FILE", help="add its tokens, one a line")
+    parser.add_argument("--add", action="append", default=[], metavar="FILE", help="add tokens, one per line")
     parser.add_argument(
-        "--special", action="append", default=[], metavar="FILE", help="add its tokens as marks, such as <|user|>"
+        "--special", action="append", default=[], metavar="FILE", help="add special tokens, such as <|user|>"
     )
     parser.add_argument("--learn", type=positive, default=0, metavar="N", help="learn N tokens from --data")
     parser.add_argument(
@@ -33,12 +33,13 @@ def add(verbs: Any) -> None:
         "--init",
         choices=["pieces", "weighted", "mean"],
         default="pieces",
-        help="how new rows begin: the mean of the old pieces, weighted by their bytes, or the mean of all; marks: mean",
+        help="initial row of a new token: mean of the old tokens that spell it, mean weighted by their bytes, or mean "
+        "of all tokens; special tokens: mean of all",
     )
     parser.add_argument(
         "--pad-to-multiple-of", type=positive, default=1, metavar="M", help="make vocab_size a multiple of M"
     )
-    parser.add_argument("--verify", action="store_true", help="read the result back and compare what was there before")
+    parser.add_argument("--verify", action="store_true", help="read the result back and compare old tensors")
     parser.set_defaults(run_verb=run)
 
 

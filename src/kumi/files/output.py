@@ -21,7 +21,7 @@ _FLAGS = os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK",
 def open_new(path: Path | str, mode: str = "w", buffering: int = -1) -> Any:
     """Open a new file `path` for writing (text is UTF-8), after removing an existing file or link of that name.
 
-    The target of a removed link keeps its content. Raise OSError when `path` is a folder.
+    If a link is removed, the file that it points to stays. Raise OSError when `path` is a folder.
     """
     remove_file(path)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)

@@ -4,7 +4,7 @@ A model folder, a data set or a run folder may come from anyone. kumi reads only
 follows no link out of their folder. Bytes, values and levels of nesting are limited for each kind of file. JSON is
 strict: no repeated key, no infinite number, no number of more than 40 digits.
 
-The user names run files and cluster files, so these may be links; all other limits apply to them as well.
+Run files and cluster files are named by the user, so these files may be links; all other limits apply to them, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Bounds:
     """Limits of a kind of file.
 
     size: bytes.
-    values: values, estimated from above by commas and brackets.
+    values: number of values; the commas and brackets are counted, an upper bound.
     depth: levels of nesting.
     """
 

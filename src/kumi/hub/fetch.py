@@ -16,7 +16,7 @@ _ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w./-]*))?")
 
 # Files of a repository other than weights: configurations, tokenizers, and the model card with its licence.
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "README.md")
-# Subfolders are ignored: they have the same weights in other formats, or other models.
+# Files in subfolders are ignored: they are the same weights in other formats, or other models.
 _SUBFOLDERS = ("*/*",)
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -46,7 +46,7 @@ def fetch(source: str, key: str, *, commit: str | None = None, weights: bool = F
     """Fetch the repository `source`, the value of `key`, without weights unless `weights` is true.
 
     `commit` selects a commit instead of the newest. If the hub is unreachable, or HF_HUB_OFFLINE is set, the local
-    cache is used. Raise ConfigError when neither has the files.
+    cache is used. Raise ConfigError when the hub and the cache both lack the files.
     """
     name, revision = _parse(source, key)
 
