@@ -206,7 +206,7 @@ class FsdpUnit:
     """Operations with parameters that FSDP all-gathers and reduce-scatters together.
 
     - `name`: "embedding" (tokens and positions), "layer", "experts" (the routed experts of a layer) or "root".
-    - `modules`: names of the modules with these parameters; "" for the decoder.
+    - `modules`: names of the modules with these parameters; "" for the decoder without the modules of other units.
     - `ops`: the operations, in the order of the forward pass.
     """
 

@@ -44,7 +44,7 @@ def layers_with_windows(
 def grouped_attention(values: Mapping[str, Any], rope: Rope | None, **fields: Any) -> Attention:
     """Return the attention that `values` describe; `fields` are further fields of `Attention`.
 
-    Raise ModelError unless the numbers of heads divide each other and the hidden size.
+    Raise ModelError if the numbers of heads, hidden_size and head_dim contradict each other.
     """
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"] or values["num_attention_heads"]
     head_dim = _head_dim(values, heads, rotary=rope is not None)
