@@ -119,3 +119,19 @@ def test_a_public_name_stands_for_one_thing_in_its_package():
             if not name.startswith("_") and name not in TABLES.get(package, set()):
                 names[package, name].add(str(file.relative_to(SOURCE)))
     assert {key: sorted(files) for key, files in names.items() if len(files) > 1} == {}
+
+
+def test_no_string_is_cut_in_two():
+    """No text is a statement of its own, and no docstring has the quotes of two joined strings."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    cut = []
+    for file in FILES:
+        tree = _tree(file)
+        docstrings = {id(node.body[0]) for node in ast.walk(tree) if isinstance(node, documented) and node.body}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant | ast.JoinedStr):
+                text = getattr(node.value, "value", "")
+                joined = isinstance(text, str) and re.search(r'"\n *"', text) is not None
+                if joined or (id(node) not in docstrings and text is not ...):
+                    cut.append(_place(file, node))
+    assert cut == []
