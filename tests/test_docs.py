@@ -137,7 +137,7 @@ def test_the_reference_of_run_files_is_up_to_date():
 
 
 def keys():
-    """Every key of a run file, as `section.key`, from the reference."""
+    """Return every key of a run file, as `section.key`, from the reference."""
     sections = re.findall(r"^## \[(\w+)\]\n(.*?)(?=^## |\Z)", run_file_page(), re.M | re.S)
     return {f"{section}.{key}" for section, text in sections for key in re.findall(r"^\| `(\w+)` \|", text, re.M)}
 

@@ -126,7 +126,7 @@ def test_a_known_home_makes_links_absolute_and_gives_urls():
     ],
 )
 def test_the_shell_completes_without_torch(line, some, tmp_path):
-    """As argcomplete's shell function asks; it reads the answers from descriptor 8."""
+    """Ask like argcomplete's shell function, which reads the answers from descriptor 8."""
     program = "import sys, kumi.cli\ntry:\n    kumi.cli.main()\nfinally:\n    assert 'torch' not in sys.modules"
     asked = {
         "_ARGCOMPLETE": "1",

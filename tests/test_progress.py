@@ -1,4 +1,4 @@
-"""How far a long job is: on a terminal, elsewhere, and where nobody asked."""
+"""The progress of a long job: on a terminal, elsewhere, and without a display."""
 
 import io
 import sys

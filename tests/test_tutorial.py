@@ -49,7 +49,7 @@ def shrunk(words: list[str]) -> list[str]:
 
 
 def losses(folder: Path) -> list[float]:
-    """Of the steps of a run, then of the gradients' norm."""
+    """Return the losses of a run's steps, followed by the gradient norms."""
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [entry for entry in entries if "train/loss" in entry]
     return [entry["train/loss"] for entry in steps] + [entry["train/grad_norm"] for entry in steps]

@@ -1,4 +1,4 @@
-"""How a CPU is to compute: the run file, the run folder, the variable and the cache, in this order."""
+"""The choice of a CPU's numerics: by the run file, the run folder, the variable and the cache, in this order."""
 
 import json
 import os

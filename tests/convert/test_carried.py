@@ -37,7 +37,7 @@ def with_layers_beyond(folder, count):
 @pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.parametrize("case", SEEING)
 def test_transformers_loads_the_whole_of_a_model_that_sees(case, anew, saved, tmp_path):
-    """With a config.json as it was, or `anew` from the model alone."""
+    """With the original config.json, or with one made `anew` from the model."""
     source = saved(case)
     opened = open_source(source)
     assert opened.passthrough

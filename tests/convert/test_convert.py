@@ -78,7 +78,7 @@ def test_settings_of_generation_are_kept(saved, tmp_path):
     ],
 )
 def test_transformers_loads_what_kumi_wrote(case, anew, saved, tmp_path):
-    """With a config.json as it was, or `anew` from the model alone."""
+    """With the original config.json, or with one made `anew` from the model."""
     source = saved(case)
     opened = open_source(source)
     write_folder.write_hf_folder(

@@ -42,7 +42,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("case", "layout"), LAYOUTS)
 def test_pieces_are_those_of_the_layout_s_ranks(case, layout, saved, tmp_path, monkeypatch):
-    """Each rank's pieces are one of the files, each element is in one piece, and the way back is exact."""
+    """Each rank's pieces are one of the files, each element is in one piece, and converting back is exact."""
     monkeypatch.setattr("kumi.storage.write.BLOCK_BYTES", 700)
     monkeypatch.setattr(stored_tensor, "GAPPED_BYTES", 300)
     source = saved(case, torch.bfloat16, max_shard_size="20KB")

@@ -98,7 +98,7 @@ def test_a_corpus_is_drawn_by_its_texts_and_split(tmp_path):
 
 
 def test_words_that_are_tokens_are_found_whole_where_the_tokenizer_does_that(tmp_path):
-    """As Llama 3's does, which looks a word up before it merges anything."""
+    """Like Llama 3's tokenizer, which looks up a word before it merges tokens."""
     base = load_base(byte_level(tmp_path / "base", ignore_merges=True))
     pieces = learn(base, words(base, NEW), 40)
     new = extended_tokenizer(base, pieces, [])

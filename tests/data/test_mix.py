@@ -67,7 +67,7 @@ def test_an_epoch_predicts_every_token_once_and_in_another_order_than_the_next(f
 
 @pytest.mark.parametrize("cross", [False, True])
 def test_windows_equal_a_plain_reading(files, cross):
-    """Each row against a loop over tokens that knows nothing of the index's search."""
+    """Each row equals that of a loop over tokens, without the index's search."""
     for file in files:
         owner = np.repeat(np.arange(file.document_count), file.lengths)
         for seq_len in (1, 6, 16, 150):

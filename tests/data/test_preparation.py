@@ -57,7 +57,7 @@ def documents(store, side):
 
 
 def contents(folder: Path):
-    """Every file of a store but the times in files.jsonl."""
+    """Return every file of a store, without the times in files.jsonl."""
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in ("files.jsonl", ".kumi-data")}
 
 

@@ -45,7 +45,7 @@ def _job(family: str, layers: int | None = None):
 
 @contextlib.contextmanager
 def _nothing_collected():
-    """Where tensors that only a cycle holds stay: when Python looks for cycles depends on all that ran before."""
+    """Turn off garbage collection: the time at which Python frees cycles depends on earlier tests."""
     gc.disable()
     try:
         yield
@@ -183,7 +183,7 @@ def test_experts_get_equally_many_tokens():
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(cp=2), Layout(cp=2, context="ulysses")], ids=str)
 def test_scores_of_every_kind_keep_on_a_gpu_what_plain_ones_keep(layout):
-    """Where no kernel computes them, blocks do, which keep no scores either."""
+    """Scores without a fused kernel are computed in blocks, which save no scores either."""
     plain = Attention(4, 2, 8, None)
     kinds = (
         plain,

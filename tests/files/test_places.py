@@ -1,4 +1,4 @@
-"""Every place in kumi that opens a file by itself, and why it does not go through `kumi.files`."""
+"""Every place in kumi that opens a file by itself, and the reason why it does not use `kumi.files`."""
 
 import ast
 from pathlib import Path

@@ -59,7 +59,7 @@ def make(source: Path, parts: list[str]) -> Recorded:
 
 
 class Runner:
-    """Runs cases in one folder with one version of kumi."""
+    """A runner of cases in one folder with one version of kumi."""
 
     def __init__(self, work: Path, source: Path) -> None:
         self._work = work

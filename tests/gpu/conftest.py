@@ -27,7 +27,7 @@ def device() -> Iterator[torch.device]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test that asks for `device` carries the mark `gpu`."""
+    """Mark every test that uses `device` with `gpu`."""
     for item in items:
         if "device" in getattr(item, "fixturenames", ()) and Path(item.path).parent == Path(__file__).parent:
             item.add_marker(pytest.mark.gpu)

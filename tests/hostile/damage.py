@@ -176,7 +176,7 @@ def _again(text: bytes, place: int) -> bytes:
 
 
 def _other_values(text: bytes, rng: random.Random) -> bytes:
-    """The same object with one to three values, or keys, replaced."""
+    """Return the object with one to three values, or keys, replaced."""
     data = json.loads(text)
     for _ in range(rng.choice([1, 1, 2, 3])):
         path = rng.choice(list(_paths(data)) or [()])

@@ -1,4 +1,4 @@
-"""Every kind of file that kumi reads: a good one, and how kumi reads it."""
+"""Every kind of file that kumi reads: a valid one, and its reader."""
 
 from __future__ import annotations
 

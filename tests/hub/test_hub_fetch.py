@@ -182,7 +182,7 @@ def test_pickled_weights_and_indices_that_point_elsewhere_are_refused(hub):
 
 
 def test_a_plan_of_a_hub_id_in_a_process_of_its_own_imports_no_torch(hub, tmp_path):
-    """As a user starts it, with HF_ENDPOINT and HF_HOME alone."""
+    """In a user's environment, with HF_ENDPOINT and HF_HOME only."""
     sha = hub.add("org/model", FILES)
     run = tmp_path / "plan.toml"
     run.write_text(

@@ -18,7 +18,7 @@ DEADLINE = 30.0
 
 @pytest.fixture
 def address(monkeypatch):
-    """Where the ranks meet: at a port that is free once more, unless a test serves a store there."""
+    """The address of the rendezvous: a free port, unless a test serves a store there."""
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port))

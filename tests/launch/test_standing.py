@@ -1,4 +1,4 @@
-"""Where a launcher has put this process: torchrun's, srun's and mpirun's variables, and the network to rank 0."""
+"""The rank of this process: torchrun's, srun's and mpirun's variables, and the network to rank 0."""
 
 import pytest
 

@@ -55,7 +55,7 @@ MODELS = SPECS | {"one key head": _one_key_head(SPECS["qwen"])}
 
 @dataclass(frozen=True)
 class Seen:
-    """Of one step: the loss, the norm, and this rank's part of the gradients before and after clipping."""
+    """The loss, the norm, and this rank's part of the gradients before and after clipping, of one step."""
 
     loss: float
     norm: float
@@ -72,7 +72,7 @@ def step(
     aux: float = 0.0,
     change: Callable[[torch.nn.Module], None] | None = None,
 ) -> Seen:
-    """A forward and a backward of MODELS[family], whose loss is multiplied by `scale`, and clipping."""
+    """Run forward, backward and clipping of MODELS[family], with the loss multiplied by `scale`."""
     mesh, precision = mesh_of(layout), PRECISIONS[kind]
     model = build(MODELS[family], mesh, precision, weights=7)
     if change is not None:
@@ -372,7 +372,7 @@ def strictly() -> Iterator[None]:
 
 
 def given(name: str, how: str) -> float:
-    """On a rank: how far the result and the gradient of the function `name` are from those of contiguous tensors."""
+    """Return the largest error of result and gradient of the function `name`, compared with contiguous tensors."""
     with strictly():
         return _difference(name, how)
 

@@ -1,4 +1,4 @@
-"""Every layout trains as one process does: loss, gradient norm, gradients, and parameters after two AdamW steps.
+"""Every layout has the results of one process: loss, gradient norm, gradients, and parameters after two AdamW steps.
 
 In float64, because Adam turns float32's rounding of a gradient near zero into a difference of the size of the step; of
 float64's rounding it makes something, too, which `updates_apart` bounds.
@@ -62,8 +62,10 @@ def alone(family: str, kind: str = "fp64") -> Trace:
 
 
 def close(part: Part, whole: Part, more: float | np.ndarray = 0.0) -> bool:
-    """Whether a rank's part equals that of the single process's tensor, to TOLERANCE of its largest element and `more`,
-    a number or an array of the tensor's shape."""
+    """Return True if a rank's part equals that of one process, to TOLERANCE of the largest element plus `more`.
+
+    `more`: a number, or an array of the tensor's shape.
+    """
     sizes = zip(part.start, part.values.shape, strict=True)
     here = tuple(slice(first, first + size) for first, size in sizes)
     expected, scale = whole.values[here], np.abs(whole.values).max()

@@ -1,4 +1,4 @@
-"""Every parallel dimension alone, every pair of them, and many of three and four at once train as one process does.
+"""Every axis alone, every pair of axes, and many combinations of three and four have the results of one process.
 
 As in test_layouts: losses, gradient norms, gradients, and parameters after two AdamW steps, in float64; and the bytes
 of the states that every rank holds are those of `kumi.spec.sharding`.

@@ -1,4 +1,4 @@
-"""Every optimizer trains in every layout as in one process, keeps the planned bytes, and goes on in another layout.
+"""Every optimizer trains in every layout as in one process, has the planned bytes, and resumes in another layout.
 
 In float64, so that only states in fewer bits differ by more than rounding: Adafactor's means and the scales of 8-bit
 moments are float32.

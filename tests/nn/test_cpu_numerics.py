@@ -1,4 +1,4 @@
-"""How this process computes, and the measurement that says how it should."""
+"""The numerics of this process, and the measurement that chooses them."""
 
 import pytest
 import torch

@@ -44,7 +44,7 @@ def tokens(dtype=torch.float64, shape=(*SHAPE, 16)):
 
 
 def reference(module, x):
-    """Every expert on every token, times a weight that is 0 where it was not chosen."""
+    """Return the output of every expert on every token, times a weight that is 0 if it was not chosen."""
     experts, spec = module.experts, module.experts.spec
     first = experts.gate_up_proj if spec.gated else experts.up_proj
     biases = [experts.gate_up_proj_bias if spec.gated else experts.up_proj_bias, experts.down_proj_bias]
@@ -167,7 +167,7 @@ def aux_reference(spec, logits, ids, shape, per_sequence):
 @pytest.mark.parametrize("spec", [SPEC, V3], ids=["softmax", "sigmoid"])
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_the_gradient_of_the_auxiliary_loss(spec, per_sequence):
-    """It joins the gradient of the loss that the layer's output has, whatever its scale."""
+    """It is added to the gradient of the layer's output, at any scale."""
     module, x = made(spec), tokens().requires_grad_()
     grad = tokens(shape=x.shape).flip(0)
     out = module(x, SHAPE)

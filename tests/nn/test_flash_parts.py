@@ -125,7 +125,7 @@ def test_parts_add_up(cp, name):
 
 
 def test_one_kernel_a_round_where_rows_are_whole():
-    """Of earlier ranks all queries see the first piece, of later ones the last piece sees all."""
+    """All queries see the first chunk of earlier ranks; the last chunk's queries see all keys of later ranks."""
     places = [positions_of_rank(48, 3, index) for index in range(3)]
     tiles = [
         flash_partial.attention_tiles((0, 48, 96), ROWS, places[1], other, torch.device("cpu")) for other in places

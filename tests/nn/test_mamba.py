@@ -70,7 +70,7 @@ def test_the_recurrence(length, documents, at_a_time, monkeypatch):
 
 
 def test_strong_decay_stays_finite():
-    """Where one position forgets all: differences of large sums, in float32."""
+    """With decays close to 0 per position: differences of large sums, in float32."""
     given = inputs(40, limits=(0.0, float("inf")))
     values = [value.detach().float() for value in given[:7]]
     strong = ScanInputs(*values[:4], values[4], values[5] + 6, values[6], *given[7:])

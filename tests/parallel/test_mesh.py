@@ -54,7 +54,7 @@ def test_groups_are_those_of_the_layout(ranks, layout):
 
 
 def _shared(layout, kind):
-    """On a rank of a mesh of devices of a `kind`: which of the layout's groups are one."""
+    """Return the pairs of axes that share a process group on devices of a `kind`."""
     place = init_distributed()
     mesh = build_mesh(layout, replace(place, device=torch.device(kind)))
     return {(one, other) for one, other in combinations(mesh.groups, 2) if mesh.groups[one] is mesh.groups[other]}

@@ -37,7 +37,7 @@ class WeightedTokens(LinearObjective):
 
 
 class Pairs(Objective):
-    """Of each two segments of a row the first is to be the likelier one, beyond a reference: as in DPO."""
+    """A loss as in DPO: the first of two segments of a row should be likelier, relative to a reference."""
 
     columns: ClassVar = {"segments": "token", "reference": "row"}
 

@@ -51,7 +51,7 @@ def test_evaluation_does_not_recompute():
 
 
 def test_only_the_first_layers_recompute():
-    """Each further layer that does keeps less, and all of them as much as without a number."""
+    """`recompute_layers` counts the first layers, and all layers by default."""
     counts = []
     for count in (0, 1, 2, None):
         mesh = build_mesh(Layout(recompute="full", recompute_layers=count), RankInfo(0, 1, 0, torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""How far float32's rounding may bring two computations of the same apart.
+"""The largest differences between two computations of the same result that float32's rounding explains.
 
 A product over n terms, as float32 computes it, is the exact one of weights that are off by some sqrt(n) units of
 rounding each (Higham and Mary, 2019, "A new approach to probabilistic rounding error analysis"; n at worst). What
@@ -21,8 +21,10 @@ DRAWS = 8
 def rounding(
     wide: torch.nn.Module, length: int, compute: Callable[[torch.nn.Module], Mapping[str, torch.Tensor]]
 ) -> dict[str, float]:
-    """How far each tensor that `compute` makes of the float64 model `wide`, on rows of `length`, may differ between
-    two computations in float32."""
+    """Return the largest explained difference between two float32 computations, for each tensor of `compute(wide)`.
+
+    `wide`: the float64 model. `length`: of the rows.
+    """
     generator = torch.Generator().manual_seed(0)
     weights = {key: weight.clone() for key, weight in wide.state_dict().items()}
     terms = max(length, *(max(weight.shape) for key, weight in weights.items() if "embed" not in key and weight.dim()))

@@ -73,14 +73,14 @@ def _same_gradients(reference, decoder, least):
 
 
 def _apart(reference, decoder, least):
-    """How far gradients are apart that are so by more than 1e-5 of the largest one of their tensor, and `least`."""
+    """Return the differences of gradients beyond 1e-5 of the largest one of their tensor, plus `least`."""
     theirs = _gradients(reference, decoder)
     apart = {key: (value.grad - theirs[key]).abs().max() for key, value in decoder.named_parameters()}
     return {key: far for key, far in apart.items() if far > 1e-5 * theirs[key].abs().max() + least}
 
 
 def _gradients(reference, decoder):
-    """The gradients of transformers' model under kumi's names."""
+    """Return the gradients of transformers' model under kumi's names."""
     grads = {key: value.grad for key, value in reference.named_parameters()}
     # A bias that only chooses has none.
     choosing = {key: torch.zeros_like(buffer) for key, buffer in reference.named_buffers() if key.endswith(BIASES)}
@@ -129,7 +129,7 @@ def test_ledger_counts_the_flops_of_the_forward_pass(name):
 
 
 class _InBlocks(TorchDispatchMode):
-    """Counts the bytes of the log-sum-exp that attention in blocks does not keep, and every other kernel does."""
+    """A mode that counts the bytes of the log-sum-exp that other kernels save and attention in blocks does not."""
 
     statistics = 0
 

@@ -132,7 +132,7 @@ def test_what_one_would_expect_of_a_cluster():
 
 
 def test_megatron_takes_as_much_tp_and_pp_as_the_states_need():
-    """By its rule of 6 + 12 / dp bytes: a 1B plain, a 12B cut in two, a 70B over two nodes, a 400B over eight."""
+    """By its rule of 6 + 12 / dp bytes: a 1B unsharded, a 12B with tp = 2, a 70B over two nodes, a 400B over eight."""
     sizes = [
         {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_hidden_layers": 16},
         {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_hidden_layers": 40},

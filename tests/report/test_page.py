@@ -12,7 +12,7 @@ VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
 class Outline(HTMLParser):
-    """Checks that tags nest, and keeps the ids, the attributes and the text."""
+    """A parser that checks that tags nest, and stores ids, attributes and text."""
 
     def __init__(self, text):
         super().__init__()

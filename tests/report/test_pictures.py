@@ -116,7 +116,7 @@ def test_a_long_timeline_is_cut_and_that_is_said():
 
 
 def test_marks_of_layouts_that_coincide_stand_apart():
-    """Each has a number of its own, and a line leads to where it belongs."""
+    """Each has a number of its own, and a line to its position."""
     same = replace(report(), expected=(), front=(), lacking=())
     twins = tuple(replace(best(), layout=replace(CHOSEN, microbatch=size)) for size in (2, 4, 8))
     texts = [text.text for text in parsed(replace(same, others=twins))["choices"].iter(f"{SVG}text")]

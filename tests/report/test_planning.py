@@ -97,7 +97,7 @@ def tight(share, of=BIG, seq_len=4096):
 
 
 def test_what_is_advised_where_nothing_fits_makes_something_fit():
-    """Every remedy, carried out alone, is enough; half of it is not."""
+    """Every remedy alone is enough; half of it is not."""
     job = tight(0.6)
     message = refused_with(replace(job, cluster_of_nodes=partial(grow, job.cluster.device)), {})
     assert "the model does not fit" in message
@@ -114,7 +114,7 @@ def test_what_is_advised_where_nothing_fits_makes_something_fit():
 
 @pytest.mark.parametrize("pinned", [{}, {"zero": 1}, {"zero": 3}, {"pp": 2}, {"tp": 2, "cp": 2}, {"dp_replicate": 2}])
 def test_whether_anything_fits_is_decided_as_by_a_search(pinned):
-    """With the smallest microbatches alone, where these need the least."""
+    """With the smallest microbatches only, if these need the least memory."""
     least = estimate_smallest(job(of=BIG, seq_len=4096), pinned)
     for share, enough in ((1.001, True), (0.999, False)):
         workload = job(of=BIG, seq_len=4096, memory=share * least.peak_memory / (1 - MARGIN))

@@ -107,7 +107,7 @@ def test_three_billion_of_thirty_are_active():
 
 
 def test_kinds_of_layers_in_words():
-    """Those of transformers 5, and those of before."""
+    """Both the words of transformers 5 and the earlier ones are read."""
     spec = families.from_hf(NANO_30B)
     for words in (("linear_attention", "full_attention"), ("mamba", "attention")):
         word = {"M": words[0], "*": words[1], "E": "moe", "-": "mlp"}
@@ -177,7 +177,7 @@ def test_a_plan_counts_every_kind_of_layer():
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_exports_of_one_kind_of_layer_refuse(name):
-    """Those that leave the model to transformers do not describe it."""
+    """Exports that leave the model to transformers do not describe it, so they do not refuse."""
     job = job_of(families.from_hf(NANO_9B), seq_len=4096, sequences=8)
     reasons = " ".join(TRAINERS[name].unsupported(job, Layout(dp_shard=8, zero=3)))
     described = name in ("megatron-lm", "megatron-bridge", "torchtitan", "nanotron")

@@ -1,4 +1,4 @@
-"""Every element of every tensor in files is one element of one native tensor, by the rules of each family."""
+"""By the rules of each family, every element of the files' tensors is one element of one native tensor."""
 
 from __future__ import annotations
 

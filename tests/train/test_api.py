@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Recorder(kumi.TrainerCallback):
-    """Keeps the events in order; stops or fails after a step where it is told to."""
+    """A callback that stores the events in order; it stops or fails after a given step."""
 
     def __init__(self, stop=None, fail=None):
         self.events, self.stop, self.fail = [], stop, fail

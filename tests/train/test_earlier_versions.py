@@ -70,7 +70,7 @@ def now_in_force(*overrides):
 
 
 def test_a_later_default_is_not_in_force_unless_the_run_file_asks_for_it(mid_run, monkeypatch):
-    """As if the default of `optim.grad_clip` were 1 only since `optim.eps` is there."""
+    """As if the default of `optim.grad_clip` had become 1 when `optim.eps` was added."""
     monkeypatch.setattr("kumi.config.stored_config.EARLIER_VALUES", {"optim.eps": {"optim.grad_clip": 0.0}})
     stored = (mid_run / "run" / CONFIG_FILE).read_text()
     (mid_run / "run" / CONFIG_FILE).write_text(stored.replace("eps = 1e-08\n", "").replace("grad_clip = 1.0\n", ""))

@@ -45,7 +45,7 @@ def saved_layout(step):
 
 
 def rewrite_plan(**layout):
-    """As if the search had chosen so when the run began."""
+    """Change the stored layout, as if the search had chosen it when the run began."""
     plan, _ = stored()
     Path("run/plan.json").write_text(json.dumps(plan | {"layout": plan["layout"] | layout}))
 

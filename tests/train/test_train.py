@@ -43,7 +43,7 @@ def test_a_run_leaves_what_it_promised(small):
 
 
 def test_a_drill_that_was_left_behind_is_in_nobodys_way(small, tmp_path, monkeypatch):
-    """By a run that was killed between saving it and removing it."""
+    """A run that is killed between saving and removing the preflight checkpoint leaves one."""
     monkeypatch.chdir(small.copy(tmp_path / "work"))
     checkpoints = Path("run/checkpoints")
     shutil.copytree(checkpoints / "step_000002", checkpoints / "drill" / "step_000002")
