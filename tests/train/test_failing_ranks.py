@@ -139,30 +139,34 @@ def agent_rank(folder):
     sys.exit(said_and_ended())  # as the command does, so that exit handlers run
 
 
-def under_agent(folder):
-    """Run the command under torchrun's agent, with its report and its exit code."""
+def under_agent(folder, run_rank=agent_rank, nodes=1, node=0, head=None):
+    """Run the command under torchrun's agent, with its report and its exit code.
+
+    `head` is the address and port of node 0.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    if head is None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            head = f"127.0.0.1:{listener.getsockname()[1]}"
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=2 // nodes,
         run_id="test",
         rdzv_backend="static",
         start_method="fork",
-        rdzv_endpoint=f"127.0.0.1:{port}",
-        rdzv_configs={"rank": 0},
+        rdzv_endpoint=head,
+        rdzv_configs={"rank": node},
         max_restarts=0,
         monitor_interval=0.1,
-        local_addr="127.0.0.1",
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "agent")),
+        local_addr="127.0.0.1" if nodes == 1 else None,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / f"agent{node}")),
     )
     try:
-        elastic_launch(config, agent_rank)(folder)
+        elastic_launch(config, run_rank)(folder)
     except ChildFailedError as error:
         print(error)
         return 1
@@ -227,7 +231,9 @@ def test_a_rank_that_fails(small, tmp_path, fault, way):
             assert code == 1
             assert exact_code(text) == (-signal.SIGKILL if fault == "kill" else CODES[fault]), text
             assert ("Signal 9 (SIGKILL)" if fault == "kill" else WORDS[fault]) in text.partition("Root Cause")[2]
-            first = json.loads(next((folder / "agent").rglob("1/error.json")).read_text()) if fault == "forward" else {}
+            first = (
+                json.loads(next((folder / "agent0").rglob("1/error.json")).read_text()) if fault == "forward" else {}
+            )
             assert not first or WORDS[fault] in first["message"]["message"]
         else:
             assert code == CODES[fault], text

@@ -1,6 +1,8 @@
 """Two machines, as two network namespaces joined by a virtual cable: torchrun on each, with the command it is given."""
 
 import contextlib
+import ctypes
+import multiprocessing
 import os
 import shutil
 import signal
@@ -10,10 +12,14 @@ from pathlib import Path
 
 import pytest
 from tests.train.conftest import losses, run_file
+from tests.train.test_failing_ranks import under_agent
+
+from forked import run_forked
 
 HEAD, OTHER = "10.66.0.1", "10.66.0.2"  # within the namespaces alone
 SLOW = Path(__file__).with_name("slow_data.py")
 TIMEOUT_S = 10
+CLONE_NEWNET = 0x40000000
 
 
 def ip(*words):
@@ -88,17 +94,62 @@ def torchrun(names, folder, ranks, program, **environ):
             assert code == 0, output.read()
 
 
+def start(folder, ranks):
+    """Write the run file of two nodes with `ranks` ranks each."""
+    shutil.rmtree(folder / "run")
+    run_file(folder, cluster={"devices_per_node": ranks, "nodes": 2}, train__timeout_s=TIMEOUT_S)
+
+
+def check(folder, small):
+    assert losses(folder / "run") == pytest.approx(losses(small.folder / "run"), rel=1e-5)
+    assert (folder / "run" / "hf" / "model.safetensors").exists()
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("ranks", "program"),
-    [
-        pytest.param(2, ["-m", "kumi.cli"], marks=pytest.mark.exhaustive, id="at-once"),
-        pytest.param(1, [str(SLOW)], id="data-prepared-for-longer-than-the-timeout"),
-    ],
+    [(2, ["-m", "kumi.cli"]), (1, [str(SLOW)])],
+    ids=["at-once", "data-prepared-for-longer-than-the-timeout"],
 )
 def test_two_nodes_train_as_one_process(nodes, small, tmp_path, ranks, program):
     folder = small.copy(tmp_path)
-    shutil.rmtree(folder / "run")
-    run_file(folder, cluster={"devices_per_node": ranks, "nodes": 2}, train__timeout_s=TIMEOUT_S)
+    start(folder, ranks)
     torchrun(nodes, folder, ranks, [*program, "train", "run.toml"], SLOW_SECONDS=str(TIMEOUT_S + 2))
-    assert losses(folder / "run") == pytest.approx(losses(small.folder / "run"), rel=1e-5)
-    assert (folder / "run" / "hf" / "model.safetensors").exists()
+    check(folder, small)
+
+
+def on_a_node(name, node, folder):
+    """Torchrun's agent with one rank in the network namespace `name`, in this process, which was forked for it."""
+    with open(f"/run/netns/{name}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # the suite sets it
+    os.environ["SLOW_SECONDS"] = str(TIMEOUT_S + 2)
+    os.chdir(folder)
+    sys.exit(under_agent(folder, slow_rank, nodes=2, node=node, head=f"{HEAD}:29511"))
+
+
+def slow_rank(folder):
+    import slow_data
+
+    sys.exit(slow_data.main(["train", "run.toml"]))
+
+
+def both(names, folder):
+    """The agents of both nodes, each in a process."""
+    sys.path.insert(0, str(SLOW.parent))
+    context = multiprocessing.get_context("fork")
+    agents = [context.Process(target=on_a_node, args=(name, node, folder)) for node, name in enumerate(names)]
+    for agent in agents:
+        agent.start()
+    for agent in agents:
+        agent.join()
+    sys.exit(max(abs(agent.exitcode) for agent in agents))
+
+
+def test_nodes_wait_for_data_that_takes_longer_than_the_timeout(nodes, small, tmp_path):
+    folder = small.copy(tmp_path)
+    start(folder, 1)
+    code, stdout, stderr = run_forked(both, nodes, folder, timeout=240)
+    assert code == 0, stdout + stderr
+    check(folder, small)
