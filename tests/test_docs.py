@@ -31,6 +31,8 @@ SMALL = [
     "data.tokenizer.vocab_size=400",
     "model.config.intermediate_size=32",
 ]
+# What makes the search of a plan small; test_the_guides_show_what_kumi_prints and tests/plan search without.
+PINS = ["layout.cp=1", "layout.microbatch=1"]
 STEPS, MORE = 4, 6  # MORE: of commands that train a finished run on
 # These train a model that is there, with its tokenizer.
 GIVEN = ("examples/lora.toml", "first-run.toml")
@@ -55,11 +57,12 @@ def commands(page):
 
 
 def shrunk(words):
-    """The command for a small run: overrides are added, and steps come down."""
+    """Return the command for a small run or search: overrides are added, and steps come down."""
     words = [word.replace("step_000400", f"step_{STEPS:06d}") for word in words[1:]]
+    if words[0] in ("plan", "describe") and words[1].startswith(("examples/plan/", "examples/models/")):
+        pinned = {word.partition("=")[0] for word in words}
+        return words + [pin for pin in PINS if pin.partition("=")[0] not in pinned]
     if words[0] not in ("train", "describe", "data") or not any(word.endswith(".toml") for word in words):
-        return words
-    if any(word.startswith("examples/plan/") for word in words):  # a plan runs no steps
         return words
     words = [word.replace("train.steps=500", f"train.steps={MORE}") for word in words]
     words = [re.sub(r"train.steps=\d{2,}", f"train.steps={STEPS}", word) for word in words]

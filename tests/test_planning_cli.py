@@ -318,7 +318,7 @@ def test_the_saved_plan_is_what_kumi_train_takes(tmp_path, monkeypatch):
 @pytest.mark.parametrize("trainer", sorted(TRAINERS))
 def test_exports_carry_the_warm_up_in_steps(run, tmp_path, trainer):
     """Ten of 200 steps, or of the thousand that an export has by default."""
-    ones = [f"layout.{key}=1" for key in ("pp", "tp", "cp")] + ["layout.offload=none"]
+    ones = [f"layout.{key}=1" for key in ("pp", "tp", "cp", "microbatch")] + ["layout.offload=none"]
     for name, keys in (
         ("run", ["optim.warmup_ratio=0.05", "train.steps=200", "train.out=x"]),
         ("plan", ["optim.warmup_ratio=0.01"]),
