@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forked import run_forked
 from kumi.cli import _parser, main
 from kumi.cli.json_output import json_output
 
@@ -69,17 +68,20 @@ def test_every_verb_prints_one_object(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_says_how_it_ended_and_its_lines_go_to_standard_error(tmp_path):
-    """From a shell: ranks and libraries write to the descriptor."""
-    command = [sys.executable, "-m", "kumi", "train", QUICKSTART, *SMALL, "cluster.devices_per_node=2", "--json"]
-    ended = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert ended.returncode == 0, ended.stderr
-    output = json.loads(ended.stdout)
+    """From a process: ranks and libraries write to the descriptor."""
+    command = ["train", QUICKSTART, *SMALL, "cluster.devices_per_node=2", "--json"]
+    code, stdout, stderr = run_forked(run_command, tmp_path, command)
+    assert code == 0, stderr
+    output = json.loads(stdout)
     assert (output["global_step"], output["max_steps"]) == (2, 2)
     assert (tmp_path / output["model_dir"] / "config.json").is_file()
-    assert "step 2/2" in ended.stderr
-    assert "sample" in ended.stderr
+    assert "step 2/2" in stderr
+    assert "sample" in stderr
+
+
+def run_command(folder, words):
+    os.chdir(folder)
+    raise SystemExit(main(words))
 
 
 def test_an_error_prints_no_object(capsys):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from forked import run_forked
 from kumi.data import Source, prepare
 from kumi.data.binfile import open_file, token_dtype, writing
 
@@ -19,34 +17,35 @@ pytestmark = pytest.mark.skipif(
     find_spec("megatron") is None, reason="megatron-core is not installed: pip install -e '.[export-check]'"
 )
 
-# In a program of its own: importing Megatron-Core changes PyTorch.
-PROGRAM = """
-import json, sys
-from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
-job = json.loads(sys.argv[1])
-found = []
-for mmap in (True, False):
-    data = IndexedDataset(job["read"], multimodal=False, mmap=mmap)
-    found.append({"sequences": [data[i].tolist() for i in range(len(data))], "dtype": data.index.dtype.__name__,
-                  "documents": data.document_indices.tolist(), "part": data.get(0, offset=1, length=2).tolist()})
-for prefix, vocab, documents in job["write"]:
-    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=DType.optimal_dtype(vocab))
-    for sequences in documents:
-        builder.add_document([token for one in sequences for token in one], [len(one) for one in sequences])
-    builder.finalize(prefix + ".idx")
-print(json.dumps(found))
-"""
 # Documents of sequences; Megatron's own tools write one of several where a document is split into sentences.
 DOCUMENTS = [[[5, 6, 7]], [[8], [9, 10]], [[11, 12, 13, 14]], [[3, 4]]]
 
 
-def megatron(job: dict[str, object]) -> list[dict[str, object]]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results: list[dict[str, object]] = json.loads(done.stdout.splitlines()[-1])
+def megatron(read: str, write: list[tuple[str, int, list[list[list[int]]]]]) -> list[dict[str, object]]:
+    """Return what Megatron-Core reads in `read`, after it has written each (prefix, vocabulary, documents)."""
+    # In a process of its own: importing Megatron-Core changes PyTorch.
+    code, stdout, stderr = run_forked(read_and_write, read, write)
+    assert code == 0, stderr[-3000:]
+    results: list[dict[str, object]] = json.loads(stdout.splitlines()[-1])
     return results
+
+
+def read_and_write(read: str, write: list[tuple[str, int, list[list[list[int]]]]]) -> None:
+    """Print what Megatron-Core reads in `read`, with and without a memory map, as JSON; write the documents."""
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+
+    results = []
+    for mmap in (True, False):
+        data = IndexedDataset(read, multimodal=False, mmap=mmap)
+        entry = {"sequences": [data[i].tolist() for i in range(len(data))], "dtype": data.index.dtype.__name__}
+        entry |= {"documents": data.document_indices.tolist(), "part": data.get(0, offset=1, length=2).tolist()}
+        results.append(entry)
+    for prefix, vocab, documents in write:
+        builder = IndexedDatasetBuilder(prefix + ".bin", dtype=DType.optimal_dtype(vocab))
+        for sequences in documents:
+            builder.add_document([token for sequence in sequences for token in sequence], [len(sequence) for sequence in sequences])
+        builder.finalize(prefix + ".idx")
+    print(json.dumps(results))
 
 
 def test_both_write_and_read_the_same(tokens, tmp_path: Path) -> None:
@@ -55,7 +54,7 @@ def test_both_write_and_read_the_same(tokens, tmp_path: Path) -> None:
         append(np.concatenate(whole).astype(token_dtype(600)), np.array([len(ids) for ids in whole]))
     small, large, same = (str(tmp_path / name) for name in ("small", "large", "same"))
     write = [(small, 600, DOCUMENTS), (large, 70_000, DOCUMENTS), (same, 600, [[ids] for ids in whole])]
-    for result in megatron({"read": str(tmp_path / "ours"), "write": write}):
+    for result in megatron(str(tmp_path / "ours"), write):
         assert result == {"sequences": whole, "dtype": "uint16", "documents": [0, 1, 2, 3, 4], "part": [6, 7]}
     for prefix in (small, large):
         theirs = open_file(prefix)
