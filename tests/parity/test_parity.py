@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from math import prod
 
 import pytest
@@ -15,6 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kumi.nn.attention import cpu_attention
 from kumi.spec import ledger
+
+
+@cache
+def decoder_of_case(name):
+    """The case in kumi, made once for the tests that compute no gradients."""
+    return build_pair(name)[1]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -112,7 +119,7 @@ def test_the_auxiliary_loss(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_ledger_has_the_parameters_of_the_module(name):
-    _, decoder = build_pair(name)
+    decoder = decoder_of_case(name)
     listed = {param.name: param.shape for param in ledger.params(decoder.spec)}
     assert listed == {key: tuple(value.shape) for key, value in decoder.named_parameters()}
     listed = {buffer.name: buffer.shape for buffer in ledger.buffers(decoder.spec)}
@@ -121,7 +128,7 @@ def test_ledger_has_the_parameters_of_the_module(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_ledger_counts_the_flops_of_the_forward_pass(name):
-    _, decoder = build_pair(name)
+    decoder = decoder_of_case(name)
     ids = torch.zeros(2, 24, dtype=torch.int64)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         decoder(ids)
@@ -171,7 +178,7 @@ class _InBlocks(TorchDispatchMode):
     ],
 )
 def test_ledger_counts_the_activations_that_are_kept(name):
-    _, decoder = build_pair(name)
+    decoder = decoder_of_case(name)
     ids, tokens = torch.zeros(2, 24, dtype=torch.int64), 48
     parameters = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
     saved: dict[int, int] = {}
