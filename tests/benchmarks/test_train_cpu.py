@@ -11,7 +11,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import bare_loop
 import matmul_peak
 import measure
 import numpy as np
@@ -61,6 +60,7 @@ def bare_arguments(model: Path, batches: Path, metrics: Path) -> argparse.Namesp
 
 def test_the_bare_loop_trains_as_kumi_does(tmp_path):
     """Same weights, same tokens, same optimizer: the losses of three steps agree."""
+    import bare_loop  # takes seconds
     from transformers import LlamaConfig, LlamaForCausalLM
 
     # kumi does not decay norm weights as the bare loop does: a difference of 0.1 * lr a step, below the tolerance.
@@ -89,6 +89,8 @@ def test_the_bare_loop_trains_as_kumi_does(tmp_path):
 
 
 def test_each_rank_of_the_bare_loop_reads_its_own_rows(tmp_path):
+    import bare_loop
+
     ids = np.arange(24)[:, None].repeat(4, axis=1)
     np.savez(tmp_path / "b.npz", input_ids=ids, labels=ids, position_ids=ids)
     args = bare_arguments(tmp_path, tmp_path / "b.npz", tmp_path / "m")

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kumi.convert import convert, load_decoder
 from kumi.convert.hf import read_folder
@@ -78,6 +76,8 @@ def test_a_model_in_blocks_of_fp8_is_described_loaded_and_trained_from(case, sav
 
 
 def test_fp8_with_one_scale_a_matrix_is_what_transformers_reads(saved):
+    from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight  # takes seconds
+
     source = saved(dtype=torch.bfloat16)
     tensors = load_file(source / "model.safetensors")
     meant = dict(tensors)
@@ -93,6 +93,8 @@ def test_fp8_with_one_scale_a_matrix_is_what_transformers_reads(saved):
 
 
 def test_mxfp4_experts_are_what_transformers_reads(saved, tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     source = saved("gpt-oss", torch.bfloat16)
     tensors = load_file(source / "model.safetensors")
     meant = dict(tensors)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import tiny_models
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from kumi.convert import merge
@@ -23,11 +24,6 @@ from kumi.spec import families, ledger
 from kumi.spec.adapters import is_adapter
 from kumi.spec.lora import Lora
 from kumi.spec.peft import with_adapters
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import peft
-    import transformers
 
 ATTENTION = ("q_proj", "v_proj")
 # Plain names, fused rows, groups of heads, matrices the other way round, latents, experts beside.
@@ -68,6 +64,8 @@ def written(decoder, folder, base):
 def with_peft(base, folder, trainable=False):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import peft  # takes seconds
+
         model = transformers.AutoModelForCausalLM.from_pretrained(
             base, dtype=torch.float32, attn_implementation="eager"
         )
@@ -150,6 +148,8 @@ def test_adapters_that_peft_wrote_are_read(saved, tmp_path):
     base = saved("phi3")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import peft
+
         model = transformers.AutoModelForCausalLM.from_pretrained(
             base, dtype=torch.float32, attn_implementation="eager"
         )
