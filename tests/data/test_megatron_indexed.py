@@ -43,7 +43,9 @@ def read_and_write(read: str, write: list[tuple[str, int, list[list[list[int]]]]
     for prefix, vocab, documents in write:
         builder = IndexedDatasetBuilder(prefix + ".bin", dtype=DType.optimal_dtype(vocab))
         for sequences in documents:
-            builder.add_document([token for sequence in sequences for token in sequence], [len(sequence) for sequence in sequences])
+            builder.add_document(
+                [token for sequence in sequences for token in sequence], [len(sequence) for sequence in sequences]
+            )
         builder.finalize(prefix + ".idx")
     print(json.dumps(results))
 

@@ -73,7 +73,7 @@ REASONS: dict[str, list[str]] = {
         "bench/measuring_rank.py measure_rank",
         "train/child_process.py main _follow",
         "launch/rank_process.py _redirect_output",
-        "train/measure_numerics.py _started",
+        "train/measure_numerics.py _measure_in_subprocess",
     ],
     "the launcher's own temporary folder, which nobody else may write to": [
         "launch/control_folder.py control_folder _remove_stale announce_rank read_pids release_ranks report_failure "
@@ -101,7 +101,7 @@ REASONS: dict[str, list[str]] = {
     "a folder, to sync it": ["storage/folders.py sync_folder"],
     "kumi's own checkpoint reader, which uses the door": [
         "convert/kumi_checkpoint.py open_saved_model",
-        "train/resume.py check_resume last_checkpoint",
+        "train/resume.py resume_notes last_checkpoint",
     ],
     "a record in an archive, in memory, that the door opened": ["convert/megatron/pickles.py _archive"],
     "kumi's own data in a value of a configuration": ["spec/families/_shared/vision_language.py to_hf"],

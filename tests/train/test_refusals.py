@@ -171,7 +171,7 @@ def test_weights_that_are_not_there(refused):
         }
         (folder / "base" / "config.json").write_text(json.dumps(config))
 
-    assert "base has no .safetensors file; add the weights, or set model.init=random" in refused(
+    assert "base has no .safetensors or .bin file; add the weights, or set model.init=random" in refused(
         model, model={"source": "base"}
     )
 

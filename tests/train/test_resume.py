@@ -15,7 +15,7 @@ from kumi.errors import RefusedError
 from kumi.spec.lora import Lora
 from kumi.spec.saved_tensors import model_digest, model_shapes
 from kumi.storage import checkpoint
-from kumi.train.resume import check_resume, last_checkpoint, restore_state
+from kumi.train.resume import last_checkpoint, restore_state, resume_notes
 
 SMALLER = "model.config.intermediate_size=32"
 
@@ -64,14 +64,14 @@ def test_a_config_that_was_edited_in_its_folder_is_refused_with_what_differs(sto
     with pytest.raises(
         RefusedError, match=r"another config\.json \(intermediate_size: 64 -> 32\).*--allow-change model"
     ):
-        check_resume(run_with(SMALLER))
+        resume_notes(run_with(SMALLER))
     with pytest.raises(RefusedError, match=r"mlp\.\w+_proj\.weight' is .*64.* in the checkpoint, .*32.* in the model"):
-        check_resume(run_with(SMALLER), ["model"])
+        resume_notes(run_with(SMALLER), ["model"])
     with pytest.raises(RefusedError, match=r"model\.layers\.1\.\S+' is \(.*\) in the checkpoint, missing in the model"):
         last_checkpoint(run_with("model.config.num_hidden_layers=1"))
     with pytest.raises(RefusedError, match=r"layers\.2\.\S+' is missing in the checkpoint, \(.*\) in the model"):
         last_checkpoint(run_with("model.config.num_hidden_layers=3"))
-    assert check_resume(run_with("model.config.torch_dtype=float32")) == []  # which is none of the model's
+    assert resume_notes(run_with("model.config.torch_dtype=float32")) == []  # which is none of the model's
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_other_data_are_refused(stopped):
 )
 def test_a_resume_says_what_could_not_be_compared(stopped, change, line):
     rewritten(change)
-    lines = check_resume(run_with())
+    lines = resume_notes(run_with())
     assert len(lines) == (line is not None)
     assert all(line in printed for printed in lines)
 

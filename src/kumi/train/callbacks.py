@@ -21,7 +21,7 @@ class TrainerState:
     global_step: int = 0
     max_steps: int = 0
     num_input_tokens_seen: int = 0
-    log_history: list[dict[str, Any]] = field(default_factory=list)  # this start's entries of metrics.jsonl, in order
+    log_history: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl entries written since this launch
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
 
@@ -40,7 +40,8 @@ class TrainerCallback:
         """Called once, before the first step; `state.global_step` is above 0 if the run resumes."""
 
     def on_step_end(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called for each step, once its figures are known; on a GPU, they become known every `log.every` steps."""
+        """Called for each step, once its metrics are read from the device; on a GPU, this is done every `log.every`
+        steps."""
 
     def on_log(
         self, args: RunConfig, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
@@ -53,14 +54,14 @@ class TrainerCallback:
         """Called after an evaluation with `metrics`: eval/loss, eval/tokens, eval/unigram_entropy."""
 
     def on_save(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called when a save begins; with checkpoint.asynchronous, it is complete before the next save begins."""
+        """Called when a save begins; an asynchronous save is complete before the next one begins."""
 
     def on_train_end(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called once, after the last step, or after the step at which the run was stopped."""
 
 
 class Listener(Protocol):
-    """Receives the events of the training loop on rank 0, and can stop it by its `control`."""
+    """Receives the events of the training loop on rank 0, and can stop the loop through `control`."""
 
     @property
     def control(self) -> TrainerControl: ...
@@ -71,7 +72,7 @@ class Listener(Protocol):
 
     def evaluation(self, entry: dict[str, Any]) -> None: ...
 
-    def saved(self) -> None: ...
+    def saving(self) -> None: ...
 
     def end(self) -> None: ...
 
@@ -108,8 +109,8 @@ class Callbacks:
         self.state.log_history.append(entry)
         self.fire("on_evaluate", metrics=entry)
 
-    def saved(self) -> None:
-        """Report that a checkpoint is being saved."""
+    def saving(self) -> None:
+        """Report that the save of a checkpoint begins."""
         self.fire("on_save")
 
     def end(self) -> None:

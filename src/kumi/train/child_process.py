@@ -40,16 +40,17 @@ def train_in_child(
     request = {"config": config.model_dump(mode="json", exclude_none=True), "allow_change": list(allow_change)}
     command = [sys.executable, "-m", "kumi.train.child_process", str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, errors="replace") as child:
-        end, failure = _follow(child, json.dumps(request), callbacks, show)
+        last, failure = _follow(child, json.dumps(request), callbacks, show)
     if failure is not None:
         raise failure
-    if "message" in end:
-        raise getattr(kumi.errors, end["kind"])(end["message"])
-    if "code" not in end:
+    if "message" in last:
+        raise getattr(kumi.errors, last["kind"])(last["message"])
+    if "code" not in last:
         raise KumiError(
-            f"the training process {_ending(child.returncode)} without reporting a cause; look for it in its output"
+            f"the training process {_ending(child.returncode)} without reporting a cause; look for the cause in its "
+            f"output"
         )
-    return OK if callbacks.control.should_training_stop and end["code"] == TERMINATED else int(end["code"])
+    return OK if callbacks.control.should_training_stop and last["code"] == TERMINATED else int(last["code"])
 
 
 def _follow(
@@ -57,31 +58,31 @@ def _follow(
 ) -> tuple[dict[str, Any], BaseException | None]:
     """Show the output of `child` and pass its events to `callbacks`, until it ends.
 
-    Return its last record (the exit code or the error), and the exception that stopped it.
+    Return the last record of `child` (its exit code or error), and the exception of a callback or Ctrl-C, if any.
     """
     assert child.stdin is not None and child.stdout is not None, "both are pipes"  # noqa: PT018
     failure: BaseException | None = None
-    stopping, ended, end, event = False, False, dict[str, Any](), dict[str, Any]()
+    stopping, trained, last, event = False, False, dict[str, Any](), dict[str, Any]()
     child.stdin.write(request)
     child.stdin.close()
     while True:
         try:
             if not (line := child.stdout.readline()):
-                return end, failure
+                return last, failure
             text, _, record = line.rstrip("\n").partition(_RECORD_MARK)
             if failure is None and (text or not record):
                 show(text)
             event = json.loads(record) if record else {}
             if "call" in event and failure is None:
                 getattr(callbacks, event["call"])(*event["arguments"])
-            end = event if "call" not in event and event else end
+            last = event if "call" not in event and event else last
         except BaseException as error:
             if failure is not None:  # a second Ctrl-C: do not wait for the save
                 child.kill()
                 raise
             failure = error
-        ended = ended or event.get("call") == "end"
-        if not stopping and (failure is not None or (callbacks.control.should_training_stop and not ended)):
+        trained = trained or event.get("call") == "end"
+        if not stopping and (failure is not None or (callbacks.control.should_training_stop and not trained)):
             stopping = True
             child.send_signal(signal.SIGINT if isinstance(failure, KeyboardInterrupt) else signal.SIGTERM)
 
@@ -105,8 +106,8 @@ class ListenerRelay:
     def evaluation(self, entry: dict[str, Any]) -> None:
         _send({"call": "evaluation", "arguments": [entry]})
 
-    def saved(self) -> None:
-        _send({"call": "saved", "arguments": []})
+    def saving(self) -> None:
+        _send({"call": "saving", "arguments": []})
 
     def end(self) -> None:
         _send({"call": "end", "arguments": []})
@@ -120,7 +121,10 @@ def _send(record: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Train the configuration on standard input. Return the exit code; the last record has it, or the error."""
+    """Train the configuration on standard input. Return the exit code.
+
+    The last record that is sent to the parent contains the exit code or the error.
+    """
     from kumi.train.start import start
 
     die_with_parent(int(sys.argv[1]), signal.SIGTERM)

@@ -15,9 +15,9 @@ def check_agreement(run: ResolvedRun, place: RankInfo) -> None:
     if place.world_size == 1:
         return
     digest = int(run.digest[:15], 16)
-    ends = torch.tensor([digest, -digest])
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    if ends[0] == -ends[1]:
+    extremes = torch.tensor([digest, -digest])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    if extremes[0] == -extremes[1]:
         return
     identities: list[dict[str, str]] = [{} for _ in range(place.world_size)]
     dist.all_gather_object(identities, run.identity)

@@ -1,6 +1,7 @@
-"""Detect slow steps that other processes explain: the time in which this process was ready to run but had no CPU.
+"""Detect steps that are slow because other processes use the CPU.
 
-Linux counts this time for every thread, in /proc/self/task/*/schedstat. Other systems only have the load average.
+The sign is the time in which this process was ready to run but had no CPU. Linux counts this time for every thread, in
+/proc/self/task/*/schedstat. Other systems only have the load average.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import os
 import time
 from pathlib import Path
 
-# A step is slow from _SLOW_FACTOR times the expected seconds on. Waiting for _BUSY_SHARE of its time causes that.
+# A step is slow if it takes at least _SLOW_FACTOR times the expected seconds. The machine is busy if a thread waited
+# for a CPU during at least _BUSY_SHARE of the step.
 _SLOW_FACTOR, _BUSY_SHARE = 1.25, 0.2
 
 
@@ -23,8 +25,8 @@ class CpuWait:
     def explain(self, step_s: float, estimated: float | None) -> str:
         """Return a note if waiting for a CPU explains a slow step of `step_s` seconds, else "".
 
-        The expected time is `estimated`, or without an estimate the fastest step so far. Waiting is counted since the
-        previous call.
+        The expected time is `estimated`; if that is None, the time of the fastest step so far. Waiting is counted since
+        the previous call.
         """
         waits, now = cpu_wait_seconds(), time.perf_counter()
         waited = max((seconds - self._waits.get(thread, 0.0) for thread, seconds in waits.items()), default=None)
@@ -38,8 +40,8 @@ class CpuWait:
 def busy_note(step_s: float, expected: float | None, share: float | None, load: float, cores: int) -> str:
     """Return the note for a step of `step_s` seconds that is slow because the machine is busy, else "".
 
-    `share`: largest share of the time that a thread waited for a CPU; if None (not counted by the system), a load
-    average above 1.5 times the `cores` counts as busy.
+    `share`: the fraction of the time for which a thread waited for a CPU, the largest of all threads. If `share` is
+    None, because the system does not count it, a `load` average above 1.5 times the `cores` counts as busy.
     """
     if expected is None or step_s < _SLOW_FACTOR * expected:
         return ""

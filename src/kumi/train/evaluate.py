@@ -16,7 +16,10 @@ from kumi.train.train_state import RankState
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation. A unit of the objective is a token for language modelling."""
+    """The result of an evaluation.
+
+    An objective averages its loss over units, which are tokens for language modelling.
+    """
 
     loss: float  # mean per held-out unit, in nats
     tokens: int  # number of units
@@ -24,17 +27,21 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
-    """Return the loss on the run's held-out sequences, or on the `first` of them. The ranks share the sequences."""
+    """Return the loss on the run's held-out sequences, or on the first `first` of them.
+
+    Each data-parallel rank computes some of the sequences; the loss and the count are of all of them.
+    """
     assert rank_state.validation is not None
     layout, size = rank_state.run.layout, rank_state.run.layout.microbatch
     count = len(rank_state.validation) if first is None else first
-    mesh, ahead = rank_state.mesh, 1 if layout.pp == 1 else 4 * layout.pp
+    # The stages of a pipeline work at the same time on the microbatches of one call.
+    mesh, per_call = rank_state.mesh, 1 if layout.pp == 1 else 4 * layout.pp
     loss, counted, objective = torch.zeros((), dtype=torch.float64, device=mesh.device), 0, rank_state.objective
     rank_state.model.eval()
-    # Every rank runs the same number of microbatches, because all ranks all-gather sharded parameters together. Rows
-    # past the end are padding.
+    # Every rank runs the same number of microbatches, because all ranks all-gather sharded parameters together.
+    # Sequences past the end are padding.
     starts = [begin + layout.dp_index(mesh.rank) * size for begin in range(0, count, layout.dp * size)]
-    for group in (starts[begin : begin + ahead] for begin in range(0, len(starts), ahead)):
+    for group in (starts[begin : begin + per_call] for begin in range(0, len(starts), per_call)):
         full_batches = [rank_state.validation.batch(start, size) for start in group]
         counted += sum(map(objective.count, full_batches)) if is_loss_rank(mesh) else 0
         batches = [shard_batch(objective, to_device(batch, mesh.device), mesh) for batch in full_batches]

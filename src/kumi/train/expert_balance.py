@@ -1,4 +1,4 @@
-"""Load balancing of routed experts in a training step (see `kumi.nn.router`), and the figures about it."""
+"""Load balancing of routed experts in a training step (see `kumi.nn.router`), and the metrics of the balance."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kumi.spec.model import ModelSpec, MoE
 
 @dataclass(frozen=True)
 class ExpertBalance:
-    """Scalars of one step, on the device, so that nothing waits for them."""
+    """Scalars of one step, left on the device, so that the host does not wait for them."""
 
-    aux_loss: Tensor  # as added to the loss
-    busiest: Tensor  # rows of the busiest expert of any layer, relative to the mean of its layer
+    aux_loss: Tensor  # auxiliary loss, as it is added to the loss
+    busiest: Tensor  # largest ratio of an expert's tokens to the mean of its layer
 
 
 def prepare_routers(model: nn.Module, run: ResolvedRun, scale: float) -> None:
-    """Set every router of `model` for a step whose loss is multiplied by `scale`."""
+    """Prepare every router of `model` for a step whose loss is multiplied by `scale`."""
     balance = run.balance
     layers = len(moe_layers(run.model))
-    for _, router in _numbered(model, run.model):
+    for _, router in _numbered_routers(model, run.model):
         router.balance.reset()
         router.balance.per_sequence = balance.per_sequence
         weight = balance.coef / (layers * run.batch.tokens_per_step) if balance.kind == "aux" else 0.0
@@ -38,15 +38,15 @@ def prepare_routers(model: nn.Module, run: ResolvedRun, scale: float) -> None:
 def balance_experts(model: nn.Module, run: ResolvedRun, mesh: Mesh, scale: float) -> ExpertBalance | None:
     """Sum the expert counts over all ranks and, for loss-free balancing, update the routers' biases.
 
-    Return the figures to report; None for a model without experts.
+    Return the metrics; None for a model without experts.
     """
     layers = moe_layers(run.model)
     if not layers:
         return None
-    # One row per layer with experts, for all pipeline stages: rows per expert, then the auxiliary loss.
-    table = torch.zeros(len(layers), _experts(run.model) + 1, dtype=torch.float64, device=mesh.device)
-    own_rows = [(layers.index(number), router) for number, router in _numbered(model, run.model)]
-    for row, router in own_rows:
+    # One row per layer with experts, of all pipeline stages: tokens per expert, then the auxiliary loss.
+    table = torch.zeros(len(layers), _max_experts(run.model) + 1, dtype=torch.float64, device=mesh.device)
+    local_rows = [(layers.index(number), router) for number, router in _numbered_routers(model, run.model)]
+    for row, router in local_rows:
         if router.balance.counts is not None:
             table[row, :-1] = router.balance.counts
         if router.balance.loss is not None:
@@ -56,7 +56,7 @@ def balance_experts(model: nn.Module, run: ResolvedRun, mesh: Mesh, scale: float
     table = all_reduce_sum(table, mesh)
     counts = table[:, :-1]
     if run.balance.kind == "loss-free":
-        for row, router in own_rows:
+        for row, router in local_rows:
             router.update_bias(counts[row], run.balance.coef)
     return ExpertBalance(table[:, -1].sum(), (counts.amax(dim=1) / counts.mean(dim=1)).max())
 
@@ -66,11 +66,11 @@ def moe_layers(model: ModelSpec) -> list[int]:
     return [number for number, layer in enumerate(model.layers) if isinstance(layer.mlp, MoE)]
 
 
-def _experts(model: ModelSpec) -> int:
+def _max_experts(model: ModelSpec) -> int:
     return max(layer.mlp.num_experts for layer in model.layers if isinstance(layer.mlp, MoE))
 
 
-def _numbered(model: nn.Module, spec: ModelSpec) -> Iterator[tuple[int, Router]]:
+def _numbered_routers(model: nn.Module, spec: ModelSpec) -> Iterator[tuple[int, Router]]:
     """Yield the layer number and the router of every layer with experts in `model`, which may be wrapped."""
     for name, router in routers(model):
         yield int(name.rpartition(LAYERS)[2].partition(".")[0]), router

@@ -18,12 +18,12 @@ from kumi.spec.layout import AXES
 from kumi.train.train_state import RankState
 
 PROBE_FILE = "probe.safetensors"
-_ROWS, _LENGTH = 3, 32
+_SEQUENCES, _LENGTH = 3, 32
 
 
 def probe_ids(mixture: Mixture) -> npt.NDArray[np.int64]:
     """Return the probe's tokens (3, S): the beginnings of the first sequences of `mixture`."""
-    return np.ascontiguousarray(mixture.batch(0, _ROWS)["input_ids"][:, :_LENGTH])
+    return np.ascontiguousarray(mixture.batch(0, _SEQUENCES)["input_ids"][:, :_LENGTH])
 
 
 @torch.no_grad()

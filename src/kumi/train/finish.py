@@ -32,29 +32,28 @@ from kumi.train.prepare_data import tokenizer_folder
 from kumi.train.resume import last_checkpoint
 from kumi.train.train_state import model_origin, passthrough_source
 
-# Largest difference between the logits of export and trained model, relative to the logits' standard deviation. Equal
-# weights and arithmetic give 0; another number of threads, or weights rounded on export, give rounding errors.
+# Largest difference between the logits of export and trained model, relative to the logits' standard deviation. The
+# same weights and arithmetic give 0; another number of threads, or weights rounded on export, give rounding errors.
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 
-def finish(run: ResolvedRun, store: Store, *, anew: bool) -> None:
+def finish(run: ResolvedRun, store: Store, *, just_trained: bool) -> None:
     """Export the trained model unless an export of it exists; verify it, push it, and print samples.
 
-    `anew`: this start trained the model, so an existing export is out of date and gets another name.
+    `just_trained`: this launch trained the model, so an existing export is out of date and gets another name.
     """
     folder = run.out / "hf"
     if not run.config.export.enabled:
         return
     if run.cluster.device.kind == "cpu":
-        use_numerics(
-            run.numerics or REFERENCE
-        )  # the same arithmetic as the ranks, whose logits the export is compared with
+        # The export's logits are compared with those of the ranks, so both need the same arithmetic.
+        use_numerics(run.numerics or REFERENCE)
     if run.model.lora is not None:
-        adapted = _finish_adapters(run, store, anew=anew)
+        adapted = _finish_adapters(run, store, just_trained=just_trained)
         _push(run, run.out / "adapter")
         _sample(run, adapted)
         return
-    decoder = None if anew or not folder.exists() else load_decoder(folder)
+    decoder = None if just_trained or not folder.exists() else load_decoder(folder)
     difference, allowed = (math.inf, 0.0) if decoder is None else _difference(decoder, run)
     if decoder is not None and difference <= allowed:
         print(f"export     {folder} exists already and matches the trained model; nothing to do")
@@ -67,24 +66,26 @@ def finish(run: ResolvedRun, store: Store, *, anew: bool) -> None:
     _sample(run, decoder)
 
 
-def _finish_adapters(run: ResolvedRun, store: Store, *, anew: bool) -> Decoder:
+def _finish_adapters(run: ResolvedRun, store: Store, *, just_trained: bool) -> Decoder:
     """Export the adapters to `adapter`, verify them, and write the merged model to `hf` if lora.merge asks for it.
 
     Return the model with its adapters unmerged.
     """
     folder, merged, section = run.out / "adapter", run.out / "hf", run.config.lora
-    assert section is not None, "adapters are in the run file"
-    for old in (folder, merged) if anew else ():
+    assert section is not None, "a run file with adapters has a section lora"
+    for old in (folder, merged) if just_trained else ():
         if old.exists():
             print(f"export     {old} was an export of an earlier step; renamed to {_put_aside(old)}")
-    part = folder if folder.exists() else _write_adapters(run, store, folder.with_name(folder.name + ".unverified"))
-    decoder = merge.unmerged_decoder(merge.open_unmerged(part, str(run.source)))
+    unverified = (
+        folder if folder.exists() else _write_adapters(run, store, folder.with_name(folder.name + ".unverified"))
+    )
+    decoder = merge.unmerged_decoder(merge.open_unmerged(unverified, str(run.source)))
     if run.model.lora is not None and run.model.lora.quantize:
         quantize_linears(decoder)
-    difference = _compare(decoder, run, part)
-    if part != folder:
-        mark_verified(part, f"logits within {difference:.1e} of the trained model's")
-    part.rename(folder)
+    difference = _compare(decoder, run, unverified)
+    if unverified != folder:
+        mark_verified(unverified, f"logits within {difference:.1e} of the trained model's")
+    unverified.rename(folder)
     print(f"export     {folder}: logits within {difference:.1e} of the trained model's")
     if section.merge and not merged.exists():
         print(f"export     {convert(folder, merged, to='hf', verify=False, base=str(run.source))}")
@@ -96,15 +97,16 @@ def _write_adapters(run: ResolvedRun, store: Store, folder: Path) -> Path:
     saved, snapshot = last_checkpoint(run), run.snapshots.get("model.source")
     assert saved is not None, "a finished run has a checkpoint"
     assert run.model.lora is not None, "only a run with adapters has any to write"
-    assert run.source is not None, "adapters are trained beside given weights"
+    assert run.source is not None, "adapters need the weights of a base model"
     base = str(run.source.resolve()) if snapshot is None else f"{snapshot.name}@{snapshot.commit}"
-    card = adapter_card(name=run.config.name, base=base, lora=run.model.lora, facts=_card(run, store)["facts"])
+    card = adapter_card(name=run.config.name, base=base, lora=run.model.lora, facts=_card_contents(run, store)["facts"])
     write_adapter(folder, run.model, lambda name: saved.read(f"model/{name}"), base=base, card=card, replace=True)
     return folder
 
 
 def _push(run: ResolvedRun, folder: Path) -> None:
-    """Push `folder` to the repository of export.push, if set. Raise unless `folder` is what was verified."""
+    """Push `folder` to the repository of export.push, if set. Raise RefusedError if `folder` changed since its
+    verification."""
     export = run.config.export
     if export.push is not None:
         check_verified(folder)
@@ -121,24 +123,24 @@ def _export(run: ResolvedRun, store: Store, folder: Path) -> tuple[Decoder, floa
     """Write `folder`, load it back and compare. Return the loaded decoder and the largest difference of logits."""
     saved = last_checkpoint(run)
     assert saved is not None, "a finished run has a checkpoint"
-    part = folder.with_name(folder.name + ".unverified")
+    unverified = folder.with_name(folder.name + ".unverified")
     write_hf_folder(
-        part,
+        unverified,
         run.model,
         ((name.removeprefix("model/"), saved.read(name)) for name in saved.tensors if name.startswith("model/")),
         base_config=run.hf_config,
         dtype=_export_dtype(run),
         tokenizer_folder=tokenizer_folder(run),
         passthrough=passthrough_tensors(source, run.model) if (source := passthrough_source(run)) else None,
-        card=model_card(**_card(run, store)),
+        card=model_card(**_card_contents(run, store)),
         replace=True,
     )
     if source := passthrough_source(run):
-        copy_processor(Path(source), part)
-    decoder = load_decoder(part)
-    difference = _compare(decoder, run, part)
-    mark_verified(part, f"logits within {difference:.1e} of the trained model's")
-    part.rename(folder)
+        copy_processor(Path(source), unverified)
+    decoder = load_decoder(unverified)
+    difference = _compare(decoder, run, unverified)
+    mark_verified(unverified, f"logits within {difference:.1e} of the trained model's")
+    unverified.rename(folder)
     return decoder, difference
 
 
@@ -178,7 +180,7 @@ def _difference(decoder: Decoder, run: ResolvedRun) -> tuple[float, float]:
     return difference, tolerance * float(probe["logits"].std())
 
 
-def _card(run: ResolvedRun, store: Store) -> dict[str, Any]:
+def _card_contents(run: ResolvedRun, store: Store) -> dict[str, Any]:
     """Return the contents of the model card."""
     evaluations = [entry for entry in read_metrics(run.out / "metrics.jsonl") if "eval/loss" in entry]
     return {

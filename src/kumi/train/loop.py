@@ -73,12 +73,12 @@ def _train(
     if mesh.device.type == "cpu":
         use_numerics(run.numerics or REFERENCE)
         keep_freed_memory()
-    rank_state, state = _restore(run, store, mesh, open_source)
+    rank_state, state = _build_and_restore(run, store, mesh, open_source)
     attempt = _attempt(mesh)
     saver = checkpoint.AsyncSaver(
         rank=mesh.rank, ranks=run.layout.world_size, attempt=attempt, timeout=run.config.train.timeout_s
     )
-    metrics = _metrics(run, state) if mesh.rank == 0 else None
+    metrics = _open_metrics(run, state) if mesh.rank == 0 else None
     if listener is None or mesh.rank != 0:
         listener = Callbacks(run.config, ())
     reporter = Reporter(rank_state, state, metrics, memory_before, listener)
@@ -94,13 +94,13 @@ def _train(
         )
     try:
         listener.begin(state.step, state.tokens)
-        code = _steps(rank_state, state, stop, reporter, saver, attempt)
+        code = _train_steps(rank_state, state, stop, reporter, saver, attempt)
         saver.wait()
         if code == OK:
             write_probe(rank_state, run.out)
         listener.end()
         return code
-    except DivergedError:  # raised on all ranks at the same step, so the last save can complete for a resume
+    except DivergedError:  # raised on all ranks at the same step, so the last save can complete, and a resume use it
         saver.wait()
         raise
     except (ConnectionError, TimeoutError):  # OSErrors of the communication, not of the disk
@@ -117,7 +117,7 @@ def _train(
             metrics.close()
 
 
-def _steps(
+def _train_steps(
     rank_state: RankState,
     state: TrainState,
     stop: StopFlag,
@@ -127,9 +127,8 @@ def _steps(
 ) -> int:
     """Train all remaining steps; a stop signal ends them after a save. Return the exit code."""
     config, root = rank_state.run.config, checkpoint_root(rank_state.run.out)
-    before_update: Callable[[], None] | None = partial(
-        run_preflight, rank_state, state, root, attempt
-    )  # first step only
+    # The preflight check runs in the first step only.
+    before_update: Callable[[], None] | None = partial(run_preflight, rank_state, state, root, attempt)
     while state.step < config.train.steps:
         saver.check()
         step_batch = read_step(rank_state, state, _stop_signal(stop, reporter.listener))
@@ -142,13 +141,13 @@ def _steps(
             return exit_code(step_batch.signal)
         reporter.step(train_step(rank_state, state, step_batch, before_update))
         before_update = None
-        if _due(state.step, TRIM_EVERY):
+        if _is_due(state.step, TRIM_EVERY):
             trim_heap(rank_state.mesh.device)
         last = state.step == config.train.steps
-        if rank_state.validation is not None and (last or _due(state.step, config.eval.every)):
+        if rank_state.validation is not None and (last or _is_due(state.step, config.eval.every)):
             reporter.flush()
             reporter.evaluation(state.step, evaluate(rank_state))
-        if last or _due(state.step, config.checkpoint.every):
+        if last or _is_due(state.step, config.checkpoint.every):
             reporter.flush()
             _save(rank_state, state, saver, root, reporter.listener, wait=last or not config.checkpoint.asynchronous)
     return OK
@@ -159,7 +158,7 @@ def _stop_signal(stop: StopFlag, listener: Listener) -> int | None:
     return SIGTERM if stop.requested is None and listener.control.should_training_stop else stop.requested
 
 
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
@@ -172,22 +171,24 @@ def _save(
     *,
     wait: bool,
 ) -> None:
-    """Start saving a checkpoint, unless this step was saved already; with `wait`, until it is complete.
+    """Start saving a checkpoint, unless this step was saved already. If `wait`, return when the save is complete.
 
-    `state.saved` decides, not the disk: rank 0 renames the folder when it is done, so slower ranks would see another
-    answer there.
+    `state.saved` says whether the step was saved. The disk cannot say it, because rank 0 renames the folder at the end
+    of the save: ranks that look before and after that would decide differently.
     """
     if state.saved != state.step:
         folder, keep = checkpoint.step_folder(root, state.step), rank_state.run.config.checkpoint.keep
         saver.save(folder, checkpoint_pieces(rank_state), checkpoint_meta(state, rank_state), keep=keep)
         state.saved = state.step
-        listener.saved()
+        listener.saving()
     if wait:
         saver.wait()
 
 
-def _restore(run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource) -> tuple[RankState, TrainState]:
-    """Build model, optimizer and data, and load the last checkpoint if there is one."""
+def _build_and_restore(
+    run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource
+) -> tuple[RankState, TrainState]:
+    """Build model, optimizer and data, and load the last checkpoint if there is one. Return all, and the counters."""
     saved = last_checkpoint(run)
     state = TrainState() if saved is None else restore_state(saved, store, run)
     run = run if saved is None else with_stored_warmup(run, saved.meta)
@@ -221,11 +222,14 @@ def _restore(run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource
 
 
 def _attempt(mesh: Mesh) -> str:
-    """Return a random name for this start of the run, equal on all ranks. It keeps the files of starts apart."""
+    """Return a random name for this launch of the run, the same on all ranks.
+
+    The name keeps the unfinished files of different launches apart.
+    """
     return f"{int(all_reduce_sum(torch.tensor(secrets.randbits(48) if mesh.rank == 0 else 0), mesh)):012x}"
 
 
-def _metrics(run: ResolvedRun, state: TrainState) -> Metrics:
+def _open_metrics(run: ResolvedRun, state: TrainState) -> Metrics:
     truncate_metrics(run.out / "metrics.jsonl", state.step)
     log, config = run.config.log, run.config
     return Metrics(

@@ -1,6 +1,7 @@
 """Measure once per machine which numerics are fastest on its CPU, before ranks start, in a temporary process.
 
-The result is stored in the cache of `kumi.config.numerics` and in the run's configuration.
+Numerics say how a CPU computes products and attention (see `kumi.spec.numerics`). The result is stored in the cache of
+`kumi.config.numerics` and in the run's configuration.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def measure_here(ranks: int) -> MeasuredNumerics:
     Return the reference numerics if the measuring process dies or hangs.
     """
     processor, kind = this_processor(ranks), "bf16" if "bfloat16" in cpu_dtypes() else "fp32"
-    record = _forked(processor.threads, kind) if _may_fork() else _started(processor.threads, kind)
+    record = (
+        _measure_in_fork(processor.threads, kind) if _may_fork() else _measure_in_subprocess(processor.threads, kind)
+    )
     if record is None:
         print("numerics   the fastest numerics of this CPU could not be measured; using the reference", flush=True)
         return MeasuredNumerics(REFERENCE, {})
@@ -58,13 +61,16 @@ def measure_here(ranks: int) -> MeasuredNumerics:
 
 
 def _may_fork() -> bool:
-    """Return True if a fork of this process can compute: not after torch, whose threads a fork lacks, is imported."""
+    """Return True if a fork of this process can compute.
+
+    If torch is imported already, it may have started threads, which a fork lacks and would wait for.
+    """
     return sys.platform == "linux" and "torch" not in sys.modules
 
 
-def _forked(threads: int, kind: str) -> dict[str, Any] | None:
-    """Measure in a fork of this process, which shares the imported torch; return None if it dies or hangs."""
-    import torch  # noqa: F401  (this process needs it anyway, a moment later)
+def _measure_in_fork(threads: int, kind: str) -> dict[str, Any] | None:
+    """Measure in a fork, which need not import torch again; return None if the fork dies or hangs."""
+    import torch  # noqa: F401  (before the fork, and this process needs torch itself a moment later)
 
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -73,7 +79,7 @@ def _forked(threads: int, kind: str) -> dict[str, Any] | None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills this process
         for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(signum, signal.SIG_DFL)
-        there.send(_measured(threads, kind))
+        there.send(_measure(threads, kind))
 
     child = context.Process(target=measure, daemon=True)
     child.start()
@@ -87,8 +93,8 @@ def _forked(threads: int, kind: str) -> dict[str, Any] | None:
         child.join()
 
 
-def _started(threads: int, kind: str) -> dict[str, Any] | None:
-    """Measure in a new process; return None if it dies or hangs."""
+def _measure_in_subprocess(threads: int, kind: str) -> dict[str, Any] | None:
+    """Measure in a new Python process; return None if that process dies or hangs."""
     command = [sys.executable, "-m", "kumi.train.measure_numerics", str(threads), kind]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, timeout=_TIMEOUT_SECONDS, check=True)
@@ -97,19 +103,20 @@ def _started(threads: int, kind: str) -> dict[str, Any] | None:
         return None
 
 
-def _measured(threads: int, kind: str) -> dict[str, Any]:
-    """Return the measurement of `kumi.nn.fastest_numerics` with `threads` threads, and its seconds without imports."""
+def _measure(threads: int, kind: str) -> dict[str, Any]:
+    """Return the measurement of `kumi.nn.fastest_numerics` with `threads` threads, and the seconds it took, without
+    imports."""
     import torch
 
     from kumi.nn.fastest_numerics import measure
     from kumi.train.process_memory import keep_freed_memory
 
     torch.set_num_threads(threads)
-    keep_freed_memory()  # as in a run
+    keep_freed_memory()  # ranks do the same
     began = time.perf_counter()
     numerics, seconds = measure(kind)
     return {"numerics": str(numerics), "seconds": seconds, "took": time.perf_counter() - began}
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measured(int(sys.argv[1]), sys.argv[2])))
+    print(json.dumps(_measure(int(sys.argv[1]), sys.argv[2])))

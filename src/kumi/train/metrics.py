@@ -2,9 +2,9 @@
 
 Keys of a step: step, tokens, layout (text with the fields that differ from their defaults), train/loss,
 train/grad_norm, train/lr, perf/tokens_per_s, perf/mfu, perf/step_s, perf/estimated_step_s, time/data_s, mem/peak_bytes,
-mem/estimated_bytes. With routed experts: train/aux_loss (not included in train/loss), train/busiest_expert (its rows
-relative to the mean). In float16 runs: train/skipped_updates (so far), train/loss_scale. Keys of an evaluation:
-eval/loss, eval/tokens, eval/unigram_entropy.
+mem/estimated_bytes. With routed experts: train/aux_loss (not included in train/loss), train/busiest_expert (its tokens
+relative to the mean of its layer). In float16 runs: train/skipped_updates (in the run so far), train/loss_scale. Keys
+of an evaluation: eval/loss, eval/tokens, eval/unigram_entropy.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Metrics:
         """Record the entry of one training step. `busy`: the note of `kumi.train.cpu_contention`, or ""."""
         self._write(entry)
         step = entry["step"]
-        left = self._time_left(step)
+        time_left = self._time_left(step)
         if self._bar is not None:
             speed = format_count(entry["perf/tokens_per_s"])
-            self._bar.update(step, f"loss {entry['train/loss']:.3f}, {speed} tok/s, {left} left")
+            self._bar.update(step, f"loss {entry['train/loss']:.3f}, {speed} tok/s, {time_left} left")
         if step % self.every == 0 or step in (self._first + 1, self.steps):
-            self.note(step_line(entry, self.steps, left, busy))
+            self.note(step_line(entry, self.steps, time_left, busy))
 
     def note(self, text: str, entry: dict[str, Any] | None = None) -> None:
         """Print `text` and, if given, record `entry`."""
@@ -98,7 +98,10 @@ class Metrics:
             self._bar.close()
 
     def _time_left(self, step: int) -> str:
-        """Estimate the remaining time from the steps since the first, which includes the preflight check."""
+        """Estimate the remaining time; "..." before the second step.
+
+        The first step is not counted, because it includes the preflight check.
+        """
         if self._timed_from is None or step == self._timed_from[0]:
             self._timed_from = self._timed_from or (step, time.monotonic())
             return "..."
@@ -106,7 +109,7 @@ class Metrics:
         return format_seconds((time.monotonic() - started) / (step - done) * (self.steps - step))
 
     def _write(self, entry: dict[str, Any]) -> None:
-        # JSON has no NaN, which is the gradient norm of a skipped float16 step.
+        # The gradient norm of a skipped float16 step is not finite, and JSON has no such numbers.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in entry.items()
@@ -128,7 +131,7 @@ class Metrics:
 
 
 class _Bar:
-    """A progress bar with the latest figures."""
+    """A progress bar with the metrics of the last step."""
 
     def __init__(self, steps: int, first_step: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

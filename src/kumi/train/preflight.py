@@ -18,7 +18,7 @@ _FOLDER = "drill"
 
 
 def run_preflight(rank_state: RankState, state: TrainState, root: Path, attempt: str) -> None:
-    """Evaluate, save a checkpoint into a temporary folder below `root`, remove it. Raise any error of the two."""
+    """Evaluate, save a checkpoint into a temporary folder below `root`, remove it. Errors of both are raised."""
     layout, rank = rank_state.run.layout, rank_state.mesh.rank
     if rank_state.validation is not None:
         evaluate(rank_state, first=layout.dp * layout.microbatch)

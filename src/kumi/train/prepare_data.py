@@ -45,7 +45,7 @@ def check_data(run: ResolvedRun) -> None:
 
 
 def _refuse_own_files(run: ResolvedRun, source: Source) -> None:
-    """Raise ConfigError if `source` would read files that the run writes: its data would change at every start."""
+    """Raise ConfigError if `source` would read files that the run writes: its data would change at every launch."""
     data = data_folder(run)
     for key, folder, names in (
         ("train.out", run.out, ("config.toml", "metrics.jsonl", "hf/README.md")),
@@ -68,14 +68,14 @@ def prepare_data(run: ResolvedRun) -> Store:
         data_folder(run) / TOKENS,
         validation=data.validation,
         on_error=data.on_error,
-        workers=_workers(run),
+        workers=_worker_count(run),
         progress=True,
         add_bos=data.add_bos,
     )
 
 
 def open_data(run: ResolvedRun) -> Store:
-    """Open the existing tokenised data of `run`. Raise ConfigError without any."""
+    """Open the existing tokenised data of `run`. Raise ConfigError if there are none."""
     return open_store(data_folder(run) / TOKENS)
 
 
@@ -112,5 +112,5 @@ def _check_vocabulary(run: ResolvedRun, tokenizer: Tokenizer) -> None:
         )
 
 
-def _workers(run: ResolvedRun) -> int:
+def _worker_count(run: ResolvedRun) -> int:
     return run.config.data.workers or len(os.sched_getaffinity(0))

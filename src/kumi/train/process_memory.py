@@ -14,7 +14,8 @@ import torch
 from kumi.config import ResolvedRun
 from kumi.errors import DeviceMemoryError
 
-# Steps between trims. A trim costs about a tenth of a second of page faults; little memory piles up in between.
+# Steps between two calls of `trim_heap`. A call costs about a tenth of a second of page faults, and little freed memory
+# piles up between two calls.
 TRIM_EVERY = 25
 
 # Constants of glibc's malloc.h. The mmap threshold grows up to 32 MiB by default; mallopt rejects a larger one.
@@ -49,8 +50,8 @@ def trim_heap(device: torch.device) -> None:
 def keep_freed_memory() -> None:
     """Have glibc keep freed memory until the next `trim_heap`.
 
-    By default it returns the free end of its heap to the system several times per step. With a model of 23 million
-    parameters, this causes 60,000 page faults per step, a twentieth to a tenth of its time.
+    By default, glibc returns the free end of its heap to the system several times per step. With a model of 23 million
+    parameters, this causes 60,000 page faults per step, which take 5 to 10% of the step.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc
@@ -66,7 +67,7 @@ def convert_memory_errors(run: ResolvedRun) -> Iterator[None]:
     except (MemoryError, OSError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise DeviceMemoryError(_remedy(run, error)) from error
+        raise DeviceMemoryError(_out_of_memory_message(run, error)) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -79,7 +80,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in words or "not enough memory" in words)
 
 
-def _remedy(run: ResolvedRun, error: BaseException) -> str:
+def _out_of_memory_message(run: ResolvedRun, error: BaseException) -> str:
     layout, words = run.layout, str(error).splitlines() or [type(error).__name__]
     subject = "the device" if isinstance(error, torch.OutOfMemoryError) else "this machine"
     remedies = [

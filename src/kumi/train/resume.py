@@ -25,9 +25,10 @@ _OR_NEW_RUN = "or start a new run in another train.out"
 
 
 def last_checkpoint(run: ResolvedRun) -> Checkpoint | None:
-    """Return the last checkpoint of `run`; None without any.
+    """Return the last checkpoint of `run`; None if there is none.
 
-    Raise RefusedError if it is damaged, or if names or global shapes differ from the run's model and optimizer.
+    Raise RefusedError if the checkpoint is damaged or of another optimizer, or if the names or global shapes of its
+    tensors differ from those of the run.
     """
     folder = checkpoint.latest(checkpoint_root(run.out))
     if folder is None:
@@ -44,16 +45,17 @@ def last_checkpoint(run: ResolvedRun) -> Checkpoint | None:
     return saved
 
 
-def check_resume(run: ResolvedRun, allow_change: Sequence[str] = ()) -> list[str]:
-    """Return lines on the changes of a resume and on missing comparisons. Raise RefusedError if `run` cannot resume.
+def resume_notes(run: ResolvedRun, allow_change: Sequence[str] = ()) -> list[str]:
+    """Return lines for the terminal: changes since the last checkpoint, and comparisons that were impossible.
 
-    If `allow_change` names "model" or a key in it, the model's config.json may differ as long as all shapes are equal.
+    Raise RefusedError if `run` cannot resume from its last checkpoint. If `allow_change` names "model" or a key in that
+    section, the model's config.json may differ as long as all shapes are the same.
     """
     folder = checkpoint.latest(checkpoint_root(run.out))
     if folder is None:
         return []
     meta = checkpoint.open(folder).meta
-    changed = _changed_config(meta, run)
+    changed = _config_changes(meta, run)
     allowed = any(key.partition(".")[0] == "model" for key in allow_change)
     if changed and not allowed:
         raise RefusedError(
@@ -62,15 +64,16 @@ def check_resume(run: ResolvedRun, allow_change: Sequence[str] = ()) -> list[str
             f"values, if they leave all shapes unchanged: --allow-change model"
         )
     last_checkpoint(run)
-    lines = [f"continues with {', '.join(changed)}"] if changed else _not_compared(meta, run)
-    lines += _changed_arithmetic(meta, run)
+    lines = [f"continues with {', '.join(changed)}"] if changed else _missing_comparisons(meta, run)
+    lines += _arithmetic_changes(meta, run)
     return [f"resume     {folder}: {line}" for line in lines]
 
 
-def _changed_arithmetic(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
+def _arithmetic_changes(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
     """Return a line if the CPU, the compute dtype or the numerics differ from those of the checkpoint.
 
-    A checkpoint of an earlier version does not store them; the run's configuration then has the numerics.
+    A checkpoint of an earlier kumi version does not store these; the numerics are then those of the stored
+    configuration.
     """
     now = cpu_arithmetic(run)
     if not now:
@@ -84,26 +87,29 @@ def _changed_arithmetic(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
     return [f"was computed on {was}, and continues on {becomes}; losses are equal up to rounding only"]
 
 
-def _changed_config(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
-    """Return "key: old -> new" for each difference between the stored config.json and the run's; [] for one model."""
+def _config_changes(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
+    """Return "key: old -> new" for each difference between the stored config.json and the run's.
+
+    Return [] if both describe the same model.
+    """
     stored = meta.get("hf_config")
-    if not isinstance(stored, dict) or meta.get("model") == model_digest(run.model) or _reads_as(stored, run):
+    if not isinstance(stored, dict) or meta.get("model") == model_digest(run.model) or _is_read_as(stored, run):
         return []
     keys = dict.fromkeys([*stored, *run.hf_config])
     values = ((key, stored.get(key, "unset"), run.hf_config.get(key, "unset")) for key in keys)
     return [f"{key}: {old!r} -> {new!r}" for key, old, new in values if old != new]
 
 
-def _reads_as(hf_config: dict[str, Any], run: ResolvedRun) -> bool:
+def _is_read_as(hf_config: dict[str, Any], run: ResolvedRun) -> bool:
     """Return True if this version of kumi reads `hf_config` as the model of `run`."""
     try:
         return families.from_hf(hf_config) == run.base
-    except KumiError:  # only another version of kumi reads it
+    except KumiError:  # another version of kumi wrote it, and this one cannot read it
         return False
 
 
-def _not_compared(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
-    """Return a line if `meta` has no digest of the model, or another kumi version's digest of it."""
+def _missing_comparisons(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
+    """Return a line if `meta` has no digest of the model, or one that another kumi version computed differently."""
     if "model" not in meta:
         rest = " and config.json" if isinstance(meta.get("hf_config"), dict) else ""
         return [
@@ -135,7 +141,7 @@ def restore_state(saved: Checkpoint, store: Store, run: ResolvedRun) -> TrainSta
     scale = LossScale(
         meta["loss_scale"],
         meta["loss_scale_good_steps"],
-        skipped=meta.get("skipped_updates", 0),  # earlier versions did not count them
+        skipped=meta.get("skipped_updates", 0),  # earlier versions of kumi did not count skipped updates
         in_a_row=meta.get("skipped_in_a_row", 0),
     )
     return TrainState(meta["step"], meta["tokens"], scale, saved=meta["step"])

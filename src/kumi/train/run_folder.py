@@ -2,7 +2,7 @@
 
 runs/<name>/
   config.toml        the resolved configuration, with every field of the layout
-  plan.json          the layout's pinned fields, the machines it was planned for, and its estimate
+  plan.json          the layout's pinned fields, the cluster that the layout was planned for, and its estimate
   sources.json       the commits of models and tokenizers from a hub
   metrics.jsonl      one JSON object per step, and one per evaluation
   data/              tokenizer and tokenised data
@@ -30,7 +30,7 @@ from kumi.files.output import open_append, open_new, refuse_link
 
 _CHECKPOINTS, DATA, _LOCK = "checkpoints", "data", ".lock"
 _CONFIG_DRAFT, _PLAN_DRAFT = "config.part", "plan.part"
-# Names that a run writes in its folder. Other files and links may be added once the run has begun.
+# Names that a run writes in its folder. Users may add files and links with other names once the run has begun.
 RUN_FILES = (
     _LOCK,
     CONFIG_FILE,
@@ -89,7 +89,7 @@ def claim_run_folder(
     check: Callable[[], None] = lambda: None,
     plan: RunPlan | None = None,
 ) -> Iterator[bool]:
-    """Lock the folder `out` for this run and write `config` and `plan` there; yield True if the run resumes.
+    """Lock the folder `out` for this run and write `config` and `plan` there; yield True if the run has begun before.
 
     Raise RefusedError if the folder belongs to another run, if the stored configuration differs in a key that neither
     `_CHANGEABLE_KEYS` nor `allow_change` names, or if another process is training there. Call `check` once the folder
@@ -97,10 +97,10 @@ def claim_run_folder(
     """
     _check_names(allow_change)
     _refuse_links(out)
-    _check(out, config, allow_change)
+    _check_config(out, config, allow_change)
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
-        _check(out, config, allow_change)  # another start may have claimed the folder in the meantime
+        _check_config(out, config, allow_change)  # another process may have claimed the folder in the meantime
         check()
         resumed = (out / CONFIG_FILE).exists()
         if plan is not None:  # first, so that a configuration with a layout always has a plan
@@ -115,16 +115,16 @@ def _refuse_links(out: Path) -> None:
         refuse_link(out / name, "; to keep the run on another disk, let train.out be a folder there, or a link to one")
 
 
-def _check(out: Path, config: RunConfig, allow_change: Sequence[str]) -> None:
+def _check_config(out: Path, config: RunConfig, allow_change: Sequence[str]) -> None:
     if out.exists() and not out.is_dir():
         raise RefusedError(f"train.out: {out} is a file; name a folder for the run")
     if not (out / CONFIG_FILE).exists():
         _refuse_foreign(out)
         return
     changed = changed_keys(load_stored_config(out), config)
-    refused = [line for key, line in changed if not _allowed(key, allow_change)]
+    refused = [line for key, line in changed if not _may_change(key, allow_change)]
     if refused:
-        keys = " ".join(f"--allow-change {key}" for key, _ in changed if not _allowed(key, allow_change))
+        keys = " ".join(f"--allow-change {key}" for key, _ in changed if not _may_change(key, allow_change))
         raise RefusedError(
             f"train.out: {out} has a run with another configuration ({'; '.join(refused)}); "
             f"choose another train.out, or continue with the new values: {keys}"
@@ -134,7 +134,7 @@ def _check(out: Path, config: RunConfig, allow_change: Sequence[str]) -> None:
 def _refuse_foreign(out: Path) -> None:
     """Raise RefusedError if `out`, which has no configuration yet, has files that kumi did not write.
 
-    Allowed are the data of `kumi data prepare`, and the files of a start that was killed before it wrote its
+    Allowed are the data of `kumi data prepare`, and the files of a launch that was killed before it wrote its
     configuration.
     """
     names = {item.name for item in out.iterdir()} if out.exists() else set()
@@ -163,13 +163,13 @@ def _check_names(keys: Sequence[str]) -> None:
             raise RefusedError(f"--allow-change {key}: no key of a run file has this name; name a key such as optim.lr")
 
 
-def _allowed(key: str, allow_change: Sequence[str]) -> bool:
+def _may_change(key: str, allow_change: Sequence[str]) -> bool:
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in (*_CHANGEABLE_KEYS, *allow_change))
 
 
 @contextmanager
 def _locked(out: Path, patience: float = 15.0) -> Iterator[None]:
-    """Take an exclusive lock on `out`, waiting at most `patience` seconds for the dying ranks of a killed run."""
+    """Take an exclusive lock on `out`, waiting at most `patience` seconds for ranks of a killed run to end."""
     with open_append(out / _LOCK) as file:
         for attempt in range(int(patience / 0.1) + 1):
             try:

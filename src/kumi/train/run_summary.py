@@ -26,7 +26,7 @@ class TrainOutput:
     global_step: int  # updates that are done and saved
     max_steps: int
     num_input_tokens_seen: int  # tokens of all steps so far
-    train_runtime: float  # seconds of all steps, over all starts of the run
+    train_runtime: float  # seconds of all steps, over all launches of the run
     training_loss: float | None  # mean loss of the steps in metrics.jsonl; None without any
     train_losses: tuple[float, float] | None  # first and last training loss in metrics.jsonl
     eval_losses: tuple[float, float] | None  # first and last evaluation loss in metrics.jsonl
@@ -57,8 +57,8 @@ def train_output(config: RunConfig, code: int = OK) -> TrainOutput:
         num_input_tokens_seen=steps[-1]["tokens"] if steps else 0,
         train_runtime=sum(_values(steps, "perf/step_s")),
         training_loss=sum(losses) / len(losses) if losses else None,
-        train_losses=_ends(losses),
-        eval_losses=_ends(_values(entries, "eval/loss")),
+        train_losses=_first_and_last(losses),
+        eval_losses=_first_and_last(_values(entries, "eval/loss")),
         metrics={key: value for entry in entries for key, value in entry.items()},
         output_dir=out,
         checkpoint=checkpoint,
@@ -70,14 +70,14 @@ def _values(entries: list[dict[str, Any]], key: str) -> list[float]:
     return [entry[key] for entry in entries if entry.get(key) is not None]
 
 
-def _ends(values: list[float]) -> tuple[float, float] | None:
+def _first_and_last(values: list[float]) -> tuple[float, float] | None:
     return (values[0], values[-1]) if values else None
 
 
 def summary_lines(run: ResolvedRun, code: int = OK, *, already_finished: bool = False) -> list[str]:
     """Return the lines that the terminal shows after `run` ended with the exit `code`.
 
-    `already_finished`: an earlier start did all steps.
+    `already_finished`: an earlier launch did all steps.
     """
     output = train_output(run.config, code)
     status = "interrupted" if code != OK else "already finished" if already_finished else "finished"
@@ -104,37 +104,39 @@ def _labelled(label: str, parts: list[str]) -> list[str]:
 
 
 def next_commands(run: ResolvedRun, output: TrainOutput, code: int = OK) -> Iterator[str]:
-    """Yield commands to continue with after `run`, to be run in the folder that it was started in: three on one
-    machine."""
+    """Yield up to three shell commands with which a user may continue after `run`.
+
+    Paths in the commands are relative to the folder in which the run was launched.
+    """
     file = shlex.quote(str(run.out / "config.toml"))
-    alone = run.cluster.nodes == 1  # with more nodes, only the user knows the launcher's command
+    one_node = run.cluster.nodes == 1  # with more nodes, only the user knows the launcher's command
     if code != OK or output.checkpoint is None:
-        if alone:
+        if one_node:
             yield f"kumi train {file}"
         yield f"kumi describe {file}"
         yield f"kumi data inspect {file}"
         return
     source = output.checkpoint if run.model.lora is None else run.out / "adapter"
     if source.is_dir():
-        target = _free(run.out / ("bfloat16" if run.model.lora is None else "merged"))
-        half = " --dtype bfloat16" if run.model.lora is None else ""
-        yield f"kumi convert {shlex.quote(str(source))} {shlex.quote(str(target))} --to hf{half}"
-    if alone:
+        target = _free_name(run.out / ("bfloat16" if run.model.lora is None else "merged"))
+        dtype_option = " --dtype bfloat16" if run.model.lora is None else ""
+        yield f"kumi convert {shlex.quote(str(source))} {shlex.quote(str(target))} --to hf{dtype_option}"
+    if one_node:
         yield f"kumi train {file} train.steps={2 * run.config.train.steps} --allow-change train.steps"
     else:
         yield f"kumi data inspect {file}"
     if output.model_dir is not None and run.model.lora is None:
-        yield f"python -c {shlex.quote(_load(output.model_dir))}"
+        yield f"python -c {shlex.quote(_loading_code(output.model_dir))}"
     else:
         yield f"kumi describe {file}"
 
 
-def _free(folder: Path) -> Path:
+def _free_name(folder: Path) -> Path:
     """Return `folder`, or if it exists the first free name of folder-2, folder-3, ..."""
     names = chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in count(2)))
     return next(name for name in names if not os.path.lexists(name))
 
 
-def _load(model: Path) -> str:
+def _loading_code(model: Path) -> str:
     """Return Python code that loads and prints `model`; json.dumps avoids single quotes in most names."""
     return f"import kumi; print(kumi.load_decoder({json.dumps(str(model))}))"

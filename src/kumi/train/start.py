@@ -44,12 +44,12 @@ def start(config: RunConfig, *, allow_change: Sequence[str] = (), listener: List
     rank 0.
     """
     run = open_run(config)
-    # OpenMP reads these variables once, when torch is imported, and any call below may import it.
+    # OpenMP reads these variables once, when torch is imported, and any call below may import torch.
     os.environ.update(rank_environment(run.cluster.devices_per_node, os.environ))
     launched = launched_rank(os.environ)
     _check_ranks(run, launched)
     if launched is None or launched.rank == 0:
-        run = with_measured_numerics(run)  # before this process has threads: it forks
+        run = with_measured_numerics(run)  # this forks, so it must come before this process starts threads
     if launched is None or launched.world_size == 1:
         return _lead(run, allow_change, None, listener)
     from kumi.launch.rendezvous import rendezvous
@@ -59,21 +59,22 @@ def start(config: RunConfig, *, allow_change: Sequence[str] = (), listener: List
 
 
 def _lead(run: ResolvedRun, allow_change: Sequence[str], peers: Rendezvous | None, listener: Listener | None) -> int:
-    """Start the run as rank 0 of launched ranks (`peers`), or as the process that starts the ranks (`peers` None)."""
+    """Lead the run as rank 0 of the launched ranks `peers`; if `peers` is None, as the process that starts all
+    ranks."""
     if run.config.export.push is not None:
         hub.check_push(run.config.export.push, "export.push")
     _fetch_weights(run)
     check_run(run)
     lines = [f"layout     {run.change}"] if run.change else []
     config, plan = _config_and_plan(run)
-    with claim_run_folder(run.out, config, allow_change, lambda: lines.extend(_resumable(run, allow_change)), plan):
+    with claim_run_folder(run.out, config, allow_change, lambda: lines.extend(_resume_notes(run, allow_change)), plan):
         hub.write_record(run.out, hub_sources(run.config), run.snapshots)
         make_console().print(render_description(describe_resolved(run)))
         for line in lines:
             print(line, flush=True)
         store = prepare_data(run)
         print(_data_line(store), flush=True)
-        trained = _trained(run)
+        trained = _is_trained(run)
         if peers is not None:
             peers.broadcast(json.dumps({"finished": trained, "numerics": str(run.numerics), "plan": run.plan.plain()}))
         code = OK if trained else _launch(run, store, peers, listener)
@@ -82,7 +83,7 @@ def _lead(run: ResolvedRun, allow_change: Sequence[str], peers: Rendezvous | Non
             from kumi.train.process_memory import convert_memory_errors
 
             with convert_memory_errors(run):
-                finish(run, store, anew=not trained)
+                finish(run, store, just_trained=not trained)
         for line in summary_lines(run, code, already_finished=trained):
             print(line, flush=True)
         return code
@@ -95,7 +96,7 @@ def _follow(run: ResolvedRun, peers: Rendezvous) -> int:
     message = json.loads(peers.receive())
     if message["finished"]:
         return OK
-    # If this rank's run file pins another layout, the rank uses its own, and kumi.train.compare_ranks refuses.
+    # If this rank's run file pins another layout, the rank uses that layout, and kumi.train.compare_ranks raises.
     run = with_plan(
         with_numerics(run, parse_numerics(message["numerics"])), parse_plan(message["plan"], "rank 0's plan")
     )
@@ -105,9 +106,9 @@ def _follow(run: ResolvedRun, peers: Rendezvous) -> int:
 def _config_and_plan(run: ResolvedRun) -> tuple[RunConfig, RunPlan | None]:
     """Return the configuration and the plan for the run folder.
 
-    A finished run keeps the layout that trained it, even if this start is on other machines.
+    A finished run keeps the layout that trained it, even if this launch is on other machines.
     """
-    if not _trained(run):
+    if not _is_trained(run):
         return run.config, run.plan
     plan = None if run.stored is None else run.stored.plan
     if plan is not None:
@@ -121,7 +122,7 @@ def _fetch_weights(run: ResolvedRun) -> None:
 
 
 def check_run(run: ResolvedRun) -> None:
-    """Raise ConfigError unless the run can start. Write nothing."""
+    """Raise ConfigError or DataError unless the run can start. Write nothing."""
     check_trainable(run.model)
     _check_compiled(run)
     _check_adapters(run)
@@ -130,17 +131,17 @@ def check_run(run: ResolvedRun) -> None:
         _check_weights(run)
     root = checkpoint_root(run.out)
     size = checkpoint_bytes(run.model, run.precision, run.optim)
-    # Old checkpoints are removed only after the new one is complete.
+    # The disk has the old checkpoints and the new one until the new one is complete.
     check_free_space(root, size * max(1, run.config.checkpoint.keep + 1 - len(list_complete(root))))
 
 
-def _resumable(run: ResolvedRun, allow_change: Sequence[str]) -> list[str]:
-    """Return lines on the changes of a resume. Raise RefusedError if the run cannot resume from its last checkpoint."""
+def _resume_notes(run: ResolvedRun, allow_change: Sequence[str]) -> list[str]:
+    """Return the lines of `kumi.train.resume.resume_notes`, which raises RefusedError if the run cannot resume."""
     if not list_complete(checkpoint_root(run.out)):
-        return []  # before torch is imported
-    from kumi.train.resume import check_resume
+        return []  # a new run need not import torch yet, as the next line does
+    from kumi.train.resume import resume_notes
 
-    return check_resume(run, allow_change)
+    return resume_notes(run, allow_change)
 
 
 def _check_ranks(run: ResolvedRun, launched: LaunchedRank | None) -> None:
@@ -188,25 +189,26 @@ def _check_adapters(run: ResolvedRun) -> None:
 
 
 def _check_weights(run: ResolvedRun) -> None:
-    """Raise ModelError unless the weight files fit the model, from their headers; ranks read the tensors later."""
+    """Raise ModelError unless the weight files fit the model. Only the files' headers are read here."""
     assert run.source is not None, "the configuration allows pretrained weights only with a source"
     from kumi.convert.hf import read_folder
 
     if not any(run.source.glob("*.safetensors")) and not any(run.source.glob("*.bin")):
         raise ModelError(
-            f"model.source: {run.source} has no .safetensors file; add the weights, or set model.init=random"
+            f"model.source: {run.source} has no .safetensors or .bin file; add the weights, or set model.init=random"
         )
     read_folder.locate_params_by_headers(run.source, run.base)
 
 
-def _trained(run: ResolvedRun) -> bool:
-    """Return True if only the export is left: the last step has its checkpoint, and the export probe exists."""
+def _is_trained(run: ResolvedRun) -> bool:
+    """Return True if only the export remains to be done: the last step has its checkpoint, and the export probe
+    exists."""
     last = latest(checkpoint_root(run.out))
     return last is not None and step_of(last) >= run.config.train.steps and (run.out / "probe.safetensors").exists()
 
 
 def _launch(run: ResolvedRun, store: Store, peers: Rendezvous | None, listener: Listener | None) -> int:
-    # This imports torch once: ranks are forked from this process, with torch imported.
+    # This imports torch before the ranks are forked, so that they need not import it.
     from kumi.train.loop import train_rank
 
     if peers is not None:
@@ -216,7 +218,9 @@ def _launch(run: ResolvedRun, store: Store, peers: Rendezvous | None, listener: 
 
 def _data_line(store: Store) -> str:
     faults = sum(store.faults.values())
-    skipped = f"; {faults} records skipped, listed in {_shown(store.folder / 'faults.jsonl')}" if faults else ""
+    skipped = (
+        f"; {faults} records skipped, listed in {_relative_to_cwd(store.folder / 'faults.jsonl')}" if faults else ""
+    )
     return (
         f"data       {format_count(store.documents)} documents: {format_count(store.train_tokens)} tokens to train on, "
         f"{format_count(store.validation_tokens)} held out; unigram entropy {store.unigram_entropy:.4f} nats per token"
@@ -224,5 +228,5 @@ def _data_line(store: Store) -> str:
     )
 
 
-def _shown(path: Path) -> str:
+def _relative_to_cwd(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

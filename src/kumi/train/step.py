@@ -28,13 +28,13 @@ from kumi.train.train_state import RankState, TrainState
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one step. Those on the device are tensors, so that nothing waits for the device."""
+    """Results of one step. Those on the device remain tensors, so that the host does not wait for the device."""
 
     step: int
-    loss: Tensor  # mean over the step's tokens
+    loss: Tensor  # mean over the step's units
     grad_norm: Tensor  # before clipping
     lr: float
-    tokens: int  # trained tokens
+    tokens: int  # tokens with a label, of all ranks
     data_s: float  # seconds to read the batch
     experts: ExpertBalance | None = None
     scale: LossScale | None = None  # after the step; None unless the run is float16
@@ -93,17 +93,20 @@ def _update(rank_state: RankState, state: TrainState) -> tuple[Tensor, float]:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's sequences of a step, and the figures that all ranks agree on."""
+    """This rank's sequences of a step, and numbers that are the same on all ranks."""
 
     batch: Batch
-    units: int  # the objective's units in the sequences of all ranks
-    tokens: int  # trained tokens in the sequences of all ranks
+    units: int  # units in the sequences of all ranks; the loss is a mean over units (see kumi.objectives)
+    tokens: int  # tokens with a label in the sequences of all ranks
     signal: int | None  # a stop signal that any rank received
     data_s: float  # seconds to read the batch
 
 
 def read_step(rank_state: RankState, state: TrainState, signal: int | None) -> StepBatch:
-    """Read the next step's sequences and agree with all ranks. `signal`: a stop signal that this rank received."""
+    """Read the next step's sequences, and all-reduce the counts and the signal.
+
+    `signal`: a stop signal that this rank received.
+    """
     started = time.perf_counter()
     batch = rank_state.data.at(state.step)
     data_s = time.perf_counter() - started
@@ -113,13 +116,13 @@ def read_step(rank_state: RankState, state: TrainState, signal: int | None) -> S
 
 
 def _agree(units: int, tokens: int, signal: int | None, mesh: Mesh) -> tuple[int, int, int | None]:
-    """All-reduce in one call: the sums of `units` and `tokens` over all sequences, and a signal that any rank got."""
+    """Return the sums of `units` and `tokens` over all sequences, and a signal that any rank got: one all-reduce."""
     own = (units, tokens) if is_loss_rank(mesh) else (0, 0)
     counts = all_reduce_sum(
         torch.tensor([*own, *(int(signal == number) for number in EXIT_CODES)], dtype=torch.int64), mesh
     )
-    sent = [int(number) for number, count in zip(EXIT_CODES, counts[2:].tolist(), strict=True) if count]
-    return int(counts[0]), int(counts[1]), sent[0] if sent else None
+    signals = [int(number) for number, count in zip(EXIT_CODES, counts[2:].tolist(), strict=True) if count]
+    return int(counts[0]), int(counts[1]), signals[0] if signals else None
 
 
 def _microbatches(batch: Batch, size: int) -> Iterator[Batch]:

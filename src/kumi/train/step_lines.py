@@ -3,7 +3,7 @@
     step 40/400  loss 5.8843  lr 2.0e-03  norm 0.65  3.97k tok/s  258/241 ms  MFU 41.2%  912/870 MiB  eta 2m05s
 
 `258/241 ms` is the measured and the estimated time of the step, `912/870 MiB` the measured and the estimated peak
-memory. If not all figures fit, those that follow from the others are left out first; metrics.jsonl has all.
+memory. If not all figures fit, figures that can be computed from others are left out first; metrics.jsonl has all.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def _pair_of_bytes(measured: float, estimated: float) -> str:
 
 
 def _short(value: float) -> str:
+    """Format `value` with 3 significant digits, and without an exponent up to 1024, where the unit changes."""
     return f"{value:.0f}" if 1000 <= value < 1024 else f"{value:.3g}"
 
 

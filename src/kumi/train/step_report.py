@@ -20,9 +20,9 @@ from kumi.train.train_state import RankState, TrainState
 
 
 class Reporter:
-    """Turns step results into metrics. On CUDA, it waits for the figures only at steps that are shown.
+    """Turns step results into metrics. On CUDA, it waits for the device only at steps that are shown.
 
-    All ranks have one, because all must stop if the loss is not finite; only rank 0 has `metrics` to write to.
+    Every rank has a Reporter, because all ranks must stop if the loss is not finite; only rank 0 has `metrics`.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Reporter:
         self._wait = CpuWait()
 
     def legend(self) -> None:
-        """Print the figures that are the same for every step."""
+        """Print the lines that explain the lines of steps."""
         run, memory = self._rank_state.run, self._estimated_memory()
         for line in legend(
             on_cpu=self._rank_state.mesh.device.type == "cpu",
@@ -51,7 +51,7 @@ class Reporter:
         return self._rank_state.run.memory.total - self._rank_state.run.memory.reserved
 
     def step(self, result: StepResult) -> None:
-        """Add one step; raise DivergedError if a loss or gradient that has become available is not finite."""
+        """Add one step; raise DivergedError if a loss or gradient that is read from the device is not finite."""
         self._pending.append(result)
         run = self._rank_state.run
         shown = result.step % run.config.log.every == 0 or result.step == run.config.train.steps
@@ -59,7 +59,7 @@ class Reporter:
             self.flush()
 
     def flush(self) -> None:
-        """Read and record the figures of all pending steps."""
+        """Read the results of all pending steps from the device and record them."""
         if not self._pending:
             return
         losses = [float(result.loss) for result in self._pending]
@@ -102,11 +102,13 @@ class Reporter:
         norm, run = float(result.grad_norm), self._rank_state.run
         if result.scale is not None:
             self._check_scale(result, result.scale)
-        # A float16 update with an overflowed gradient was skipped; any other non-finite gradient is in the weights.
+        # A float16 update with an overflowed gradient was skipped; any other non-finite gradient has changed the
+        # weights.
         if not math.isfinite(loss) or not (math.isfinite(norm) or run.precision.loss_scaling):
+            finite_loss = f"a gradient is not finite, although the loss is {loss:.4g}"
             self._diverged(
                 result,
-                f"the loss is {loss}",
+                finite_loss if math.isfinite(loss) else f"the loss is {loss}",
                 f"with a lower rate: kumi train RUN.toml optim.lr={run.optim.lr / 2:.2g} --allow-change optim.lr",
             )
 

@@ -36,7 +36,7 @@ class TrainState:
     step: int = 0  # updates done
     tokens: int = 0  # tokens trained on
     scale: LossScale = field(default_factory=LossScale)
-    saved: int | None = None  # step of the last checkpoint that was begun or restored
+    saved: int | None = None  # step of the last checkpoint whose save has begun, or that was restored
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RankState:
     data: BatchSource
     validation: SequentialSampler | None  # held-out sequences; None without any
     store: Store
-    probe_ids: npt.NDArray[np.int64]  # (3, S): tokens for the comparison of export and model, equal on all ranks
+    probe_ids: npt.NDArray[np.int64]  # (3, S): tokens for the comparison of export and model, the same on all ranks
 
     @property
     def objective(self) -> Objective:
@@ -110,7 +110,7 @@ def adapter_base(run: ResolvedRun) -> dict[str, Any]:
 
 
 def passthrough_source(run: ResolvedRun) -> str | None:
-    """Return the folder with the tensors that the model passes through unchanged; None if it has none."""
+    """Return the source folder of tensors that are exported as they are; None if the model has no such tensors."""
     if run.source is None or run.config.model.init != "pretrained" or not run.model.weights.passthrough:
         return None
     return str(run.source.resolve())

@@ -16,9 +16,9 @@ def warmup_meta(run: ResolvedRun) -> dict[str, Any]:
 
 
 def with_stored_warmup(run: ResolvedRun, meta: Mapping[str, Any]) -> ResolvedRun:
-    """Return `run` with the warm-up length of the checkpoint's `meta`, if both come from the same warmup_ratio.
+    """Return `run` with the warm-up length of the checkpoint's `meta`, if both have the same warmup_ratio.
 
-    Raise ConfigError if the run is too short for it. Checkpoints of earlier versions have no warm-up length.
+    Raise ConfigError if the run is shorter than that warm-up. Checkpoints of earlier versions have no warm-up length.
     """
     section, stored = run.config.optim, meta.get("warmup_steps")
     if stored is None or section.warmup_ratio is None or section.warmup_ratio != meta.get("warmup_ratio"):
