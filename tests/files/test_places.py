@@ -56,7 +56,7 @@ REASONS: dict[str, list[str]] = {
         "convert/verify.py free_memory",
         "launch/oom.py oom_kills _files",
         "launch/standing.py _read",
-        "launch/watch.py _state",
+        "launch/watch.py _process_state",
         "train/process_memory.py baseline_memory",
         "train/cpu_contention.py cpu_wait_seconds",
         "safe_output.py make_output_safe",
@@ -78,7 +78,7 @@ REASONS: dict[str, list[str]] = {
     "the launcher's own temporary folder, which nobody else may write to": [
         "launch/control_folder.py control_folder _remove_stale announce_rank read_pids release_ranks report_failure "
         "read_failures _publish",
-        "launch/failure_causes.py _last_words",
+        "launch/failure_causes.py _exception_message",
     ],
     "a file that torchrun names and reads": ["launch/rendezvous.py _write_error_file"],
     "an output file that the user names": [

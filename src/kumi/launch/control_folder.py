@@ -40,7 +40,8 @@ class Failure:
 
 
 def log_path(log_dir: Path, rank: int) -> Path:
-    """The log file of `rank`: its output and tracebacks; for rank 0, which prints to the terminal, only tracebacks."""
+    """Return the log file of `rank`: output and tracebacks; only tracebacks for rank 0, which prints to the
+    terminal."""
     return log_dir / f"rank_{rank:05d}.log"
 
 
@@ -54,7 +55,7 @@ def control_folder(log_dir: Path) -> Iterator[Path]:
         _remove_stale(folder)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=log_dir))
     with open(folder / "lock", "w") as lock:  # ranks inherit the lock, so it is free only when the last rank is dead
-        with suppress(OSError):  # a file system without locks: no control folder on it counts as stale
+        with suppress(OSError):  # a file system without locks; its control folders are never removed as stale
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield folder
@@ -76,7 +77,7 @@ def _remove_stale(folder: Path) -> None:
 
 def announce_rank(control: Path, rank: int) -> None:
     """Report the process id of `rank` to the launcher, and allocate disk space for a failure report."""
-    with suppress(OSError), open(_report(control, rank), "wb") as file:
+    with suppress(OSError), open(_report_path(control, rank), "wb") as file:
         os.posix_fallocate(file.fileno(), 0, _REPORT_BYTES)
     _publish(control / f"{rank}.pid", str(os.getpid()))
 
@@ -108,8 +109,8 @@ def has_returned(control: Path, rank: int) -> bool:
 
 def report_failure(control: Path, failure: Failure) -> None:
     """Report `failure` to the launcher, in the disk space that the rank allocated at its start."""
-    text = _fitting(failure)
-    report = _report(control, failure.rank)
+    text = _encode(failure)
+    report = _report_path(control, failure.rank)
     with open(report, "r+b" if report.exists() else "wb") as file:
         file.write(text)
         file.truncate()
@@ -121,11 +122,11 @@ def read_failures(control: Path) -> list[Failure]:
     return [Failure(**json.loads(path.read_text())) for path in sorted(control.glob("*.failure"))]
 
 
-def _report(control: Path, rank: int) -> Path:
+def _report_path(control: Path, rank: int) -> Path:
     return control / f"{rank}.report"
 
 
-def _fitting(failure: Failure) -> bytes:
+def _encode(failure: Failure) -> bytes:
     """Encode `failure` as JSON of at most `_REPORT_BYTES`: cut the end of the message and the start of the trace."""
     keep = _REPORT_BYTES
     while len(text := json.dumps(asdict(failure)).encode()) > _REPORT_BYTES:
@@ -137,6 +138,7 @@ def _fitting(failure: Failure) -> bytes:
 
 
 def _publish(path: Path, text: str) -> None:
+    """Write `path` atomically: the launcher sees it complete or not at all."""
     draft = path.with_suffix(path.suffix + ".part")
     draft.write_text(text)
     draft.rename(path)

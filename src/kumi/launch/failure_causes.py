@@ -1,6 +1,8 @@
 """Find the rank whose failure caused the others, and the error to show for it.
 
-A failure is secondary if it may be a consequence of another rank's failure: a lost connection, a timeout.
+Causes are of three classes. A primary failure is an error of the rank itself, or a signal that killed the rank. An
+unclear death is an exit that a failing peer may have caused: by SIGABRT, by SIGTERM, or with an unknown code. A
+secondary failure is an error that another rank's failure may have caused: a lost connection, a timeout.
 """
 
 from __future__ import annotations
@@ -38,17 +40,18 @@ def connection_lost_error(rank: int, error: BaseException | str) -> Communicatio
     """Return the error for `rank`, whose communication failed with `error` while no other rank reported a cause."""
     words = str(error).strip().splitlines() or [type(error).__name__]
     return CommunicationError(
-        f"rank {rank} lost the connection to another rank ({words[0]}), and no rank reported a cause; look for it in "
-        f"the output of the other ranks"
+        f"rank {rank} lost the connection to another rank ({words[0]}), and no rank reported a cause; look for the "
+        f"cause in the output of the other ranks"
     )
 
 
-def rank_timeout_error(ranks: dict[int, str], *, waited: int) -> CommunicationError:
-    """Return the error for rank `waited`, which timed out waiting for `ranks` (rank -> process state, or "")."""
+def rank_timeout_error(ranks: dict[int, str], *, waiting: int) -> CommunicationError:
+    """Return the error of rank `waiting`, which timed out waiting for `ranks` (rank -> process state, or "")."""
     names = " and ".join(f"rank {rank}{f' ({state})' if state else ''}" for rank, state in sorted(ranks.items()))
+    them, they = ("that rank", "it was") if len(ranks) == 1 else ("those ranks", "they were")
     return CommunicationError(
-        f"{names} did not join a collective in which rank {waited} waited for train.timeout_s seconds; look for the "
-        f"cause on that rank, raise train.timeout_s if it was only slow, and run the same command again to resume from "
+        f"{names} did not join a collective in which rank {waiting} waited for train.timeout_s seconds; look for the "
+        f"cause on {them}, raise train.timeout_s if {they} only slow, and run the same command again to resume from "
         f"the last checkpoint"
     )
 
@@ -56,7 +59,7 @@ def rank_timeout_error(ranks: dict[int, str], *, waited: int) -> CommunicationEr
 def root_cause_error(
     watch: Watch, exits: dict[int, int], failures: list[Failure], log_dir: Path, *, out_of_memory: bool
 ) -> KumiError:
-    """Return the error of the rank that caused the failure: the first primary failure, else the first secondary one.
+    """Return the error of the rank that caused the failure: the earliest of the lowest class (see this module).
 
     `exits`: exit codes that the agent saw, by rank. `out_of_memory`: the kernel killed processes during the run
     because memory ran out.
@@ -64,7 +67,7 @@ def root_cause_error(
     reported = {failure.rank for failure in failures}
     deaths = [death if death.code is not None else replace(death, code=exits.get(death.rank)) for death in watch.deaths]
     crashes = [death for death in deaths if death.rank not in reported | set(watch.killed)]
-    # Sort primary causes first. gloo aborts a process whose peer sends fewer bytes than expected.
+    # gloo aborts a process whose peer sends fewer bytes than expected.
     unclear = (None, -signal.SIGABRT, -signal.SIGTERM)
     causes: list[tuple[int, float, Failure | RankDeath]] = [
         *((2 if failure.secondary else 0, failure.at, failure) for failure in failures),
@@ -75,16 +78,18 @@ def root_cause_error(
     cause = min(causes, key=lambda candidate: candidate[:2])[2]
     silent = {rank: state for rank, state in watch.killed.items() if rank not in reported}
     words = (
-        _last_words(log_path(log_dir, cause.rank)) if isinstance(cause, RankDeath) else cause.secondary * cause.message
+        _exception_message(log_path(log_dir, cause.rank))
+        if isinstance(cause, RankDeath)
+        else cause.secondary * cause.message
     )
     if silent and is_timeout(words):  # on a timeout, NCCL aborts the rank and gloo raises
-        return rank_timeout_error(silent, waited=cause.rank)
+        return rank_timeout_error(silent, waiting=cause.rank)
     if isinstance(cause, RankDeath):
-        return _crash(cause, log_dir, out_of_memory=out_of_memory)
-    return _reported(cause, log_dir)
+        return _death_error(cause, log_dir, out_of_memory=out_of_memory)
+    return _rank_error(cause, log_dir)
 
 
-def _reported(failure: Failure, log_dir: Path) -> KumiError:
+def _rank_error(failure: Failure, log_dir: Path) -> KumiError:
     """Rebuild the rank's KumiError; for any other error, return a KumiError with the end of its traceback."""
     for name in failure.kinds:
         kind = getattr(kumi.errors, name, None)
@@ -98,7 +103,7 @@ def _reported(failure: Failure, log_dir: Path) -> KumiError:
     )
 
 
-def _crash(death: RankDeath, log_dir: Path, *, out_of_memory: bool) -> KumiError:
+def _death_error(death: RankDeath, log_dir: Path, *, out_of_memory: bool) -> KumiError:
     log = log_path(log_dir, death.rank)
     if death.code is None or death.code >= 0:
         return CommunicationError(
@@ -113,13 +118,13 @@ def _crash(death: RankDeath, log_dir: Path, *, out_of_memory: bool) -> KumiError
             f"rank {death.rank} was killed by the kernel because this machine ran out of memory; use fewer ranks on "
             f"this machine, layout.zero=3, layout.recompute=full or a smaller layout.microbatch; its log is {log}"
         )
-    hint = f"{_last_words(log)}see {log}"
+    hint = f"{_exception_message(log)}see {log}"
     if -death.code == signal.SIGKILL:
         hint = f"the kernel kills processes when memory runs out (see `dmesg`): use less memory per rank; see {log}"
     return CommunicationError(f"rank {death.rank} was killed by signal {-death.code} ({name}); {hint}")
 
 
-def _last_words(log: Path) -> str:
+def _exception_message(log: Path) -> str:
     """Return the message of the C++ exception that ended a rank, from the end of its log; "" without one."""
     if not log.exists():
         return ""

@@ -1,8 +1,8 @@
 """The table of launchers, which start the ranks of a run on machines, and the choice of one for a run.
 
-To add a launcher for other machines (Slurm, Kubernetes, ...), write a module with the names of `Launcher` and add it
-to the table. It reads nodes, devices and run folder from the run and executes `kumi train` with the same run file on
-each machine. That command finds its rank with `kumi.launch.standing` and runs the same function.
+To add a launcher for other machines (Slurm, Kubernetes, ...), write a module with the names of `Launcher` and add it to
+the table. The launcher reads nodes, devices and run folder from the run and executes `kumi train` with the same run
+file on each machine. Each `kumi train` reads its rank by `kumi.launch.standing` and runs the same function.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from kumi.launch.standing import LaunchedRank
 
 
 class Launcher(Protocol):
-    """Starts the ranks of a run. `name`: its key in the table. `max_nodes`: machines it can reach, None for any."""
+    """Starts the ranks of a run.
+
+    `name`: its key in the table. `max_nodes`: machines it can start ranks on; None: any.
+    """
 
     @property
     def name(self) -> str: ...
@@ -38,7 +41,7 @@ LAUNCHERS: Mapping[str, Launcher] = {launcher.name: launcher for launcher in (lo
 def pick_launcher(run: ResolvedRun, launched: LaunchedRank | None) -> Launcher:
     """Return the first launcher of the table that reaches all machines of `run`; `local` on a `launched` rank.
 
-    Raise LayoutError if no launcher does.
+    Raise LayoutError if no launcher reaches all of them.
     """
     if launched is not None:
         return LAUNCHERS[local.name]

@@ -35,7 +35,7 @@ from kumi.launch.watch import Watch
 # The agent handles only this signal, which makes it give up. `signals` handles the others.
 _AGENT_SIGNAL = signal.SIGUSR2
 _CUDA_ERROR_NOT_INITIALIZED = 3
-_NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+_AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
 name = "local"
@@ -50,7 +50,9 @@ def start(run: ResolvedRun, fn: Callable[..., int | None], args: tuple[Any, ...]
 def run_ranks(
     fn: Callable[..., int | None], args: tuple[Any, ...] = (), *, nproc: int, log_dir: Path | str, grace: float = 600.0
 ) -> int:
-    """Run `fn(*args)` on each of `nproc` ranks of this machine; return its exit code (None counts as 0).
+    """Run `fn(*args)` on each of `nproc` ranks of this machine and return the run's exit code.
+
+    The exit code is the first non-zero result of `fn`, by rank, or 0. A result None counts as 0.
 
     `fn` runs in this process if there is one rank, or if torchrun or srun started this process as a rank (RANK and
     WORLD_SIZE are set). `fn` reads its rank from the variables of torch's env://, polls `signals.install()` for a stop
@@ -121,19 +123,19 @@ def _run_under_agent(
                 Watch(control, nproc, flag, grace, _AGENT_SIGNAL) as watch,
             ):
                 flag.patient = True
-                codes, exits = _elastic(nproc, fn, args, RankStart(control, log_dir, os.getpid(), threads))
+                codes, exits = _run_elastic_agent(nproc, fn, args, RankStart(control, log_dir, os.getpid(), threads))
             if codes is not None:
                 return next((code for code in codes if code), 0)
             if flag.requested is not None and (flag.insisted or watch.out_of_grace):
-                return _stopped_hard(flag, grace)
+                return _forced_stop_code(flag, grace)
             out_of_memory = oom_kills() != kills_before
             raise root_cause_error(watch, exits, read_failures(control), log_dir, out_of_memory=out_of_memory)
     finally:
-        for name in set(os.environ) - set(environ_before):  # the agent also leaves a variable
+        for name in set(os.environ) - set(environ_before):  # one of these variables is set by the agent
             del os.environ[name]
 
 
-def _elastic(
+def _run_elastic_agent(
     nproc: int, fn: Callable[..., int | None], args: tuple[Any, ...], start: RankStart
 ) -> tuple[list[int] | None, dict[int, int]]:
     """Run the ranks under torch's elastic agent.
@@ -195,7 +197,7 @@ def can_fork() -> bool:
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
     except OSError:
-        return True  # the driver is not even loaded
+        return True  # the CUDA driver is not loaded, so nothing has used CUDA
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_ERROR_NOT_INITIALIZED)
 
 
@@ -215,7 +217,7 @@ def _no_agent_logs() -> Any:
     return NoLogs()
 
 
-def _stopped_hard(flag: signals.StopFlag, grace: float) -> int:
+def _forced_stop_code(flag: signals.StopFlag, grace: float) -> int:
     """Return the exit code after a second stop request; raise CommunicationError if the grace period ran out."""
     assert flag.requested is not None
     if flag.insisted:
@@ -230,12 +232,12 @@ def _stopped_hard(flag: signals.StopFlag, grace: float) -> int:
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
     """Silence the agent's logs and warnings: `run_ranks` reports failures in one sentence."""
-    import torch.distributed.launcher.api  # noqa: F401  (creates its loggers)
+    import torch.distributed.launcher.api  # noqa: F401  (creates the agent's loggers)
 
     loggers = [
         logger
         for name, logger in logging.root.manager.loggerDict.items()
-        if isinstance(logger, logging.Logger) and name.startswith(_NOISY) and not logger.disabled
+        if isinstance(logger, logging.Logger) and name.startswith(_AGENT_LOGGERS) and not logger.disabled
     ]
     for logger in loggers:
         logger.disabled = True

@@ -60,7 +60,7 @@ def run_rank(fn: Callable[..., int | None], args: tuple[Any, ...], start: RankSt
 
 
 def _await_all(control: Path, flag: signals.StopFlag) -> int | None:
-    """Wait until all ranks have started. Return None, or the exit code if this rank is asked to stop before that.
+    """Wait until all ranks have started. Return None, or the exit code if a stop signal comes before that.
 
     No rank may connect to the parent's store before the last rank is forked: on each connection, a thread of the store
     looks up the client's address, and a rank forked at that instant inherits the C library's resolver lock, locked for
@@ -111,7 +111,7 @@ def _fail(rank: int, error: BaseException, control: Path, log: int) -> NoReturn:
     kinds = [kind.__name__ for kind in type(error).__mro__]
     with suppress(OSError):
         report_failure(control, Failure(rank, at, kinds, str(error), trace, secondary=is_secondary(error)))
-    with suppress(OSError):  # a full disk
+    with suppress(OSError):  # the disk is full
         os.write(log, trace.encode())
     with suppress(OSError):
         _flush()

@@ -7,9 +7,9 @@ The ranks communicate through the TCPStore at MASTER_ADDR:MASTER_PORT, which tor
     train
     failed    the first rank with a failure of its own stores the cause, which the other ranks read
 
-Each rank sends a heartbeat until all are ready, so a dead rank is noticed within a minute and a slow rank is not
-mistaken for a dead one. If rank 0 serves the store, it lingers until the other ranks have read its message, or for a
-limited time.
+Each rank sends a heartbeat until all are ready, so the others notice a dead rank within a minute and do not mistake a
+slow rank for a dead one. If rank 0 serves the store, rank 0 keeps it open until the other ranks have read its message,
+or for a limited time.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from kumi.errors import CommunicationError, KumiError
 from kumi.launch.failure_causes import connection_lost_error, is_secondary, is_timeout, rank_timeout_error
 from kumi.launch.standing import LaunchedRank
 
-_ARRIVAL_SECONDS = 600.0  # until all ranks have connected
+_ARRIVAL_SECONDS = 600.0  # all ranks must have connected by then
 _SILENCE_SECONDS = 60.0  # a rank counts as dead after this long without a heartbeat
 _BEAT_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 # A rank that lost its connection waits this long for the failing rank to store the cause.
 _SETTLE_SECONDS = 3.0
 _CONSEQUENCE_SECONDS = 1.2  # a rank with a secondary failure ends this long after reading the cause
-# If rank 0 serves the store, it lingers at most this long for ranks that have not read its message or its failure.
+# If rank 0 serves the store, it waits at most this long for ranks that have not read its message or its failure.
 _LINGER_SECONDS = 60.0
 _FAILURE_LINGER_SECONDS = 5.0
 
-_count = itertools.count()  # rendezvous of this process; the same number on all ranks
+_count = itertools.count()  # numbers the rendezvous of this process, equally on all ranks
 
 
 class Rendezvous:
@@ -52,7 +52,7 @@ class Rendezvous:
 
     def __init__(self, launched: LaunchedRank, store: Any, *, serves: bool) -> None:
         self.rank, self._size, self._store, self._serves = launched.rank, launched.world_size, store, serves
-        self._received = False
+        self._acknowledged = False
         self._beats: dict[int, tuple[bytes, float]] = {}  # other rank -> its last heartbeat, and when it came
         self._began = time.monotonic()
         self._all_ready = threading.Event()
@@ -60,17 +60,17 @@ class Rendezvous:
 
     def broadcast(self, message: str) -> None:
         """Send `message` to all other ranks. For rank 0."""
-        self._store.set("word", message)
+        self._store.set("message", message)
 
     def receive(self) -> str:
         """Wait for the message of rank 0 and return it. Raise CommunicationError if rank 0 failed or died.
 
         For ranks other than 0.
         """
-        while not self._store.check(["word"]):
+        while not self._store.check(["message"]):
             self._check_alive([0])
             time.sleep(_POLL_SECONDS)
-        message = str(self._store.get("word").decode())
+        message = str(self._store.get("message").decode())
         self._acknowledge()
         return message
 
@@ -79,16 +79,17 @@ class Rendezvous:
         self._store.set(f"ready/{self.rank}", "")
         self._store.add("ready", 1)
         while self._store.add("ready", 0) < self._size:
-            # Rank 0 checks all others, and they check rank 0: with thousands of ranks, a store bears no more requests.
+            # Rank 0 checks all others, and they check rank 0: with thousands of ranks, a store cannot serve more
+            # requests.
             missing = [rank for rank in range(self._size) if not self._has("ready", rank)] if self.rank == 0 else [0]
             self._check_alive(missing)
             time.sleep(_POLL_SECONDS)
         self._all_ready.set()
 
     def linger(self, seconds: float) -> None:
-        """If this rank serves the store, wait at most `seconds` until all others have its message or ended."""
+        """If this rank serves the store, wait at most `seconds` until all others have read its message or ended."""
         until = time.monotonic() + seconds
-        while self._serves and time.monotonic() < until and self._store.add("heard", 0) < self._size - 1:
+        while self._serves and time.monotonic() < until and self._store.add("acknowledged", 0) < self._size - 1:
             time.sleep(_POLL_SECONDS)
 
     def end(self) -> None:
@@ -99,12 +100,15 @@ class Rendezvous:
 
     def _acknowledge(self) -> None:
         """Tell rank 0, once, that this rank needs no message from it any more."""
-        if self.rank and not self._received:
-            self._received = True
-            self._store.add("heard", 1)
+        if self.rank and not self._acknowledged:
+            self._acknowledged = True
+            self._store.add("acknowledged", 1)
 
     def explain_failure(self, error: BaseException) -> BaseException:
-        """Return the error to raise: `error` if it is primary, after storing it, else the cause behind it."""
+        """Return the error to raise on this rank.
+
+        A primary `error` is stored for the other ranks and returned. For a secondary one, return its cause.
+        """
         try:
             if not is_secondary(error):
                 reason = {"rank": self.rank, "error": f"{type(error).__name__}: {error}"}
@@ -118,7 +122,7 @@ class Rendezvous:
         """Return the cause of the secondary failure `error`: another rank's failure, or the ranks that timed out."""
         timed_out = is_timeout(str(error))
         if timed_out:
-            self._store.set(f"late/{self.rank}", "")
+            self._store.set(f"timed_out/{self.rank}", "")
         until = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < until:
             if self._store.check(["failed"]):
@@ -127,9 +131,9 @@ class Rendezvous:
                 time.sleep(_CONSEQUENCE_SECONDS)
                 return cause
             time.sleep(_POLL_SECONDS)
-        silent = [rank for rank in range(self._size) if not self._has("late", rank)] if timed_out else []
+        silent = [rank for rank in range(self._size) if not self._has("timed_out", rank)] if timed_out else []
         if silent:
-            return rank_timeout_error(dict.fromkeys(silent, ""), waited=self.rank)
+            return rank_timeout_error(dict.fromkeys(silent, ""), waiting=self.rank)
         return error if isinstance(error, KumiError) else connection_lost_error(self.rank, error)
 
     def _failure(self) -> CommunicationError:
@@ -137,7 +141,8 @@ class Rendezvous:
         return CommunicationError(f"rank {self.rank} ends because rank {reason['rank']} failed: {reason['error']}")
 
     def _check_alive(self, ranks: list[int]) -> None:
-        """Raise CommunicationError if any rank has failed, or one of `ranks` has no heartbeat."""
+        """Raise CommunicationError if any rank has failed, or if one of `ranks` never connected or stopped its
+        heartbeat."""
         if self._store.check(["failed"]):
             raise self._failure()
         now = time.monotonic()
@@ -212,7 +217,7 @@ def _open(launched: LaunchedRank) -> Rendezvous:
 @cache
 def _connect(host: str, port: int, size: int, serves: bool) -> Any:
     """Connect to the store. The cache keeps it open for the next rendezvous, which other ranks may already have begun
-    when rank 0 ends this one."""
+    when rank 0 ends the present one."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(

@@ -34,15 +34,15 @@ _SAME_REQUEST_SECONDS = 1.0
 
 
 class StopFlag:
-    """The signal handler, and the state it sets.
+    """The signal handler, and the state that it sets.
 
-    Unless it is `patient`, the second request raises SystemExit with the exit code of the first, and the third ends
-    the process on the spot.
+    Unless the flag is `patient`, the second stop request raises SystemExit with the exit code of the first one, and the
+    third ends the process at once.
     """
 
     def __init__(self) -> None:
         self.requested: int | None = None  # number of the first stop signal
-        self.insisted = False  # a second request has come
+        self.insisted = False  # there was a second request
         self.patient = False
         self._received_at = 0.0
 
@@ -89,7 +89,8 @@ def installed() -> Iterator[StopFlag]:
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Within the block, a signal ends the process with its exit code: before and after training, nothing is to save.
+    """Within the block, a signal ends the process with its exit code: before and after training, there is nothing to
+    save.
 
     Ctrl-C still raises KeyboardInterrupt. Do nothing outside the main thread, which alone gets signals.
     """

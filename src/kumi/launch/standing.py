@@ -46,7 +46,8 @@ def launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
     """
     for launcher, rank, size, _ in _RANK_VARIABLES:
         by_torchrun = launcher == "torchrun"
-        # Other launchers also start single programs, which start their own ranks. PROCID is set in batch scripts.
+        # With other launchers, a world size of 1 is a single program that starts its own ranks. Their rank variables do
+        # not count alone, because SLURM_PROCID is set in batch scripts, too.
         if not ({rank, size} & set(environ) if by_torchrun else environ.get(size, "1") != "1"):
             continue
         numbers = [environ.get(rank, ""), environ.get(size, "")]

@@ -1,7 +1,8 @@
 """Watch the ranks from their parent: record which rank died first and how, and stop the others.
 
-The watch is a thread beside torch's elastic agent. The agent alone would give the surviving ranks 30 seconds after a
-failure, give them no time to save after a signal, and wait for ever for ranks that exit early without an error.
+The watch is a thread of the process that runs torch's elastic agent. The agent alone would give the surviving ranks 30
+seconds after a failure, give them no time to save after a signal, and wait for ever for ranks that exit early without
+an error.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ class RankDeath:
 
 
 class Watch:
-    """A thread that forwards a stop request to the ranks, and kills the remaining ranks after a failure or `grace`.
+    """A thread that forwards a stop request to the ranks, and kills the remaining ranks after a failure.
 
-    `agent_signal` makes the agent in the main thread give up.
+    After a stop request, ranks have `grace` seconds before they are killed. `agent_signal` makes the agent in the main
+    thread give up.
     """
 
     def __init__(self, control: Path, nproc: int, flag: StopFlag, grace: float, agent_signal: signal.Signals) -> None:
         self.deaths: list[RankDeath] = []
-        self.killed: dict[int, str] = {}  # killed rank -> the state of its process, see _state
-        self.out_of_grace = False
+        self.killed: dict[int, str] = {}  # ranks that this watch killed -> process state before, see _process_state
+        self.out_of_grace = False  # ranks were killed because they did not stop in time
         self._control, self._nproc, self._flag, self._grace = control, nproc, flag, grace
         self._agent_signal = agent_signal
         self._pids: dict[int, int] = {}
@@ -90,20 +92,20 @@ class Watch:
                     self._record_death(rank, None)
 
     def _pause(self, seconds: float) -> None:
-        """Sleep for `seconds`, or until a rank ends: exact times of death tell cause from consequence."""
+        """Sleep for `seconds`, or until a rank ends: exact times of death show which death came first."""
         if self._handles:
-            _readable(self._handles.values(), seconds)
+            _ended_processes(self._handles.values(), seconds)
         else:
             time.sleep(seconds)
 
     def _note_deaths(self) -> None:
         handles = {handle: rank for rank, handle in self._handles.items()}
-        for handle in _readable(handles, 0):
+        for handle in _ended_processes(handles, 0):
             code = _exit_code(handle)
             os.close(self._handles.pop(handles[handle]))
             self._record_death(handles[handle], code)
         for rank in self._alive - set(self._handles):
-            if not _exists(self._pids[rank]):
+            if not _is_running(self._pids[rank]):
                 self._record_death(rank, None)
 
     def _record_death(self, rank: int, code: int | None) -> None:
@@ -126,7 +128,7 @@ class Watch:
         if now >= self._kill_at:
             self.out_of_grace |= not self.deaths and not self._flag.insisted
             for rank in self._alive - set(self.killed):
-                self.killed[rank] = _state(self._pids[rank])
+                self.killed[rank] = _process_state(self._pids[rank])
                 self._send(rank, signal.SIGKILL)
         if self.deaths and not self._alive and len(self._pids) == self._nproc:
             self._give_up_at = min(self._give_up_at, now + _SETTLE_SECONDS)
@@ -144,7 +146,7 @@ class Watch:
             return
 
 
-def _readable(handles: Iterable[int], seconds: float) -> list[int]:
+def _ended_processes(handles: Iterable[int], seconds: float) -> list[int]:
     """Return the pidfds in `handles` whose process has ended, after at most `seconds`.
 
     poll() is used because select() rejects descriptors above 1,023.
@@ -166,7 +168,7 @@ def _exit_code(handle: int) -> int | None:
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
-def _exists(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -177,7 +179,7 @@ def _exists(pid: int) -> bool:
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for a disk or a network file system"}
 
 
-def _state(pid: int) -> str:
+def _process_state(pid: int) -> str:
     """Return an unusual state of the process `pid` in words; "" for an ordinary or unknown state."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
