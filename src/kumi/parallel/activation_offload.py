@@ -1,4 +1,4 @@
-"""Offloading of activations: tensors that layers save for the backward pass are on the host in between.
+"""Offloading of activations: tensors that layers save are on the host between the forward and the backward pass.
 
 A layer's tensors are copied to the host when the layer saves them, while it computes. They are copied back when the
 backward pass reaches the following layer. The device then has the tensors of two layers: the current one and the next
@@ -25,7 +25,7 @@ _MIN_BYTES = 4096
 
 
 class OffloadStream:
-    """Copies between a device and the host, on streams of their own. On a CPU nothing is copied.
+    """Copies between a device and the host, on two CUDA streams. On a CPU, nothing is copied.
 
     `bytes_moved`: bytes copied to the host so far.
     """
@@ -40,7 +40,7 @@ class OffloadStream:
     def throttle(self, d2h_event: Any) -> None:
         """Wait until the device has begun the second to last layer, and for `d2h_event` unless it is None.
 
-        A host that runs ahead would allocate memory that is not free yet.
+        A host that runs further ahead of the device would allocate memory that is not free yet.
         """
         if self.h2d_stream is None:
             return
@@ -134,7 +134,7 @@ class LayerScope:
             self.in_backward = True
             self.stream.throttle(None)
         flat, event = offloaded.fetch()
-        if self.previous is not None:
+        if self.previous is not None:  # the backward pass reaches that layer next: begin its copies
             for other in list(self.previous.offloaded):
                 other.fetch()
             self.previous = None

@@ -67,7 +67,7 @@ class OverlappedProjections(ShardedProjections):
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Matmuls of an input that is all-gathered piece by piece, and once more for the weights' gradients."""
+    """Matmuls of an input that is all-gathered piece by piece. The weights' gradients all-gather it again."""
 
     @staticmethod
     def forward(
@@ -125,8 +125,8 @@ def _begin_all_gather(full_x: Tensor, x: Tensor, group: dist.ProcessGroup) -> di
 
 @torch.no_grad()
 def _add_weight_grads(layers: Sequence[Linear], x: Tensor, grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Add the weight gradients of column-parallel `layers`. Their biases are added elsewhere, and so are the biases'
-    gradients."""
+    """Add the weight gradients of column-parallel `layers`. Biases are added outside of this autograd function, and so
+    are their gradients."""
     full_x = x.new_empty(x.shape[0] * group.size(), x.shape[1])
     _begin_all_gather(full_x, x, group).wait()
     for layer, grad in zip(layers, grads, strict=True):

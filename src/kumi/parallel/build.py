@@ -58,8 +58,8 @@ def build(
     """Return this rank's part of the decoder of `spec`, called like `kumi.nn.Decoder`. Nothing is communicated.
 
     `weights`: a seed, from which every layout draws the same values, or a function that reads a slice of a tensor,
-    `weights("model/<parameter>", start, shape)`. If `spec` has adapters, these are the weights of the frozen model.
-    `compile`: compile each layer separately; equal layers share the compiled code.
+    `weights("model/<parameter>", start, shape)`. If `spec` has adapters, `weights` are those of the frozen model.
+    `compile`: compile each layer separately; layers of the same structure share the compiled code.
     `comm`: how gradients and parameters are communicated.
     `adapters`: a seed or a reader for the adapters.
     """
@@ -91,7 +91,7 @@ def assemble(
 ) -> Decoder | Stages:
     """Return the model that `build` returns, sharded, on the meta device: without memory and without DDP."""
     if uses_stages(mesh.layout):
-        model: Decoder | Stages = _stages(spec, mesh, precision)
+        model: Decoder | Stages = _build_stages(spec, mesh, precision)
     else:
         model = Decoder(spec, device="meta", dtype=getattr(torch, precision.param))
     decoders = [decoder for decoder in stages_of(model).values() if isinstance(decoder, Decoder)]
@@ -99,17 +99,17 @@ def assemble(
     layers = [layer for decoder in decoders for layer in decoder.model.layers.values()]
     recomputed = layers[: mesh.layout.recompute_layers]
     for decoder in decoders:
-        _prepare(decoder, mesh, precision, recomputed, compile=compile, comm=comm)
+        _shard(decoder, mesh, precision, recomputed, compile=compile, comm=comm)
     return model
 
 
 def with_ddp(model: Decoder | Stages, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> nn.Module:
-    """Return `model` inside DDP if its data-parallel ranks are replicas, else `model` itself. It has its weights."""
+    """Return `model` inside DDP if its data-parallel ranks are replicas, else `model`. Fill its weights first."""
     without_ddp = isinstance(model, Stages) or data_parallel.uses_fsdp(mesh) or "data" not in mesh.groups
     return model if without_ddp else data_parallel.apply_ddp(model, mesh, precision, comm)
 
 
-def _stages(spec: ModelSpec, mesh: Mesh, precision: Precision) -> Stages:
+def _build_stages(spec: ModelSpec, mesh: Mesh, precision: Precision) -> Stages:
     """Return the stages of this rank, on the meta device."""
     last = mesh.layout.pp * mesh.layout.stages - 1
     dtype = getattr(torch, precision.param)
@@ -123,10 +123,13 @@ def _stages(spec: ModelSpec, mesh: Mesh, precision: Precision) -> Stages:
     return Stages(spec, stages, precision, tie_group(spec, mesh))
 
 
-def _prepare(
+def _shard(
     decoder: Decoder, mesh: Mesh, precision: Precision, recomputed: Sequence[nn.Module], *, compile: bool, comm: Comm
 ) -> None:
-    """Shard a decoder or a stage as the layout says, on the meta device. Layers in `recomputed` recompute."""
+    """Shard a decoder or a stage as the layout says, on the meta device.
+
+    The layers in `recomputed` recompute their activations.
+    """
     decoder.compute_dtype = getattr(torch, precision.compute)
     decoder.reduce_dtype = getattr(torch, precision.reduce)
     add_adapters(decoder, mesh, precision)
@@ -161,10 +164,12 @@ def _wrappers(
     """Return the wrappers of each of `layers`, the innermost first: recomputation, then offloading of activations."""
     mode = mesh.layout.recompute
     wrappers: list[list[Wrapper]] = [[] for _ in layers]
-    for layer, of_layer in zip(layers, wrappers, strict=True):
+    for layer, layer_wrappers in zip(layers, wrappers, strict=True):
         if mode != "none" and layer in recomputed:
-            of_layer.extend(replay_dropout(decoder, Recompute(mode)))
+            layer_wrappers.extend(replay_dropout(decoder, Recompute(mode)))
     if mesh.layout.offload == "activations":
-        for of_layer, offload in zip(wrappers, offload_wrappers(OffloadStream(mesh.device), len(layers)), strict=True):
-            of_layer.append(offload)
+        for layer_wrappers, offload in zip(
+            wrappers, offload_wrappers(OffloadStream(mesh.device), len(layers)), strict=True
+        ):
+            layer_wrappers.append(offload)
     return wrappers

@@ -15,14 +15,14 @@ from kumi.nn.moe import MoE
 def exclude_from_compile(decoder: nn.Module) -> None:
     """Exclude the modules of `decoder` that would be recompiled for every batch.
 
-    Routed experts: their numbers of rows depend on the data, and routers count in the backward pass. Attention in
-    blocks: the blocks depend on the documents.
+    Routed experts: the number of tokens of each expert depends on the data, and routers count in the backward pass.
+    Attention in blocks: the blocks depend on the documents.
     """
     compiler: Any = torch.compiler
     uncompiled = compiler.disable(_call)
-    for part in decoder.modules():
-        if isinstance(part, MoE) or (isinstance(part, Attention) and _is_chunked(part)):
-            part.wrappers.append(uncompiled)
+    for module in decoder.modules():
+        if isinstance(module, MoE) or (isinstance(module, Attention) and _is_chunked(module)):
+            module.wrappers.append(uncompiled)
 
 
 def _is_chunked(attention: Attention) -> bool:

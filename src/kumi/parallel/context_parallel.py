@@ -1,8 +1,9 @@
 """Context parallelism: every rank of a cp group has a part of each sequence.
 
-A sequence is split into 2 * cp pieces. Rank i has pieces i and 2 * cp - 1 - i, which gives all ranks equal work in
-causal attention (see `kumi.parallel.ring_attention`). Only attention needs the tokens of other ranks: `layout.context`
-selects "ring" or "ulysses". Weights are replicated over cp, and their gradients are summed as over data-parallel ranks.
+A sequence is split into 2 * cp pieces. Rank i has pieces i and 2 * cp - 1 - i, which gives all ranks the same amount of
+work in causal attention (see `kumi.parallel.ring_attention`). Only attention needs the tokens of other ranks:
+`layout.context` selects "ring" or "ulysses". Weights are replicated over cp, and their gradients are summed as over
+data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def shard_sequence(inputs: dict[str, Tensor], mesh: Mesh, also: Sequence[str] = 
     ids = inputs["input_ids"]
     if "position_ids" not in inputs:
         inputs = {**inputs, "position_ids": positions(ids, inputs.get("document_ids"))}
-    mine = positions_of_rank(ids.shape[1], mesh.layout.cp, mesh.index("cp")).to(ids.device)
+    local_positions = positions_of_rank(ids.shape[1], mesh.layout.cp, mesh.index("cp")).to(ids.device)
     return {
-        name: x.index_select(1, mine) if name in SHARDED_COLUMNS or name in also else x for name, x in inputs.items()
+        name: x.index_select(1, local_positions) if name in SHARDED_COLUMNS or name in also else x
+        for name, x in inputs.items()
     }
 
 
@@ -64,7 +66,7 @@ def _lengths(cp: int, index: int, tokens: Tensor, document_ids: Tensor | None) -
 
 def _ring(group: dist.ProcessGroup, tokens: Tensor, document_ids: Tensor | None) -> AttentionFn:
     rows, length = tokens.shape[0], tokens.shape[1] * group.size()
-    if document_ids is None:  # no synchronisation with the device
+    if document_ids is None:  # the boundaries follow from the shape, so the host need not wait for the device
         return ring_attention_fn(list(range(0, rows * length + 1, length)), group)
     cu_seqlens = segments(document_ids, document_ids).cu_seqlens
     assert cu_seqlens is not None, f"no document boundaries on {tokens.device}"

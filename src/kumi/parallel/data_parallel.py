@@ -43,8 +43,8 @@ def uses_fsdp(mesh: Mesh) -> bool:
 
 
 def apply_ddp(decoder: nn.Module, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> nn.Module:
-    """Return `decoder` inside DDP over all data-parallel ranks. They must have equal weights already."""
-    # Routed experts are replicated on other ranks than the rest: `kumi.parallel.grad_sync` reduces them.
+    """Return `decoder` inside DDP over all data-parallel ranks, which must have the same weights already."""
+    # Routed experts are replicated on other ranks than the other parameters: `kumi.parallel.grad_sync` reduces them.
     experts = [name for name, _ in decoder.named_parameters() if is_routed(params_by_name(decoder.spec)[name])]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(decoder, experts)  # type: ignore[no-untyped-call]
     model = DistributedDataParallel(
@@ -64,7 +64,10 @@ def apply_ddp(decoder: nn.Module, mesh: Mesh, precision: Precision, comm: Comm =
 
 
 def _sum_bucket(state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sum a bucket of gradients over the group, in `dtype`; DDP's own hook averages. DDP inspects this signature."""
+    """Sum a bucket of gradients over the group, in the dtype of `state` (DDP's default is the average).
+
+    DDP inspects this signature.
+    """
     group, dtype = state
     buffer = bucket.buffer()
     sent = buffer.to(dtype)
@@ -103,7 +106,7 @@ def apply_fsdp(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = 
         if isinstance(module, FSDPModule):
             # The gradient of a lookup needs no weights.
             module.set_unshard_in_backward(not isinstance(module, Embedding))
-            # Sum without averaging, by plain sums: gloo has no pre-multiplied ones.
+            # Sum without averaging, by plain sums: gloo has no pre-multiplied sums.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     if comm.prefetch is not None:
@@ -147,8 +150,8 @@ def _shard_experts(
 ) -> set[nn.Parameter]:
     """Shard the routed `experts` of each layer over the ranks with the same experts, as units of their own.
 
-    They are sharded along dim 1, the dim after the experts. Return the parameters that stay unsharded, because no other
-    rank has the same experts.
+    The weights are sharded along dim 1; dim 0 is that of the experts. Return the parameters that stay unsharded,
+    because no other rank has the same experts.
     """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
@@ -173,8 +176,8 @@ def _shard_experts(
 def sync_context(model: nn.Module, mesh: Mesh, *, last: bool) -> Iterator[None]:
     """A context for the forward and backward of one microbatch; `last`: it is the last of the step.
 
-    It communicates according to the ZeRO stage (see the table of this module). Between microbatches ZeRO-1 and 2 leave
-    parameters unsharded in the compute dtype: read parameters and gradients only after the last microbatch.
+    Gradients are reduced according to the ZeRO stage (see the table of this module). Between microbatches, ZeRO-1 and 2
+    leave parameters unsharded in the compute dtype, so read parameters and gradients only after the last microbatch.
     """
     if isinstance(model, DistributedDataParallel) and not last:
         with model.no_sync():
@@ -215,7 +218,7 @@ def input_grad_context(stage: nn.Module, mesh: Mesh) -> Iterator[None]:
 def reduce_deferred_wgrads(stage: nn.Module, mesh: Mesh, *, last: bool) -> None:
     """Reduce-scatter deferred weight gradients, as FSDP2 does after a backward pass.
 
-    ZeRO-3 reduces every time, ZeRO 1 and 2 only with `last`: the last weight gradients of the stage in this step.
+    ZeRO-3 reduces every time, ZeRO 1 and 2 only if these are the `last` weight gradients of the stage in this step.
     """
     if uses_fsdp(mesh):
         free = last or mesh.layout.zero == 3

@@ -2,9 +2,10 @@
 
     rows sorted by expert  --all_to_all-->  rows of the rank's experts  --> experts -->  --all_to_all-->  rows as before
 
-No token is dropped and no row padded: ranks first exchange the number of rows of each expert, then exactly these rows
-(Lepikhin et al., 2020, arXiv:2006.16668, without its capacity). The ranks of expert_tp each have a part of the width of
-every expert: they all-gather their tokens first and reduce-scatter the results.
+A row is the copy of a token for one of its experts. No token is dropped and no row padded: ranks first exchange the
+number of rows of each expert, then exactly these rows (Lepikhin et al., 2020, arXiv:2006.16668, without its capacity).
+The ranks of expert_tp each have a part of the width of every expert: they all-gather their tokens first and
+reduce-scatter the results.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ def apply_expert_parallel(decoder: Decoder, mesh: Mesh) -> None:
 class _Dispatched:
     """The context of a dispatch, from which `combine` returns the rows.
 
-    `places` (T, k): the row of each choice before the exchange.
+    `places` (T, k): the row of each token and choice of an expert, before the exchange.
     `order` (N,): sorts received rows by expert; None without an exchange.
     `sent`, `received`: numbers of rows to and from each rank.
-    `weights` (T, k): of the choices.
+    `weights` (T, k): routing weights of the choices.
     """
 
     places: Tensor
@@ -104,9 +105,10 @@ class ExpertExchange:
         return out if self.expert_tp is None else reduce_scatter(out, self.expert_tp)
 
     def _splits(self, counts: Tensor) -> tuple[list[int], list[int], Tensor]:
-        """Return the numbers of rows sent to and received from each rank, and those of each local expert.
+        """Return the numbers of rows sent to each rank, those received from each rank, and a table of the received
+        rows.
 
-        The last (n, X/n) counts the rows received from each rank for each local expert.
+        The table (n, X/n) has the number of rows from each rank for each local expert.
         """
         assert self.ep is not None
         sent = counts.view(self.ep.size(), -1)
@@ -118,7 +120,7 @@ class ExpertExchange:
 def _order_by_expert(counts: Tensor, rows: int) -> Tensor:
     """Return the order that sorts `rows` rows by expert; they come sorted by rank, then expert, `counts` (n, X/n)."""
     experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
-    # `output_size` is known on the host, so the device is not waited for.
+    # With `output_size`, the host need not wait for the device to know the size of the result.
     return torch.repeat_interleave(experts, counts.flatten(), output_size=rows).argsort(stable=True)
 
 

@@ -34,9 +34,9 @@ def export_tensors(
     same order, and the same complete tensors on its device; with `to="first"` only rank 0 gets the tensors, the others
     get empty ones.
 
-    Parameters are cast to `dtype` before they are sent. Without it, and for buffers, the bits are those in training. A
-    rank holds one exported tensor at a time in addition to the model, and the caller may keep it. Passthrough tensors
-    (`kumi.convert.hf.passthrough`) do not change in training and are not exported.
+    Parameters are cast to `dtype` before they are sent. Without `dtype`, and for buffers, tensors are exactly those in
+    training. A rank holds one exported tensor at a time in addition to the model; the caller may keep the tensor.
+    Passthrough tensors (`kumi.convert.hf.passthrough`) do not change in training and are not exported.
 
     Raise ModelError for an unknown `to`, or for a model with adapters.
     """
@@ -47,28 +47,27 @@ def export_tensors(
         raise ModelError(
             "the model has adapters, and Hugging Face files have no tensors for these; merge them before exporting"
         )
-    own_pieces = owned_pieces(model_pieces(model, mesh), model, mesh)
     by_name: dict[str, list[Piece]] = {}
-    for piece in own_pieces:
+    for piece in owned_pieces(model_pieces(model, mesh), model, mesh):
         by_name.setdefault(piece.name.removeprefix(_PREFIX), []).append(piece)
     trained_dtype = dtype or next(parameter.dtype for parameter in model.parameters())
     buffer_dtypes = {param.name: torch.float32 for param in buffers(spec)}
-    for name, native_parts in stored_tensors(spec).items():
-        tensor_dtype = buffer_dtypes.get(native_parts[0].param.name, trained_dtype)
+    for name, stored_parts in stored_tensors(spec).items():
+        tensor_dtype = buffer_dtypes.get(stored_parts[0].param.name, trained_dtype)
         result: Tensor | None = None
-        for param, part in ((native_part.param, native_part.part) for native_part in native_parts):
+        for param, part in ((stored.param, stored.part) for stored in stored_parts):
             data = _gather(by_name.get(param.name, []), part, tensor_dtype, mesh, to)
             if part.is_whole:
                 result = data.view(part.shape)
             else:
                 result = torch.empty(part.shape, dtype=tensor_dtype, device=mesh.device) if result is None else result
                 _write_part(result, part, data)
-        assert result is not None, f"{name} has no native tensors"
+        assert result is not None, f"{name} has no parameter of the model"
         yield name, result if to == "all" or mesh.rank == 0 else torch.empty(0, dtype=tensor_dtype, device=mesh.device)
 
 
 def _gather(pieces: list[Piece], part: Part, dtype: torch.dtype, mesh: Mesh, to: str) -> Tensor:
-    """Return the native slice of `part`, gathered from the pieces of all ranks.
+    """Return the slice of the model's parameter that `part` names, gathered from the pieces of all ranks.
 
     Ranks sum the integer bits of disjoint pieces, with zeros elsewhere: no rounding, and signed zeros are preserved.
     """
@@ -92,7 +91,7 @@ def _gather(pieces: list[Piece], part: Part, dtype: torch.dtype, mesh: Mesh, to:
 
 
 def _write_part(file_tensor: Tensor, part: Part, data: Tensor) -> None:
-    """Write a native slice to its place in the file tensor."""
+    """Write `data`, a slice of a parameter, to its place in the tensor of the file."""
     region = file_tensor.view(part.view)[tuple(slice(low, low + count) for low, count in zip(part.at, part.size))]
     ordered = region.permute(part.order)
     ordered.copy_(data.view(ordered.shape))

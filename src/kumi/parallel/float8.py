@@ -19,7 +19,7 @@ from kumi.nn.linear import Linear
 from kumi.spec.ledger import LAYERS, ops
 from kumi.spec.model import ModelSpec
 
-# The kernels support matrices with sides that are multiples of this.
+# The kernels support matrices with numbers of rows and columns that are multiples of this.
 _SIDE = 16
 
 

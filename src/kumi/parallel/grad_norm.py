@@ -33,7 +33,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None, mesh: Mesh, *, loss
     """Clip the gradients of `model` to a global norm of at most `max_norm`, and return the norm before clipping.
 
     Gradients are divided by `loss_scale` first. `max_norm` None or 0 does not clip. The norm is a scalar on the mesh's
-    device, float32 (float64 for float64 gradients), and equal on all ranks. If a gradient on any rank is not finite,
+    device, float32 (float64 for float64 gradients), and the same on all ranks. If a gradient on any rank is not finite,
     neither is the norm, and the gradients must not be used. Ranks with different shards communicate by one all-reduce.
     On CUDA the host does not wait for the device.
     """
@@ -95,7 +95,7 @@ class LossScale:
     It halves after a gradient overflow, for which the update must be skipped, and doubles after `patience` good steps
     (Micikevicius et al., 2018, arXiv:1710.03740). It does not fall below 1, which is no scaling.
 
-    `good_steps`: since the scale last changed.
+    `good_steps`: consecutive steps without overflow since the scale last changed.
     `skipped`: updates skipped so far.
     `in_a_row`: updates skipped since the last good step.
     """
@@ -107,7 +107,8 @@ class LossScale:
     in_a_row: int = 0
 
     def after(self, norm: Tensor) -> LossScale:
-        """Return the scale of the next step, after a step with the global gradient norm `norm`, equal on all ranks."""
+        """Return the scale of the next step, after a step with the global gradient norm `norm`, which is the same on
+        all ranks."""
         if not bool(torch.isfinite(norm)):
             lower = max(self.scale / 2, 1.0)
             return replace(self, scale=lower, good_steps=0, skipped=self.skipped + 1, in_a_row=self.in_a_row + 1)

@@ -47,7 +47,8 @@ def finish_grad_sync(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _reduce_replicas(model: nn.Module, mesh: Mesh) -> None:
-    """Reduce the gradients that DDP does not: of routed experts, whose replicas are on other ranks, and of stages."""
+    """Reduce gradients that DDP does not reduce: of routed experts, whose replicas are on other ranks, and of
+    stages."""
     params = params_by_name(model.spec)
     dtype: torch.dtype | None = model.reduce_dtype  # type: ignore[assignment]
     named = [(params[name], value.grad) for name, value in model.named_parameters() if value.grad is not None]
@@ -61,7 +62,8 @@ def _reduce_replicas(model: nn.Module, mesh: Mesh) -> None:
 def _reduce_partial(model: nn.Module, mesh: Mesh) -> None:
     """All-reduce, over tp, the partial gradients of parameters that are replicated on several tp ranks.
 
-    If several ranks have one of several key-value heads, each rank adds its gradient to the slot of its own head.
+    With fewer key-value heads than ranks, several ranks have the same head. The buffer that is all-reduced has a slot
+    for each head, and a rank writes its gradient to the slot of its head.
     """
     group, layout = mesh.group("tp"), mesh.layout
     if group is None:
@@ -87,9 +89,10 @@ def _slots(grad: Tensor, shards: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
 def all_reduce_grads(
     grads: Sequence[Tensor], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
 ) -> None:
-    """Sum each of `grads` over `group`, in place, in buckets. `dtype` is that of the messages; None for the gradients'.
+    """Sum each of `grads` over `group`, in place, in buckets.
 
-    Do nothing without a group. All ranks of the group must give tensors of the same shapes in the same order.
+    `dtype`: dtype of the messages; None for the dtype of the gradients. Do nothing without a group. All ranks of the
+    group must give tensors of the same shapes in the same order.
     """
     if group is None or not grads:
         return

@@ -1,8 +1,8 @@
-"""Adapters of a sharded decoder: insert them, connect the ranks that share a layer, and fill them.
+"""Adapters of a sharded decoder: insert them, connect the ranks that shard a layer, and fill the adapters.
 
 Frozen parameters are in the compute dtype, because nothing is added to them; adapters are in the dtype of the master
-weights. The ledger determines the sharding of an adapter. With a column-parallel matrix, B is sharded; with a
-row-parallel one, A is. The other factor is replicated over tp, and each rank has a partial gradient of it.
+weights. The ledger determines the sharding of an adapter. In a column-parallel matrix, B is sharded; in a row-parallel
+one, A is. The other factor is replicated over tp, and each rank has a partial gradient of it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def add_adapters(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
 
 
 def connect_adapters(decoder: Decoder, mesh: Mesh) -> None:
-    """Set the dropout pass, the input part and the sum over columns of each adapter of the sharded `decoder`."""
+    """Set how each adapter of the sharded `decoder` draws dropout masks and sums over ranks."""
     lora = decoder.spec.lora
     if lora is None:
         return
@@ -80,7 +80,7 @@ def _count_microbatch(dropout_pass: DropoutPass, decoder: nn.Module, _: Any) -> 
 
 
 def begin_dropout_step(model: nn.Module, seed: int, number: int) -> None:
-    """Set the dropout pass of the stages of `model` to update `number`. Dropout masks are a function of it."""
+    """Begin update `number` for the dropout of `model`. Masks are a function of seed, update and microbatch."""
     for stage in stages_of(model).values():
         dropout_pass = getattr(stage, "dropout_pass", None)
         if dropout_pass is not None:
@@ -120,13 +120,15 @@ def fill_frozen_and_adapters(
 ) -> None:
     """Fill frozen parameters from `base` and adapters from `adapters`; each is a seed or a reader."""
     read = _draw_reader(spec, base) if isinstance(base, int) else base
-    of_adapters = [piece for piece in pieces if is_adapter(piece.name)]
+    adapter_pieces = [piece for piece in pieces if is_adapter(piece.name)]
     fill_pieces([piece for piece in pieces if not is_adapter(piece.name)], read)
-    fill_pieces(of_adapters, _adapter_reader(spec, adapters, read, pieces) if isinstance(adapters, int) else adapters)
+    fill_pieces(
+        adapter_pieces, _adapter_reader(spec, adapters, read, pieces) if isinstance(adapters, int) else adapters
+    )
 
 
 def take_packed_layers(model: nn.Module) -> dict[str, Linear]:
-    """Remove the weights that will be packed from `model`, and return their layers by name."""
+    """Remove the weights that will be packed as NF4 from `model`, and return their layers by name."""
     layers: dict[str, Linear] = {}
     for decoder in stages_of(model).values():
         if isinstance(decoder, Decoder) and decoder.spec.lora is not None and decoder.spec.lora.quantize:
@@ -149,7 +151,7 @@ def fill_packed_layers(
         matrix = read(f"model/{name}.weight", (0, 0), shape)
         pack_nf4(layer, matrix.to(mesh.device, getattr(torch, precision.compute)))
         if isinstance(layer, LoraLinear) and layer.lora_magnitude_vector is not None and isinstance(adapters, int):
-            # B is zero, so these are the row norms of the packed matrix, with its rounding.
+            # B is zero, so DoRA's magnitudes are the row norms of the packed matrix, with the rounding of packing.
             layer.lora_magnitude_vector.data.copy_(layer.row_norms())
 
 

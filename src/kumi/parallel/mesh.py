@@ -27,9 +27,9 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # Groups over several axes, and a second group of the pipeline stages, for gradients.
 FLATTENED_AXES = {**COMBINED_AXES, "pp_back": ("pp",)}
 GROUP_NAMES = (*AXES, "zero", *EXPERT_AXES, *FLATTENED_AXES)
-# NCCL runs the operations of a communicator one after the other. Operations that should overlap have communicators of
-# their own on GPUs: all-gathers of weights and reductions of gradients, beside the collectives inside layers; and the
-# gradients that stages send, beside their activations.
+# NCCL runs the operations of a communicator one after the other. On GPUs, operations that should overlap have separate
+# communicators: the weights' all-gathers and the gradients' reductions overlap with the collectives inside layers, and
+# the gradients that stages send overlap with the activations that stages send.
 SEPARATE_COMMUNICATORS = {
     "weights": ("dp_replicate", "dp_shard", "zero", "expert_dp", "data", "expert_data"),
     "back": ("pp_back",),
@@ -55,7 +55,7 @@ class RankInfo:
 class Mesh:
     """The process groups of this rank in a layout.
 
-    `groups`: by their names in `GROUP_NAMES`; only those of more than one rank.
+    `groups`: the process groups of more than one rank, by their names in `GROUP_NAMES`.
     """
 
     layout: Layout
@@ -152,7 +152,10 @@ def close_distributed() -> None:
 
 
 def build_mesh(layout: Layout, rank_info: RankInfo) -> Mesh:
-    """Return the mesh of `layout`. Every rank must call it. Raise LayoutError if the world sizes differ."""
+    """Return the mesh of `layout`.
+
+    Every rank must call it. Raise LayoutError if layout and run differ in world size.
+    """
     if layout.world_size != rank_info.world_size:
         degrees = " x ".join(f"{name} {getattr(layout, name)}" for name in AXES)
         raise LayoutError(

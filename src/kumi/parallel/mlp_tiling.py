@@ -9,7 +9,7 @@ Only F / tiles of the layer's 2 or 3 F columns per token are in memory at once, 
 
 Under ZeRO-3, FSDP2 ignores these matrices: each tile is all-gathered by itself in the forward and the backward, and its
 gradients are reduce-scattered at once, so no rank ever has an unsharded matrix (Rajbhandari et al., 2021,
-arXiv:2104.07857, section 5.1.3, in kind). Tile t then consists of the t-th part of every rank's rows of gate and up:
+arXiv:2104.07857, section 5.1.3, is similar). Tile t then consists of the t-th part of every rank's rows of gate and up:
 the assignment of columns to tiles does not change the sum. Names, shapes and checkpoints are those of the untiled MLP.
 """
 
@@ -37,7 +37,7 @@ from kumi.spec.precision import Precision
 
 @dataclass(frozen=True)
 class Tiling:
-    """How matrices are split into tiles.
+    """How the matrices of an MLP are split into tiles.
 
     `count`: number of tiles.
     `group`: the ranks that shard the matrices; None if they are unsharded.
@@ -68,7 +68,7 @@ class Tiling:
         return shard if self.group is None else all_gather_no_grad(shard, self.group)
 
     def reduce_scatter(self, grad: Tensor) -> Tensor:
-        """Return this rank's rows of the sum of `grad` over the ranks."""
+        """Return this rank's rows of the sum of `grad` over the group."""
         return grad if self.group is None else reduce_scatter_no_grad(grad.to(self.reduce_dtype), self.group)
 
 
@@ -78,7 +78,7 @@ def tile_mlps(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
         return
     group = mesh.group("zero") if mesh.layout.zero == 3 else None
     tiling = Tiling(mesh.layout.tiles, group, getattr(torch, precision.reduce))
-    for mlp in _dense(decoder):
+    for mlp in _dense_mlps(decoder):
         if group is not None:
             for layer in _matrices(mlp):
                 rows = layer.weight.shape[0] // group.size()
@@ -86,7 +86,7 @@ def tile_mlps(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
         mlp.function = partial(_forward, tiling)
 
 
-def _dense(model: nn.Module) -> Iterator[MLP]:
+def _dense_mlps(model: nn.Module) -> Iterator[MLP]:
     """Return the dense MLPs of a decoder or a stage, without shared experts."""
     layers = model.model.layers.values()  # type: ignore[union-attr, operator]
     return (layer.mlp for layer in layers if isinstance(layer.mlp, MLP))
@@ -101,7 +101,7 @@ def tile_sharded_weights(decoder: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
     """Return the weights that are all-gathered tile by tile, in forward order."""
     if mesh.layout.tiles == 1 or mesh.layout.zero < 3 or mesh.group("zero") is None:
         return []
-    return [layer.weight for mlp in _dense(decoder) for layer in _matrices(mlp)]
+    return [layer.weight for mlp in _dense_mlps(decoder) for layer in _matrices(mlp)]
 
 
 def _forward(tiling: Tiling, mlp: MLP, x: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ A rank executes the list of `kumi.spec.sends_and_recvs.pipeline_steps`, which th
 one stage, this is the forward and the backward of each microbatch in turn. Sends and receives are posted in the order
 of the list, which is the same global order on all ranks, and are waited for when their tensors are needed.
 
-Only the graph of a forward is kept: its output is freed once it has been sent. For a weight gradient that the schedule
-defers (W), the inputs of the linear layers and the gradients of their outputs are kept.
+Of a forward, only the autograd graph is kept: the output is freed once it has been sent. For a weight gradient that the
+schedule defers (W), the inputs of the linear layers and the gradients of their outputs are kept.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def train_microbatches(
     """
     layout = mesh.layout
     steps = pipeline_steps(layout.schedule, layout.pp, layout.stages, len(microbatches))[mesh.index("pp")]
-    run = _start(model, mesh, microbatches, steps, training=True, trace=trace)
+    run = _new_run(model, mesh, microbatches, steps, training=True, trace=trace)
     _execute(run, steps)
-    left = [*run.graphs, *run.deferred_wgrads, *run.incoming, *run.outgoing, *run.posted]
-    assert not left, f"the schedule has ended, but these are unfinished: {left}"
+    unfinished = [*run.graphs, *run.deferred_wgrads, *run.incoming, *run.outgoing, *run.posted]
+    assert not unfinished, f"the schedule has ended, but these are unfinished: {unfinished}"
     grad_sync.finish_grad_sync(model, mesh)
     dtype = wide(next(model.parameters()).dtype)
     return torch.stack(run.losses).sum() if run.losses else torch.zeros((), dtype=dtype, device=mesh.device)
@@ -104,15 +104,16 @@ def train_microbatches(
 
 @torch.no_grad()
 def forward_microbatches(model: nn.Module, mesh: Mesh, microbatches: Sequence[MicrobatchInputs]) -> list[Tensor]:
-    """Return the head's result for each of `microbatches` (see `Decoder.forward`); an empty list on other ranks."""
+    """Return the head's result for each of `microbatches` (see `Decoder.forward`); an empty list on ranks without the
+    head."""
     layout = mesh.layout
     steps = forward_pipeline_steps(layout.schedule, layout.pp, layout.stages, len(microbatches))[mesh.index("pp")]
-    run = _start(model, mesh, microbatches, steps, training=False, trace=None)
+    run = _new_run(model, mesh, microbatches, steps, training=False, trace=None)
     _execute(run, steps)
     return run.outputs
 
 
-def _start(
+def _new_run(
     model: nn.Module,
     mesh: Mesh,
     microbatches: Sequence[MicrobatchInputs],
@@ -148,12 +149,12 @@ def _forward(run: _Run, action: Action) -> None:
     hidden = _recv_or_local(run, (ACTIVATION, number - 1, microbatch)) if number else None
     if hidden is not None:
         hidden.requires_grad_(run.training)
-    begun = action_start(run.trace)
+    start = action_start(run.trace)
     tokens = inputs.pop("input_ids")
     if number and inputs.get("position_ids") is None:
         inputs["position_ids"] = positions(tokens, inputs.get("document_ids"))
-    final = microbatch == len(run.microbatches) - 1
-    with data_parallel.sync_context(stage, run.mesh, last=final):
+    last = microbatch == len(run.microbatches) - 1
+    with data_parallel.sync_context(stage, run.mesh, last=last):
         out = stage(tokens if hidden is None else hidden, **inputs)
     if isinstance(out, tuple):
         out = out[0]
@@ -163,13 +164,13 @@ def _forward(run: _Run, action: Action) -> None:
         (run.losses if run.training else run.outputs).append(out.detach())
     else:
         _send_or_local(run, (ACTIVATION, number, microbatch), number + 1, out.detach())
-    record_action(run.trace, action, begun)
+    record_action(run.trace, action, start)
 
 
 def _backward(run: _Run, action: Action) -> None:
     kind, number, microbatch = action
     grad = None if number == run.last else _recv_or_local(run, (GRADIENT, number + 1, microbatch))
-    begun = action_start(run.trace)
+    start = action_start(run.trace)
     hidden, edge = run.graphs.pop((number, microbatch))
     if kind == "B":
         with data_parallel.sync_context(run.stages[number], run.mesh, last=run.final[number] == action):
@@ -179,7 +180,7 @@ def _backward(run: _Run, action: Action) -> None:
     if hidden is not None:
         assert hidden.grad is not None
         _send_or_local(run, (GRADIENT, number, microbatch), number - 1, hidden.grad)
-    record_action(run.trace, action, begun)
+    record_action(run.trace, action, start)
 
 
 def _backward_input(run: _Run, number: int, edge: GradientEdge, grad: Tensor | None) -> DeferredWgrads:
@@ -198,12 +199,12 @@ def _backward_input(run: _Run, number: int, edge: GradientEdge, grad: Tensor | N
 
 def _compute_wgrads(run: _Run, action: Action) -> None:
     _, number, microbatch = action
-    begun = action_start(run.trace)
+    start = action_start(run.trace)
     deferred = run.deferred_wgrads.pop((number, microbatch))
     while deferred:
         deferred.pop()()
     data_parallel.reduce_deferred_wgrads(run.stages[number], run.mesh, last=run.final[number] == action)
-    record_action(run.trace, action, begun)
+    record_action(run.trace, action, start)
 
 
 def _differentiate(edge: GradientEdge, grad: Tensor | None) -> None:
@@ -220,7 +221,7 @@ def _recv_or_local(run: _Run, key: TensorKey) -> Tensor:
 
 
 def _send_or_local(run: _Run, key: TensorKey, target: int, tensor: Tensor) -> None:
-    """Keep `tensor` for stage `target` on this rank, or until its send."""
+    """Store `tensor` for stage `target` if that stage is on this rank, else for the send to it."""
     (run.incoming if target in run.stages else run.outgoing)[key] = tensor
 
 

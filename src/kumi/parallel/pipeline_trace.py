@@ -2,7 +2,7 @@
 
     trace = start_trace(mesh)                                        # on all ranks at once
     train_microbatches(model, mesh, microbatches, trace)
-    timeline = gather_timeline(trace, mesh)                          # on rank 0: the ranks of its pipeline
+    timeline = gather_timeline(trace, mesh)                          # on rank 0, of all ranks of its pipeline
 
 On CUDA, actions are timed by events on the device, so the host does not wait.
 """
@@ -25,10 +25,10 @@ Timestamp = float | torch.cuda.Event
 
 @dataclass(frozen=True)
 class PipelineTrace:
-    """The actions of a step with their begin and end, in order. `begun`: when the step began."""
+    """The actions of a step with their start and end, in order. `start`: when the step began."""
 
     device: torch.device
-    begun: Timestamp
+    start: Timestamp
     spans: list[tuple[Action, Timestamp, Timestamp]] = field(default_factory=list)
 
 
@@ -49,10 +49,10 @@ def timestamp(device: torch.device) -> Timestamp:
     return event
 
 
-def record_action(trace: PipelineTrace | None, action: Action, begun: Timestamp | None) -> None:
-    """Record that `action`, which began at `begun`, has ended now; do nothing without a trace."""
-    if trace is not None and begun is not None:
-        trace.spans.append((action, begun, timestamp(trace.device)))
+def record_action(trace: PipelineTrace | None, action: Action, start: Timestamp | None) -> None:
+    """Record that `action`, which began at `start`, has ended now; do nothing without a trace."""
+    if trace is not None and start is not None:
+        trace.spans.append((action, start, timestamp(trace.device)))
 
 
 def action_start(trace: PipelineTrace | None) -> Timestamp | None:
@@ -65,7 +65,7 @@ def trace_spans(trace: PipelineTrace) -> tuple[TimedAction, ...]:
     if trace.device.type == "cuda":
         torch.cuda.synchronize(trace.device)
     return tuple(
-        TimedAction(action, _seconds(trace.begun, begin), _seconds(trace.begun, end))
+        TimedAction(action, _seconds(trace.start, begin), _seconds(trace.start, end))
         for action, begin, end in trace.spans
     )
 

@@ -10,7 +10,7 @@ from kumi.spec.comm import Comm
 
 
 def powersgd_state(group: dist.ProcessGroup, comm: Comm) -> tuple[Any, int]:
-    """Return the state of `powersgd_hook`: PyTorch's, with each bucket's error feedback, and the number of ranks."""
+    """Return the state of `powersgd_hook`: PyTorch's state, with the error feedback, and the number of ranks."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
     state = PowerSGDState(group, matrix_approximation_rank=comm.powersgd_rank, start_powerSGD_iter=comm.powersgd_start)

@@ -1,5 +1,7 @@
 """Activation recomputation: of complete layers, or selectively of cheap large activations.
 
+The replay is the second run of a layer's forward, during the backward pass.
+
 Selective recomputation saves the results of matmuls, attention kernels and collectives, and recomputes element-wise
 operations (norms, rotations, SwiGLU), which are large in bytes and small in FLOPs. Korthikanti et al., 2022,
 arXiv:2205.05198, recompute the attention core. Flash attention keeps no scores, so its output is saved here.
@@ -55,13 +57,14 @@ SAVED_OPS = (
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 )
-# Operators by name: importing the module that defines them takes longer than everything else.
+# Operators by name: importing the module that defines them takes longer than the other imports together.
 SAVED_OP_NAMES = (VARLEN_ATTENTION,)
 
 
 @dataclass
 class NotReplayed:
-    """`on` is True while operations run that must not be replayed: they differ the second time."""
+    """`on` is True during operations that the replay neither repeats nor looks up, because they differ the second
+    time."""
 
     on: bool = False
 
@@ -75,7 +78,7 @@ class Recompute:
 
     def __init__(self, mode: str) -> None:
         self.not_replayed = NotReplayed()
-        # A decoder draws no random numbers.
+        # A decoder draws no random numbers from PyTorch's generators.
         self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if mode == "selective":
             self.options["context_fn"] = partial(_contexts, self.not_replayed)

@@ -157,7 +157,7 @@ def _forward(
     plan: _BlockPlan = _plan,
 ) -> tuple[Tensor, Tensor]:
     scores = Scores(*score_options)
-    if plan is _plan and _fused(q, v, cu_seqlens, window, scores):
+    if plan is _plan and _uses_fused_kernels(q, v, cu_seqlens, window, scores):
         return _fused_forward(q, k, v, cu_seqlens, group, sinks, scores.scale)
     sizes, (queries, out, lse) = _Sizes(k.shape, v.shape), empty_sums(q, k, v)
     for packed, positions, visible in _rounds(_ring(group), sizes.pack(k, v), cu_seqlens, window, len(q), plan):
@@ -181,7 +181,7 @@ def _backward(
     plan: _BlockPlan = _plan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scores = Scores(*score_options)
-    if plan is _plan and _fused(q, v, cu_seqlens, window, scores):
+    if plan is _plan and _uses_fused_kernels(q, v, cu_seqlens, window, scores):
         return _fused_backward(grad, q, k, v, out, lse, cu_seqlens, group, scores.scale)
     ring, sizes = _ring(group), _Sizes(k.shape, v.shape)
     queries, grads, sums, delta = group_backward_inputs(grad, q, out, lse, k.shape[2])
@@ -205,21 +205,21 @@ def _backward(
 def _reduce_to_owner(ring: _Ring, parts: Iterator[Tensor]) -> Tensor:
     """Return the gradient of this rank's keys and values, summed over ranks.
 
-    `parts`: for each round the gradient of the current keys and values by this rank's queries. The first round is that
-    of the rank's own keys.
+    `parts`: for each round the gradient of the current keys and values by this rank's queries. The first round has the
+    keys of this rank.
     """
-    own: Tensor | None = None
+    local: Tensor | None = None  # the gradient of this rank's keys by this rank's queries
     exchange: _Exchange | None = None  # the partial sums of the next round's keys, from the previous rank
     for part in parts:
-        if own is None:
-            own = part
+        if local is None:
+            local = part
         else:
             exchange = ring.pass_on(part if exchange is None else part.add_(exchange.wait()))
-    assert own is not None
-    return own if exchange is None else own.add_(exchange.wait())
+    assert local is not None
+    return local if exchange is None else local.add_(exchange.wait())
 
 
-def _fused(q: Tensor, v: Tensor, cu_seqlens: list[int], window: int, scores: Scores) -> bool:
+def _uses_fused_kernels(q: Tensor, v: Tensor, cu_seqlens: list[int], window: int, scores: Scores) -> bool:
     """Return True if fused kernels compute this attention, whose unsharded rows have cu_seqlens[-1] / B positions."""
     return scores.fused and flash_partial.supports_flash(q, v) and not 0 < window < cu_seqlens[-1] // len(q)
 
@@ -229,8 +229,8 @@ def _tiles(
     cu_seqlens: tuple[int, ...], rows: int, window: int, cp: int, index: int, source: int, device: torch.device
 ) -> tuple[Tile, ...]:
     """Return the tiles of queries of rank `index` over keys of rank `source`, without a window."""
-    own, other = (positions_of_rank(cu_seqlens[-1] // rows, cp, rank) for rank in (index, source))
-    return flash_partial.attention_tiles(cu_seqlens, rows, own, other, device)
+    queries, keys = (positions_of_rank(cu_seqlens[-1] // rows, cp, rank) for rank in (index, source))
+    return flash_partial.attention_tiles(cu_seqlens, rows, queries, keys, device)
 
 
 def _fused_forward(
@@ -259,12 +259,12 @@ def _fused_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result of `_backward`, by fused kernels."""
-    grad, q, ring, sizes, scores = grad.contiguous(), q.contiguous(), _ring(group), _Sizes(k.shape, v.shape), lse.dtype
-    grad_q = torch.zeros_like(q, dtype=scores)
+    grad, q, ring, sizes, dtype = grad.contiguous(), q.contiguous(), _ring(group), _Sizes(k.shape, v.shape), lse.dtype
+    grad_q = torch.zeros_like(q, dtype=dtype)
 
     def parts() -> Iterator[Tensor]:
         for packed, _, visible in _rounds(ring, sizes.pack(k, v), cu_seqlens, 0, len(q), _tiles):
-            part = torch.zeros_like(packed, dtype=scores)
+            part = torch.zeros_like(packed, dtype=dtype)
             grads = grad_q, *sizes.unpack(part)
             flash_partial.attend_tiles_backward(grad, q, *sizes.unpack(packed), visible, out, lse, *grads, scale)
             yield part
@@ -311,6 +311,6 @@ _define(
 )
 torch.library.register_autograd("kumi::ring_attention", _differentiate, setup_context=_save)
 
-# The operator as PyTorch's dispatcher knows it.
+# The operator in PyTorch's dispatcher.
 RING_ATTENTION = torch.ops.kumi.ring_attention.default
 IMPLEMENTATIONS.update({RING_ATTENTION: _forward, torch.ops.kumi.ring_attention_backward.default: _backward})

@@ -31,7 +31,8 @@ def forward_backward(
     The sum of the parts over all ranks is the loss of the step.
 
     `batches`: microbatches of this data-parallel rank, unsharded rows.
-    `units`: the objective's units in the step, over all ranks. A loss scale, such as float16's, divides it.
+    `units`: the number of units in the step, over all ranks; the objective's loss is a mean over units. To multiply the
+    loss by a loss scale, divide `units` by it.
     `trace`: receives the times of pipeline actions.
     """
     microbatches = [training_inputs(objective, shard_batch(objective, batch, mesh), mesh, units) for batch in batches]
@@ -51,7 +52,7 @@ def decoder_inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def training_inputs(objective: Objective, batch: Mapping[str, Tensor], mesh: Mesh, units: float) -> dict[str, Any]:
-    """Return the decoder's arguments to return the loss of `batch`, a result of `shard_batch`."""
+    """Return the arguments with which the decoder returns the loss of `batch`, a result of `shard_batch`."""
     if isinstance(objective, LinearObjective):
         return {**decoder_inputs(batch), "token_weights": objective.token_weights(batch, units)}
     loss = partial(objective.loss, batch=batch, units=units, sums=segment_sums(mesh))

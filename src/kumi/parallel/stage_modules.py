@@ -1,7 +1,7 @@
 """The modules and parameters of one rank: pipeline stages, their names, shards, and tied tables.
 
 `build` returns a `Decoder`, the `Stages` of a pipeline rank, or DDP around a decoder. `unwrap`, `stages_of`,
-`params_by_name` and `local_shard` hide the difference.
+`params_by_name` and `local_shard` take any of these.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def local_shard(tensor: Tensor) -> Tensor:
 
     A DTensor is recognised by its methods: importing the class costs a single process half a second of CPU time.
     """
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard
 
 
 @lru_cache(maxsize=8)
@@ -122,12 +122,13 @@ def tie_group(spec: ModelSpec, mesh: Mesh) -> dist.ProcessGroup | None:
     """
     layout = mesh.layout
     assignment = stage_assignment(layout.schedule, layout.pp, layout.stages)
-    ends = [rank for rank, stages in enumerate(assignment) if {0, layout.pp * layout.stages - 1} & set(stages)]
-    if not spec.tie_word_embeddings or len(ends) < 2:
+    end_ranks = [rank for rank, stages in enumerate(assignment) if {0, layout.pp * layout.stages - 1} & set(stages)]
+    if not spec.tie_word_embeddings or len(end_ranks) < 2:
         return None
-    coords, tied = layout.coords(mesh.rank), mesh.index("pp") in ends
+    coords, tied = layout.coords(mesh.rank), mesh.index("pp") in end_ranks
     # PyTorch names a group after the number of groups that the rank has made, and NCCL splits each group off the world
-    # group. All ranks must therefore make equally many: a rank without a tied table makes a group of itself.
-    ranks = [layout.rank({**coords, "pp": index}) for index in ends] if tied else [mesh.rank]
+    # group. All ranks must therefore make the same number of groups: a rank without a tied table makes a group of
+    # itself.
+    ranks = [layout.rank({**coords, "pp": index}) for index in end_ranks] if tied else [mesh.rank]
     group = new_group(ranks, mesh.rank_info)
     return group if tied else None

@@ -89,8 +89,8 @@ def _layout(mesh: Mesh, sharded: bool) -> Layout:
 def owned_pieces(pieces: list[Piece], model: nn.Module, mesh: Mesh, optim: Optim | None = None) -> list[Piece]:
     """Return the `pieces` that this rank saves: every element of every tensor is saved by exactly one rank.
 
-    Replicas of pieces are divided among their ranks by bytes. The result follows from names, shapes and the layout;
-    nothing is sent. `optim`: the optimizer whose states are among the pieces, or None.
+    Ranks with replicas of the same pieces save about the same number of bytes each. The result follows from names,
+    shapes and the layout; nothing is sent. `optim`: the optimizer whose states are among the pieces, or None.
     """
     spec, by_axes = spec_of(model), defaultdict(list)
     params = params_by_name(spec)
@@ -103,7 +103,7 @@ def owned_pieces(pieces: list[Piece], model: nn.Module, mesh: Mesh, optim: Optim
         index = 0
         for each in axes:
             index = index * each.degree + each.index(mesh.rank)
-        result += _share(replicated, prod(each.degree for each in axes), index)
+        result += _assigned_pieces(replicated, prod(each.degree for each in axes), index)
     return result
 
 
@@ -120,13 +120,13 @@ def _replica_axes(piece: Piece, param: Param, spec: ModelSpec, mesh: Mesh, optim
         return tuple(each for each in axes if each.degree > 1)
     if piece.name.startswith("model/"):
         return replica_axes(param, mesh.layout)
-    assert optim is not None, f"{piece.name} is a state of an optimizer that the caller does not name"
+    assert optim is not None, f"{piece.name} is an optimizer state, but `optim` is None"
     states = {state.name: state for state in states_of(optim, param)}
     state = states[piece.name.rpartition("/")[2]]
     return replica_axes(state.tensor, _layout(mesh, state.sharded))
 
 
-def _share(pieces: list[Piece], ranks: int, index: int) -> list[Piece]:
+def _assigned_pieces(pieces: list[Piece], ranks: int, index: int) -> list[Piece]:
     """Return the pieces of rank `index`: the largest remaining piece always goes to the rank with the fewest bytes."""
     load = [0] * ranks
     result = []

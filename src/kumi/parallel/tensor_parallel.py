@@ -65,7 +65,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: Mesh) -> None:
         module.projections = projections
         last.adds_bias = False
     for norm in _sharded_norms(decoder):
-        norm.function = partial(_norm_of_shards, group)
+        norm.function = partial(_sharded_rms_norm, group)
     vocabulary = VocabularyShard(group, decoder.spec.vocab_size, sequence_parallel)
     if decoder.has_embedding:
         table = decoder.model.embed_tokens
@@ -99,7 +99,7 @@ def _blocks(decoder: Decoder) -> Iterator[tuple[Any, Linear]]:
 
 
 def _sharded_norms(decoder: Decoder) -> Iterator[RMSNorm]:
-    """Yield the norms over sharded dims: their mean square is over all ranks."""
+    """Yield the norms over sharded dims, which need the mean square over all ranks."""
     modules = dict(decoder.named_modules())
     for op in ops(decoder.spec):
         if op.kind == "norm" and op.name in modules and DIM_TO_AXIS.get(op.params[0].dims[0].name) == "tp":
@@ -108,7 +108,7 @@ def _sharded_norms(decoder: Decoder) -> Iterator[RMSNorm]:
             yield norm
 
 
-def _norm_of_shards(group: dist.ProcessGroup, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+def _sharded_rms_norm(group: dist.ProcessGroup, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """Return this rank's shard of the RMS norm over a last dim that is sharded over `group`."""
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     size = x.shape[-1] * group.size()
@@ -139,7 +139,7 @@ def _local_positions(group: dist.ProcessGroup, position_ids: Tensor, table: Tens
 class ShardedProjections(Projections):
     """The projections of a block whose matrices are sharded over `group`.
 
-    `sequence_parallel`: hidden states are this rank's tokens, (T/n, D).
+    `sequence_parallel`: hidden states are those of this rank's tokens, (T/n, D), on n ranks.
     `selective`: the layer recomputes selectively. `row_linear` is then one operator, so that its sum over ranks is
     saved and not the terms. Full recomputation stops at the last tensor that the backward pass needs; `row_linear` is
     then two operators, so that the layer's last sum is not repeated.

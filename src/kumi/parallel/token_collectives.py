@@ -3,13 +3,13 @@
                       shape                    backward
     all_gather        (T/n, ..) -> (T, ..)     reduce-scatter
     reduce_scatter    (T, ..) -> (T/n, ..)     all-gather
-    all_reduce        (..) -> (..)             identity: the gradient is equal on all ranks
+    all_reduce        (..) -> (..)             identity: the gradient is the same on all ranks
     copy_to_group     (..) -> (..), identity   all-reduce
 
 (Korthikanti et al., 2022, arXiv:2205.05198, figure 5.)
 
-PyTorch's dispatcher sees each as one operator without side effects, so selective recomputation can save its result and
-send nothing twice.
+PyTorch's dispatcher sees each collective as one operator without side effects, so selective recomputation can save its
+result and send nothing twice.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ ALL_REDUCE = define_collective(
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the shards `x` (T/n, ..) of all ranks as (T, ..); each rank computes something else with them."""
+    """Return the shards `x` (T/n, ..) of all ranks as (T, ..). The ranks' gradients of it are summed."""
     out: Tensor = _AllGather.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
@@ -109,13 +109,13 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of `x` over ranks; all ranks compute the same with it."""
+    """Return the sum of `x` over ranks. All ranks must compute the same with it."""
     out: Tensor = _AllReduce.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return `x`, which is equal on all ranks; each rank computes something else with it."""
+    """Return `x`, which is the same on all ranks. The ranks' gradients of it are summed."""
     out: Tensor = _CopyToGroup.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 

@@ -21,9 +21,9 @@ from kumi.parallel.token_collectives import IMPLEMENTATIONS
 
 
 def ulysses_attention_fn(attend: AttentionFn, group: dist.ProcessGroup) -> AttentionFn:
-    """Return the attention function of rows sharded over `group`, by the function `attend` of unsharded rows."""
+    """Return the attention function of rows sharded over `group`. `attend`: that of unsharded rows."""
 
-    def exchanged(
+    def attend_after_exchange(
         q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None, scores: Scores = PLAIN_SCORES
     ) -> Tensor:
         cp = group.size()
@@ -41,18 +41,21 @@ def ulysses_attention_fn(attend: AttentionFn, group: dist.ProcessGroup) -> Atten
         back = _all_to_all(to_rank_order(out.flatten(2), cp), group)
         return back.permute(1, 2, 0, 3).reshape(*back.shape[1:3], -1, v.shape[3])
 
-    return exchanged
+    return attend_after_exchange
 
 
-def to_sequence_order(pieces: Tensor) -> Tensor:
-    """Return the pieces (cp, B, N, F) of all ranks as rows (B, cp * N, F); rank i has pieces i and 2 * cp - 1 - i."""
-    cp, rows, own, size = pieces.shape
-    near, far = pieces.view(cp, rows, 2, own // 2, size).unbind(2)
-    return torch.cat([near, far.flip(0)]).transpose(0, 1).reshape(rows, cp * own, size)
+def to_sequence_order(shards: Tensor) -> Tensor:
+    """Return the shards (cp, B, N, F) of all ranks as rows (B, cp * N, F).
+
+    The shard of rank i has the pieces i and 2 * cp - 1 - i of each row.
+    """
+    cp, rows, length, size = shards.shape
+    near, far = shards.view(cp, rows, 2, length // 2, size).unbind(2)
+    return torch.cat([near, far.flip(0)]).transpose(0, 1).reshape(rows, cp * length, size)
 
 
 def to_rank_order(x: Tensor, cp: int) -> Tensor:
-    """The inverse of `to_sequence_order`."""
+    """Return the inverse of `to_sequence_order`."""
     rows, length, size = x.shape
     near, far = x.reshape(rows, 2, cp, length // (2 * cp), size).unbind(1)
     return torch.stack([near, far.flip(1)], dim=2).transpose(0, 1).reshape(cp, rows, length // cp, size)

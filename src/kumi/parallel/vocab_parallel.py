@@ -16,7 +16,7 @@ from kumi.parallel.token_collectives import all_gather_no_grad, all_reduce_no_gr
 
 
 class VocabularyShard(Vocabulary):
-    """This rank's rows of the vocabulary. All ranks have equally many; the last rows may be padding.
+    """This rank's rows of the vocabulary. All ranks have the same number of rows; the last rows may be padding.
 
     `sequence_parallel`: hidden states are this rank's tokens only.
     """

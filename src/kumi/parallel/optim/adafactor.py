@@ -1,4 +1,5 @@
-"""Adafactor: AdamW without a first moment, its second one factored (Shazeer and Stern, 2018, arXiv:1804.04235).
+"""Adafactor: AdamW without a first moment and with a factored second moment (Shazeer and Stern, 2018,
+arXiv:1804.04235).
 
 The arithmetic and the constants are those of torch.optim.Adafactor: a matrix has the mean squares of its rows and of
 its columns in float32, the step is relative to the size of the parameter, and the update's root mean square is at most
@@ -26,8 +27,8 @@ from kumi.spec.optim import Optim
 from kumi.spec.optim_states import COLUMN_MEANS, COUNTER, MEAN_SQUARES, ROW_MEANS
 from kumi.spec.sharding import is_routed
 
-# torch.optim.Adafactor's: the exponent of the decay of the means, the smallest size of a parameter, and the largest
-# root mean square of an update.
+# Constants of torch.optim.Adafactor: the exponent of the decay of the means, the smallest size of a parameter, and the
+# largest root mean square of an update.
 _DECAY, _SMALLEST, _LARGEST = -0.8, 1e-3, 1.0
 
 
@@ -62,7 +63,10 @@ class Adafactor:
 
 @dataclass
 class _Update:
-    """A parameter's pending update. Its sums are over this rank's shard until `sum_shards` adds those of all ranks."""
+    """A parameter's pending update.
+
+    Its sums are over this rank's shard until `sum_shards` adds those of the other ranks.
+    """
 
     param: Param
     parameter: nn.Parameter
@@ -81,7 +85,7 @@ class _Update:
 
     @property
     def numel(self) -> int:
-        """Elements of the unsharded tensor, or of one expert's."""
+        """The number of elements of the unsharded tensor; for routed experts, of one expert."""
         return prod(self.param.shape[is_routed(self.param) :])
 
 
@@ -89,8 +93,8 @@ class _Update:
 _Sums = Iterator[tuple[Tensor, Param, tuple[str, ...]]]
 
 
-def _square(tensor: Tensor, param: Param) -> Tensor:
-    """Return the sum of squares of a tensor, or of each expert's."""
+def _sum_of_squares(tensor: Tensor, param: Param) -> Tensor:
+    """Return the sum of squares of a tensor; for routed experts, of each expert."""
     dims = tuple(range(int(is_routed(param)), tensor.ndim))
     return tensor.square().sum(dims, keepdim=True)
 
@@ -104,7 +108,7 @@ def _sum_squares(update: _Update, mesh: Mesh) -> _Sums:
         last = len(param.dims) - 1
         yield update.row_squares, param, axes_of_dim(param, layout, last)
         yield update.column_squares, param, axes_of_dim(param, layout, last - 1)
-    update.parameter_square = _square(local_shard(update.parameter), param)
+    update.parameter_square = _sum_of_squares(local_shard(update.parameter), param)
     yield update.parameter_square, param, axes_of_param(param, layout)
 
 
@@ -136,12 +140,12 @@ def _sum_updates(update: _Update, mesh: Mesh) -> _Sums:
         rows, columns = (state[name].to(gradient.dtype) for name in (ROW_MEANS, COLUMN_MEANS))
         estimate = rows * columns / (update.means / update.param.shape[-2]).clamp(min=eps)
     update.direction = estimate.clamp(min=eps * eps).rsqrt_().mul_(gradient)
-    update.direction_square = _square(update.direction, update.param)
+    update.direction_square = _sum_of_squares(update.direction, update.param)
     yield update.direction_square, update.param, axes_of_param(update.param, mesh.layout)
 
 
 def _apply(update: _Update) -> None:
-    """Decay the parameter and subtract the update, scaled by the parameter's size before."""
+    """Decay the parameter and subtract the update, scaled by the size of the parameter before the update."""
     direction, parameter, lr = update.direction, local_shard(update.parameter), update.group["lr"]
     assert update.parameter_square is not None
     assert update.direction_square is not None

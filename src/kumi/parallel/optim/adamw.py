@@ -82,8 +82,8 @@ def init_adamw(
     """Return AdamW over `named_parameters`, plain or sharded, with its states allocated and zero.
 
     Weight decay applies to the parameters with names in `decayed` (of a model: `kumi.spec.ledger.decayed_names`).
-    States exist from the start so that a checkpoint before the first step is complete and memory does not grow during
-    it. `states=False`: without states. The caller sets the learning rate.
+    States exist from the start so that a checkpoint before the first step is complete and memory does not grow in that
+    step. `states=False`: without states. The caller sets the learning rate.
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     values: dict[Tensor, dict[str, Tensor]] = {}

@@ -1,7 +1,8 @@
 """AdamW whose moments of matrices take one byte per element (Dettmers et al., 2022, arXiv:2110.02861).
 
-Some rows at a time, the moments are decoded, updated by AdamW in float32 or wider, and encoded. Vectors, and matrices
-of fewer than 4,096 elements, use plain AdamW. If tp shards rows, the ranks agree on the scales of their blocks.
+The moments of some rows at a time are decoded, updated by AdamW in float32 or wider, and encoded again. Vectors, and
+matrices of fewer than 4,096 elements, use plain AdamW. If tp shards rows, the ranks agree on the scales of their
+blocks.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class AdamW8bit:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the update's arithmetic: float32, or float64 for parameters that have it."""
+    """Return the dtype of the update's arithmetic: float32, or float64 for float64 parameters."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -7,8 +7,8 @@ copied back (Ren et al., 2021, arXiv:2101.06840). Three buckets are in flight at
     update  bucket i       on the host's processors
     h2d     bucket i - 1   parameters to the device, states to the drives
 
-With states on drives (Rajbhandari et al., 2021, arXiv:2104.07857, in kind), only those of three buckets are in memory.
-The results equal those of `AdamW` on the host in every element, for any bucket size.
+With states on drives (as in Rajbhandari et al., 2021, arXiv:2104.07857), only the states of three buckets are in
+memory. The results are identical to those of `AdamW` on the host, for any bucket size.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class ParamSpan:
 class UpdateBucket:
     """Parameters that are updated together.
 
-    `group`: their settings.
+    `group`: the settings of the parameters.
     `first`: index of the bucket's first element among the elements of all buckets.
-    `size`: elements, with alignment.
+    `size`: number of elements, with those that align parameters.
     """
 
     group: dict[str, Any]
@@ -65,7 +65,7 @@ class StagingBuffer:
     """Host memory for a bucket, (elements,) each.
 
     `means`, `squares`: empty unless states are on drives.
-    `free`: on CUDA, the event after which the parameters have been copied to the device.
+    `free`: on CUDA, the event after which the buffer can be reused: its parameters have been copied to the device.
     """
 
     parameters: Tensor
@@ -209,7 +209,11 @@ def _with_gradients(bucket: UpdateBucket) -> UpdateBucket:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A bucket being copied to a staging buffer: `copied` from the device, `read` from the drives."""
+    """A bucket that is being copied to a staging buffer.
+
+    `copied`: on CUDA, the event at the end of the copy from the device.
+    `read`: the end of the read from the drives; None without drives.
+    """
 
     bucket: UpdateBucket
     staging: StagingBuffer

@@ -88,9 +88,13 @@ class Muon:
 
 
 def nesterov(gradients: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float) -> list[Tensor]:
-    """Add `gradients` to the `momenta` in place, and return the updates before orthogonalisation, in its dtype.
+    """Add `gradients` to the `momenta` in place, and return the updates before orthogonalisation.
 
-    As in torch.optim.Muon, a momentum is a moving average. The update is its next value if the gradient repeated.
+    The updates are in the dtype of `newton_schulz_dtype`.
+
+
+    As in torch.optim.Muon, a momentum is a moving average. The update is the momentum's next value if the gradient
+    repeated.
     """
     torch._foreach_lerp_(list(momenta), list(gradients), 1 - momentum)
     ahead = torch._foreach_lerp(list(gradients), list(momenta), momentum)
@@ -98,7 +102,7 @@ def nesterov(gradients: Sequence[Tensor], momenta: Sequence[Tensor], momentum: f
 
 
 def matrix_shape(param: Param) -> tuple[int, int]:
-    """Return (rows, columns) of the matrices in `param`: one expert's, and one of a pair."""
+    """Return (rows, columns) of a matrix in `param`: of one expert, and of one of a fused pair."""
     rows, columns = param.shape[-2:]
     return rows // 2 if is_fused_pair(param.dims[-2]) else rows, columns
 

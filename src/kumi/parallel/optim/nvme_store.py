@@ -29,12 +29,12 @@ class NvmeStore:
     files: tuple[int, ...]
 
     def read(self, first: int, into: Sequence[Tensor]) -> None:
-        """Fill each of `into` with elements of its file from `first` on."""
+        """Fill each of `into` with elements of its file, beginning with element `first`."""
         for file, tensor in zip(self.files, into, strict=True):
             _transfer(os.preadv, file, tensor, first)
 
     def write(self, first: int, parts: Sequence[Tensor]) -> None:
-        """Write each of `parts` to its file from element `first` on."""
+        """Write each of `parts` to its file, beginning at element `first`."""
         for file, tensor in zip(self.files, parts, strict=True):
             _transfer(os.pwritev, file, tensor, first)
 
@@ -53,9 +53,8 @@ def open_nvme_store(folder: Path, rank: int, elements: int, dtype: torch.dtype) 
             folder.mkdir(parents=True, exist_ok=True)
             remove_file(path)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            os.posix_fallocate(
-                file, 0, size
-            )  # allocate now: a full drive would kill a process that writes to mapped memory
+            # Allocate now: on a full drive, a write to mapped memory would kill the process.
+            os.posix_fallocate(file, 0, size)
             mapped[name] = torch.from_file(str(path), shared=True, size=max(1, elements), dtype=dtype)
             os.unlink(path)
         except OSError as error:
@@ -69,10 +68,10 @@ def open_nvme_store(folder: Path, rank: int, elements: int, dtype: torch.dtype) 
 
 def _transfer(move: object, file: int, tensor: Tensor, first: int) -> None:
     """Read or write all bytes of `tensor` at element `first` of the file; one system call may move fewer bytes."""
-    left = memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    remaining = memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
     offset = first * tensor.itemsize
-    while len(left):
-        done = move(file, [left], offset)  # type: ignore[operator]
+    while len(remaining):
+        done = move(file, [remaining], offset)  # type: ignore[operator]
         if done == 0:
             raise OSError(f"a file of optimizer states ends early, at byte {offset}")
-        left, offset = left[done:], offset + done
+        remaining, offset = remaining[done:], offset + done

@@ -4,8 +4,8 @@ A block of elements has a scale, its largest absolute value. An element is store
 -1 and 1, or 0 and 1, times the scale. The values are those of bitsandbytes' `create_dynamic_map`: in seven decades
 below 1, each decade has half as many evenly spaced values as the decade above it.
 
-Blocks start at multiples of their size in every unsharded row, so they are the same in every layout. If the row length
-is a multiple of the block size, as usual, they equal the blocks of bitsandbytes.
+Blocks start at multiples of their size in every unsharded row, so blocks are the same in every layout. If the row
+length is a multiple of the block size, as usual, they are the blocks of bitsandbytes.
 """
 
 from __future__ import annotations

@@ -37,20 +37,21 @@ def axes_of_dim(param: Param, layout: Layout, dim: int) -> tuple[str, ...]:
 
 
 def axes_of_param(param: Param, layout: Layout) -> tuple[str, ...]:
-    """Return the names of the axes that shard any dim of `param`, ZeRO's first; each shards one."""
+    """Return the names of the axes that shard any dim of `param`, ZeRO's first; an axis shards one dim."""
     sharding = {name for dim in range(len(param.dims)) for name in axes_of_dim(param, layout, dim)}
     return tuple(name for name in SHARDING_AXES if name in sharding)
 
 
 def _replicas(param: Param, layout: Layout, name: str) -> int:
-    """Return the number of ranks of the axis with the same shard: more than one for fewer key-value heads than tp."""
+    """Return the number of ranks of the axis with the same shard: more than one if there are fewer key-value heads than
+    tp ranks."""
     return tp_replicas(param, layout).degree if name == "tp" else 1
 
 
 def sum_shards(items: Sequence[tuple[Tensor, Param, tuple[str, ...]]], mesh: Mesh) -> None:
     """Sum each tensor, in place, over the ranks of its axes, counting every shard of `param` once.
 
-    All ranks of a group must give equally shaped tensors in the same order. Each group sends one message per dtype.
+    All ranks of a group must give tensors of the same shapes in the same order. Each group sends one message per dtype.
     """
     summed: dict[str, list[Tensor]] = defaultdict(list)
     for tensor, param, names in items:

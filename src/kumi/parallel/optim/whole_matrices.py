@@ -73,7 +73,7 @@ class MatrixBucket:
     entries: tuple[MatrixEntry, ...]
 
     def with_gradients(self) -> MatrixBucket:
-        """Return the bucket without the parameters that have no gradient, which they have on all ranks or on none."""
+        """Return the bucket without the parameters that have no gradient. All ranks must agree on which have one."""
         return replace(self, entries=tuple(entry for entry in self.entries if entry.parameter.grad is not None))
 
 
@@ -167,12 +167,12 @@ def gather_to_owners(bucket: MatrixBucket, shards: Sequence[Tensor], mesh: Mesh)
     for level, name in enumerate(bucket.axes):
         owners = {place: bucket.entries[place].owner[level] for place in flat}
         ranks = range(axis(mesh.layout, name).degree)
-        mine = [place for place in flat if owners[place] == bucket.index[level]]
+        owned_places = [place for place in flat if owners[place] == bucket.index[level]]
         sent = [[flat[place] for place in flat if owners[place] == to] for to in ranks]
-        sizes = [[bucket.entries[place].sizes[level][of] for place in mine] for of in ranks]
+        sizes = [[bucket.entries[place].sizes[level][of] for place in owned_places] for of in ranks]
         received = _exchange(sent, sizes, shards[0], mesh.groups[name])
-        flat = {place: torch.cat([pieces[number] for pieces in received]) for number, place in enumerate(mine)}
-    return {place: _assembled(bucket.entries[place], values) for place, values in flat.items()}
+        flat = {place: torch.cat([pieces[number] for pieces in received]) for number, place in enumerate(owned_places)}
+    return {place: _assemble(bucket.entries[place], values) for place, values in flat.items()}
 
 
 def scatter_from_owners(bucket: MatrixBucket, owned: Mapping[int, Tensor], like: Tensor, mesh: Mesh) -> list[Tensor]:
@@ -184,7 +184,7 @@ def scatter_from_owners(bucket: MatrixBucket, owned: Mapping[int, Tensor], like:
     """
     if not bucket.axes:
         return [owned[place] for place in range(len(bucket.entries))]
-    flat = {place: _disassembled(bucket.entries[place], tensor) for place, tensor in owned.items()}
+    flat = {place: _disassemble(bucket.entries[place], tensor) for place, tensor in owned.items()}
     for level, name in reversed(list(enumerate(bucket.axes))):
         entries, ranks = bucket.entries, range(axis(mesh.layout, name).degree)
         pieces = {place: torch.split(values, list(entries[place].sizes[level])) for place, values in flat.items()}
@@ -213,7 +213,7 @@ def _exchange(
     ]
 
 
-def _assembled(entry: MatrixEntry, values: Tensor) -> Tensor:
+def _assemble(entry: MatrixEntry, values: Tensor) -> Tensor:
     """Return the unsharded tensor of the concatenated shards `values`."""
     tensor = values.new_empty(entry.shape)
     for shard, piece in zip(entry.shards, torch.split(values, [shard.numel for shard in entry.shards]), strict=True):
@@ -222,7 +222,7 @@ def _assembled(entry: MatrixEntry, values: Tensor) -> Tensor:
     return tensor
 
 
-def _disassembled(entry: MatrixEntry, tensor: Tensor) -> Tensor:
+def _disassemble(entry: MatrixEntry, tensor: Tensor) -> Tensor:
     """Return the concatenated shards of all ranks."""
     values = tensor.new_zeros(sum(shard.numel for shard in entry.shards))
     for shard, piece in zip(entry.shards, torch.split(values, [shard.numel for shard in entry.shards]), strict=True):
