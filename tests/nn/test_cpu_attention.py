@@ -172,7 +172,7 @@ def test_documents_divided_among_threads_give_the_same_result(threads, window, s
     bounds, results = [0, 4, 5, 11, 16, 22], []
     for count in (1, 2, 3):
         threads(count)
-        assert (len(cpu_attention._shares(bounds, window or 0)) > 1) == (count > 1)
+        assert (len(cpu_attention._document_groups(bounds, window or 0)) > 1) == (count > 1)
         out = packed_attention(*qkv, bounds, window, sinks, scores)
         results.append([out, *torch.autograd.grad(out, leaves, grad)])
         assert torch.get_num_threads() == count
@@ -182,12 +182,14 @@ def test_documents_divided_among_threads_give_the_same_result(threads, window, s
 
 def test_documents_are_divided_where_all_threads_get_enough(threads):
     threads(2)
-    assert cpu_attention._shares([0, 5, 10, 15, 20], 0) == [[0, 5], [5, 10], [10, 15], [15, 20]]
-    assert cpu_attention._shares(list(range(0, 45, 5)), 0) == [[5 * n, 5 * n + 5, 5 * n + 10] for n in (0, 2, 4, 6)]
-    assert cpu_attention._shares([0, 1, 2, 20], 0) == [[0, 1, 2, 20]], "one document is most of it"
-    assert cpu_attention._shares([0, 40, 50, 60, 70, 80], 10) == [[0, 40], [40, 50, 60], [60, 70, 80]]
+    assert cpu_attention._document_groups([0, 5, 10, 15, 20], 0) == [[0, 5], [5, 10], [10, 15], [15, 20]]
+    assert cpu_attention._document_groups(list(range(0, 45, 5)), 0) == [
+        [5 * n, 5 * n + 5, 5 * n + 10] for n in (0, 2, 4, 6)
+    ]
+    assert cpu_attention._document_groups([0, 1, 2, 20], 0) == [[0, 1, 2, 20]], "one document is most of it"
+    assert cpu_attention._document_groups([0, 40, 50, 60, 70, 80], 10) == [[0, 40], [40, 50, 60], [60, 70, 80]]
     threads(1)
-    assert cpu_attention._shares([0, 5, 10], 0) == [[0, 5, 10]]
+    assert cpu_attention._document_groups([0, 5, 10], 0) == [[0, 5, 10]]
 
 
 def test_parts_run_in_threads_of_their_own_also_after_a_fork(threads):

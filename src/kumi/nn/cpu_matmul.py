@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-# oneDNN sums in another order, so its error differs from the default library's by a small factor. If it rounds inputs
-# to bfloat16 ("medium" allows it, and CPUs with bfloat16 matrix units do it), the error is thousands of times larger.
+# oneDNN sums in another order, so its error differs from the default library's by a small factor. If oneDNN rounds
+# inputs to bfloat16 ("medium" allows that, and CPUs with bfloat16 matrix units do so), the error is thousands of times
+# larger.
 _ALLOWED = 4.0
 
 
@@ -15,9 +16,8 @@ _ALLOWED = 4.0
 class Float32Matmul:
     """The choice of `enable_fast_float32`.
 
-    `precision`: torch's float32 matmul precision.
-    `error`, `default_error`: the errors with this precision allowed and with the default, relative to the largest
-    element.
+    `precision`: torch's float32 matmul precision, "medium" for oneDNN or "highest".
+    `error`, `default_error`: errors by oneDNN and by PyTorch's default library, relative to the largest element.
     """
 
     precision: str

@@ -73,7 +73,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def mixer(self) -> nn.Module:
-        """The token mixer, attention or Mamba. The attribute that holds it is named as in the model's parameters."""
+        """The token mixer, attention or Mamba. The attribute of the mixer has the name in the model's parameters."""
         assert self.spec.attention is not None
         mixer: nn.Module = getattr(self, self.spec.attention.module_name)
         return mixer
@@ -89,7 +89,7 @@ class DecoderLayer(nn.Module):
         return _apply_norm(self.mlp_post_norm, out)
 
     def add(self, x: Tensor, added: Tensor) -> Tensor:
-        """Return the residual stream `x` plus `added`, in one pass that keeps neither for the backward pass."""
+        """Return the residual stream `x` plus `added`, in one operator that saves neither for the backward pass."""
         return torch.add(x, added, alpha=self.residual_scale)
 
 
@@ -125,9 +125,9 @@ class Embedding(nn.Module):
 class Model(nn.Module):
     """Embedding, layers and final norm, or the part of them on one pipeline stage.
 
-    `table`: has the token table.
-    `first`: has the other parts of the embedding (learned positions, norm).
-    `norm`: has the final norm.
+    `table`: the stage has the token table.
+    `first`: the stage has the other parts of the embedding (learned positions, norm).
+    `norm`: the stage has the final norm.
     """
 
     def __init__(
@@ -158,10 +158,10 @@ class Model(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model, or a pipeline stage of one. Its parameters are named as in the ledger.
 
-    `dtype`, `device`: of the uninitialised parameters; the device may be "meta".
+    `dtype`, `device`: those of the parameters, which are not initialised; the device may be "meta".
     `layers`: indices of this stage's layers; None for all.
-    `embedding`: has the embedding.
-    `head`: has the final norm and the head. A tied head on a stage without embedding has a token table of its own.
+    `embedding`: the stage has the embedding.
+    `head`: the stage has the final norm and the head. With a tied head and no embedding, it has a copy of the table.
 
     `compute_dtype` is the dtype of activations and matrix products, `reduce_dtype` that of gradient reduction. Raises
     ModelError for a model that this package does not compute.
@@ -170,8 +170,8 @@ class Decoder(nn.Module):
 
     `make_attention(tokens, document_ids)`: returns the attention function of a batch.
     `make_lengths(tokens, document_ids)`: returns the document length of each token.
-    `logits`, `log_probs`, `weighted_sum`: functions of the final hidden states (T, D) and the head's weight; `logits`
-    returns them before `shaping`.
+    `logits`, `log_probs`, `weighted_sum`: functions of the final hidden states (T, D) and the head's weight; the result
+    of `logits` is not yet scaled and capped by `shaping`.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Decoder(nn.Module):
         """Return logits, log-probs, a loss, or hidden states.
 
         - Without `labels`: logits (B, S, V).
-        - With `labels` (B, S): their log-probs, float32 (B, S). They are shifted already: labels[b, s] follows
+        - With `labels` (B, S): their log-probs, float32 (B, S). Labels are shifted already: labels[b, s] follows
           input_ids[b, s]. A label of -100 is ignored, and its log-prob is 0.
         - With `labels` and `token_weights` (B, S): the scalar sum of token_weights * log-probs, with its gradient
           computed in the forward pass, and the log-probs, detached.
@@ -307,7 +307,7 @@ class Decoder(nn.Module):
 
 
 def unsharded_attention(tokens: Tensor, document_ids: Tensor | None) -> AttentionFn:
-    """Return the attention function of a batch (B, S) whose rows are not divided among ranks."""
+    """Return the attention function of a batch (B, S) whose rows are not sharded over ranks."""
     return partial(attend, segments(tokens, document_ids))
 
 

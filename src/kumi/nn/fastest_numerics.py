@@ -2,9 +2,9 @@
 
 Each candidate is timed once per round, in `ROUNDS` rounds, so that other load on the machine affects all candidates.
 The defaults are oneDNN for products, blocks for attention, and the precision that the CPU's flags suggest. Another
-candidate replaces the default if it is faster by a factor of `LEAD`, both in the median and in the fastest round. A
-measurement that is not finished within `SECONDS` keeps the default: a second suffices unless the machine is busy, and
-then the times would mean nothing.
+candidate replaces the default if it is faster by a factor of `LEAD`, both in the median and in the fastest round;
+oneDNN must be faster by `PADDED_LEAD` to multiply the experts' rows, too. A measurement that is not finished within
+`SECONDS` keeps the default: a second suffices unless the machine is busy, and then the times would mean nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from kumi.spec.numerics import AUTO_KINDS, FLASH_CASES, LONG_TOKENS, Numerics
 
 ROUNDS = 3
 LEAD = 1.05
-# oneDNN multiplies the experts' rows only with this lead, because they have to be padded for it (see
-# `kumi.nn.grouped_gemm`).
-PADDING = 1.15
+# oneDNN needs this lead to multiply the experts' rows, because they have to be padded (see `kumi.nn.grouped_gemm`).
+PADDED_LEAD = 1.15
 SECONDS = 2.0
 
 # Tokens, and the dimensions of the model whose products, attention and layer are timed.
@@ -43,10 +42,10 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def measure(kind: str) -> tuple[Numerics, dict[str, Seconds]]:
-    """Return the choices, and the median seconds of each candidate by measurement.
+    """Return the fastest numerics, and the median seconds of each candidate by measurement.
 
-    Measurements are "products", "formats", "attention fp32-long" and so on; those that ran out of time are empty.
-    `kind` is the precision that the CPU's flags suggest.
+    Measurements are "products", "formats", "attention fp32-long" and so on; a measurement that ran out of time is
+    empty. `kind` is the precision that the CPU's flags suggest.
     """
     torch.manual_seed(0)
     clock = _Clock()
@@ -97,27 +96,33 @@ class _Clock:
 
 
 def _library(rounds: _Rounds) -> str:
-    """Return the library for float32 products, given the times of both; oneDNN has times only if it is exact."""
+    """Return "default", "onednn", or "mixed": oneDNN, but the default library for the experts' rows.
+
+    `rounds` has times of oneDNN only if it passed the check of `enable_fast_float32`.
+    """
     if not rounds:
         return "onednn"
     if "onednn" not in rounds or _leads(rounds, "default", "onednn"):
         return "default"
-    return "onednn" if _leads(rounds, "onednn", "default", PADDING) else "mixed"
+    return "onednn" if _leads(rounds, "onednn", "default", PADDED_LEAD) else "mixed"
 
 
 def _ahead(rounds: _Rounds, reference: str, others: Sequence[str]) -> str:
-    """Return the first of `others` that leads `reference`, or `reference`."""
+    """Return the first of `others` that is faster than `reference` by `LEAD`; `reference` if none is."""
     ahead = [candidate for candidate in others if candidate in rounds and _leads(rounds, candidate, reference)]
     return ahead[0] if ahead else reference
 
 
 def _leads(rounds: _Rounds, candidate: str, other: str, by: float = LEAD) -> bool:
-    """Return True if `way` is faster than `other` by a factor of `by`, in the median and in the fastest round."""
+    """Return True if `candidate` is faster than `other` by a factor of `by`, in the median and in the fastest round."""
     return all(statistic(rounds[candidate]) * by <= statistic(rounds[other]) for statistic in (median, min))
 
 
 def _products() -> dict[str, Callable[[], object]]:
-    """Return the products of a layer, forward and backward, by the default library and, if it is exact, by oneDNN."""
+    """Return functions that compute the products of a layer and its gradients, by the default library and by oneDNN.
+
+    oneDNN is left out if it fails the check of `enable_fast_float32`.
+    """
     shapes = ((HIDDEN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN))
     sizes = [((TOKENS, width), (height, width), (TOKENS, height)) for height, width in shapes]
     tensors = [[torch.randn(size) for size in each] for each in sizes]
@@ -132,15 +137,16 @@ def _products() -> dict[str, Callable[[], object]]:
 
 
 def _formats() -> dict[str, Callable[[], object]]:
-    """Return one product in each number format."""
+    """Return functions that compute one product, one for each number format."""
     square = torch.randn(TOKENS // 2, TOKENS), torch.randn(TOKENS, TOKENS)
     return {kind: partial(torch.mm, *(x.to(dtype) for x in square)) for kind, dtype in _DTYPES.items()}
 
 
 def _attention(case: str) -> dict[str, Callable[[], object]]:
-    """Return attention in the given case of `FLASH_CASES`, forward and backward, in blocks and by PyTorch's kernel."""
+    """Return functions that compute attention and its gradients for a case of `FLASH_CASES`: in blocks, and by
+    PyTorch's kernel."""
     kind, length = case.split("-")
-    # Two short documents, which two threads can share, or a long one.
+    # Two short documents, one for each of two threads, or one long document.
     documents, heads, kv_heads = (
         ((LONG_TOKENS // 2,) * 2, HEADS, KV_HEADS) if length == "short" else ((LONG_TOKENS,), 2, 1)
     )
@@ -160,7 +166,7 @@ def _attention(case: str) -> dict[str, Callable[[], object]]:
 
 
 def _steps() -> dict[str, Callable[[], object]]:
-    """Return forward and backward of a decoder with one layer, in each number format."""
+    """Return functions that run forward and backward of a decoder with one layer, one for each number format."""
     return {kind: partial(_step, *_layer(kind)) for kind in AUTO_KINDS}
 
 

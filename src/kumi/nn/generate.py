@@ -15,8 +15,8 @@ def generate(
 ) -> list[int]:
     """Return up to `count` token ids that continue `prompt`, ending before the first one in `stop`.
 
-    `temperature` 0 takes the most likely token. Each token costs a forward pass over all tokens so far; the context is
-    cut to the model's max_position_embeddings.
+    `temperature` 0 takes the most likely token. Each token costs a forward pass over all tokens so far; a token sees at
+    most the last max_position_embeddings tokens.
     """
     device = decoder.head_weight.device
     generator = torch.Generator().manual_seed(seed)

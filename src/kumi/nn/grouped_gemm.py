@@ -1,7 +1,7 @@
 """Grouped matrix products: rows sorted by expert, each group with its own matrix.
 
-PyTorch's dispatcher sees one operator for each, whether a grouped kernel or a loop over the experts computes it. So do
-selective recomputation, FLOP counting and fake tensors.
+Each product is one operator of PyTorch's dispatcher, whether a grouped kernel or a loop over the experts computes it.
+Selective recomputation, FLOP counting and fake tensors see that operator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from kumi.nn.custom_ops import define_op
 from kumi.nn.numerics import expert_matmul_precision
 
-# Columns of ones: the fewest that the kernels take.
+# The smallest number of columns that the kernels support.
 _ONES = 8
 
 
@@ -25,15 +25,15 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
     The first counts[0] rows use the first matrix of `weight` (X, out, in), and so on. `counts` (X,) sums to N.
     """
-    out: Tensor = _Grouped.apply(rows, weight.to(rows.dtype), counts)  # type: ignore[no-untyped-call]
+    out: Tensor = _GroupedLinear.apply(rows, weight.to(rows.dtype), counts)  # type: ignore[no-untyped-call]
     return out
 
 
 def add_expert_bias(rows: Tensor, bias: Tensor | None, counts: Tensor, *, other_rank_adds: bool = False) -> Tensor:
     """Return `rows` (N, out), each plus the row of `bias` (X, out) of its group. Backward keeps only `counts`.
 
-    `other_rank_adds`: return `rows` unchanged, because another rank adds the bias to the sum over ranks. The gradient
-    of the bias is that of the sum, so it is computed here too.
+    `other_rank_adds`: return `rows` unchanged, because another rank adds the bias to the sum over ranks. This rank
+    computes the gradient of the bias too, because that is the gradient of the sum.
     """
     if bias is None:
         return rows
@@ -48,7 +48,7 @@ class _AddExpertBias(torch.autograd.Function):
         ctx.dtype = bias.dtype
         if other_rank_adds:
             return rows.view_as(rows)
-        # `output_size` is known on the host, so the device is not waited for.
+        # With `output_size`, the host need not wait for the device to know the size of the result.
         spread = bias.to(rows.dtype).repeat_interleave(counts, dim=0, output_size=len(rows))
         return spread.add_(rows)
 
@@ -60,7 +60,7 @@ class _AddExpertBias(torch.autograd.Function):
         return grad, sums.to(ctx.dtype), None, None
 
 
-class _Grouped(torch.autograd.Function):
+class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(rows if weight.requires_grad else None, weight, counts)
@@ -84,7 +84,7 @@ def _times(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
     sizes = counts.tolist()
     for part, matrix, target in zip(torch.split(rows, sizes), matrices, torch.split(out, sizes), strict=True):
-        target.copy_(torch.mm(_padded(part), matrix)[: len(part)])
+        target.copy_(torch.mm(_pad(part), matrix)[: len(part)])
     return out
 
 
@@ -95,14 +95,14 @@ def _outer(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
         return F.grouped_mm(grad.T, rows, offs=counts.cumsum(0, dtype=torch.int32))
     sizes = counts.tolist()
     parts = zip(torch.split(grad, sizes), torch.split(rows, sizes), strict=True)
-    return torch.stack([torch.mm(_padded(grad_part).T, _padded(row_part)) for grad_part, row_part in parts])
+    return torch.stack([torch.mm(_pad(grad_part).T, _pad(row_part)) for grad_part, row_part in parts])
 
 
 def _has_kernel(rows: Tensor, width: int) -> bool:
     """Return True if F.grouped_mm supports `rows` (N, in) and matrices with `width` columns, and should be used.
 
-    It does not support float64, no rows at all, or rows that are not aligned to 16 bytes. On a CPU it loops over
-    products of every size; it is not used where each size costs a compiled kernel (see `_compiles_kernels`).
+    F.grouped_mm does not support float64, no rows at all, or rows that are not aligned to 16 bytes. On a CPU, it loops
+    over products of every size, so it is not used if each size costs a compiled kernel (see `_compiles_kernels`).
     """
     if _compiles_kernels(rows):
         return False
@@ -113,14 +113,14 @@ def _has_kernel(rows: Tensor, width: int) -> bool:
 def _compiles_kernels(rows: Tensor) -> bool:
     """Return True if a product of `rows` uses oneDNN, which compiles and keeps a kernel for each size.
 
-    On a CPU it is used for bfloat16 and float16, and for float32 if `kumi.nn.numerics` chose it.
+    On a CPU, PyTorch uses oneDNN for bfloat16 and float16, and for float32 if `kumi.nn.numerics` chose it.
     """
     if rows.device.type != "cpu" or rows.dtype == torch.float64:
         return False
     return rows.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
 
 
-def _padded(rows: Tensor) -> Tensor:
+def _pad(rows: Tensor) -> Tensor:
     """Return `rows` (n, width), padded with zero rows to one of few sizes if each size costs a compiled kernel.
 
     An expert gets a different number of rows in every microbatch. oneDNN keeps some 0.7 MB for each size: a part in its

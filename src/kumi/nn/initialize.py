@@ -21,13 +21,13 @@ _STEPS = 0.001, 0.1
 
 
 def fill(out: Tensor, param: Param, start: tuple[int, ...], *, std: float, seed: int) -> None:
-    """Fill `out`, the part of `param` from the indices `start` on, with ones, zeros, or normal(0, std).
+    """Fill `out` with ones, zeros, or normal(0, std). `out` is the slice of `param` that begins at the indices `start`.
 
     Other inits:
 
     - "normal" with its own std, for adapters;
-    - "kaiming", for adapters: uniform up to 1 / sqrt(columns) (He et al., 2015, arXiv:1502.01852, with the slope that
-      PyTorch uses for new linear layers);
+    - "kaiming", for adapters: uniform between -1 / sqrt(columns) and 1 / sqrt(columns) (He et al., 2015,
+      arXiv:1502.01852, with the slope that PyTorch uses for new linear layers);
     - "log_index", for Mamba: the logarithms of 1, 2, ... (Dao and Gu's code);
     - "step", for Mamba: values whose softplus is 0.001 to 0.1 (Dao and Gu's code).
     """

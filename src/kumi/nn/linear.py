@@ -31,11 +31,11 @@ class PackedMatrix(Protocol):
 class Linear(nn.Module):
     """y = x W^T + b in the dtype of `x`; the parameters are cast in the forward pass.
 
-    `adds_bias`: adds the bias in this layer. Tensor parallelism unsets it and adds the bias after the sum over ranks.
-    `multiply`: computes the product; can be replaced by one in fewer bits.
+    `adds_bias`: this layer adds the bias. Tensor parallelism unsets it and adds the bias after the sum over ranks.
+    `multiply`: computes x W^T + b; can be replaced by a function that multiplies in fewer bits.
     `defers_wgrad`: allow the backward pass to defer the gradient of a trained weight.
     `deferred_wgrads`: the list of deferred gradients; None to compute them at once.
-    `packed`: the matrix if it is quantised; it is not a parameter then.
+    `packed`: the matrix if it is quantised; `weight` is then removed.
     """
 
     weight: nn.Parameter
@@ -46,7 +46,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        self.adds_bias = bias  # tensor parallelism adds it once, after the sum over ranks
+        self.adds_bias = bias
         self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         self.defers_wgrad = False
         self.deferred_wgrads: DeferredWgrads | None = None
@@ -62,7 +62,7 @@ class Linear(nn.Module):
         weight = self.weight.to(x.dtype)
         if not (self.defers_wgrad and self.weight.requires_grad and torch.is_grad_enabled()):
             return self.multiply(x, weight, bias)
-        out: Tensor = _Split.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _DeferrableLinear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return out
 
     def matrix(self) -> Tensor:
@@ -73,7 +73,7 @@ class Linear(nn.Module):
         return f"{tuple(self.matrix().shape)}, bias={self.bias is not None}"
 
 
-class _Split(torch.autograd.Function):
+class _DeferrableLinear(torch.autograd.Function):
     """F.linear with a backward pass that can defer the weight's gradient to `layer.deferred_wgrads`."""
 
     @staticmethod
@@ -88,7 +88,7 @@ class _Split(torch.autograd.Function):
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         layer, x, grad = ctx.layer, x.flatten(0, -2), grad.flatten(0, -2)
         if layer.deferred_wgrads is not None:
-            # Use the parameters as they are now: under FSDP2, the gathered ones.
+            # Under FSDP2, `layer.weight` is the gathered parameter now, and the sharded one later.
             bias = layer.bias if layer.adds_bias else None
             layer.deferred_wgrads.append(partial(add_gradients, layer.weight, bias, x, grad))
             return grad_x, None, None, None

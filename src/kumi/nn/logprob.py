@@ -7,8 +7,8 @@
 With d(log p_y)/d(logits) = onehot(y) - softmax(logits), both need one chunk (C, V) of logits at a time. `Shaping` may
 scale and cap the logits.
 
-A rank may hold a slice of the vocabulary (`Vocabulary`). From the other ranks it needs one number per token, the
-log-sum-exp of their logits, and the logit of the label.
+A rank may hold a slice of the vocabulary (`Vocabulary`). From the other ranks, it needs two numbers per token: the
+log-sum-exp of their logits, and the logit of the label if another rank has the label.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Vocabulary:
         return 0
 
     def rows(self, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the local row of each label, and a mask of the labels that are local; None if all are.
+        """Return the local row of each label, and a mask of the labels that are on this rank; None if all are.
 
-        A label on another rank gets any row.
+        The row of a label on another rank has no meaning.
         """
         return labels.clamp(min=0), None
 
@@ -60,8 +60,8 @@ FULL_VOCABULARY = Vocabulary()
 class Shaping(NamedTuple):
     """The scale and the softcap that turn the head's product into logits.
 
-    `scale`: multiplies the product.
-    `softcap`: then softcap * tanh(product / softcap), unless None.
+    `scale`: factor of the product.
+    `softcap`: the scaled product becomes softcap * tanh(product / softcap); None for no cap.
     """
 
     scale: float = 1.0
@@ -136,7 +136,7 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
         hidden, head = ctx.vocabulary.gather(hidden), (ctx.vocabulary, ctx.shaping)
-        grad_hidden, grad_weight = _gradients(hidden, weight)
+        grad_hidden, grad_weight = _gradient_buffers(hidden, weight)
         cast = weight.to(hidden.dtype)
         for part, buffers in _chunks(hidden, _chunk_buffers(hidden, weight)):
             y = labels[part]
@@ -161,8 +161,8 @@ class _WeightedSum(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         hidden = vocabulary.gather(hidden)
         log_prob = hidden.new_empty(len(labels), dtype=wide(hidden.dtype))
-        gradients = _gradients(hidden, weight) if needs_grad else None
-        # Use weights of at most 1 so that gradients stay in float16's range. The backward pass multiplies by the rest.
+        gradients = _gradient_buffers(hidden, weight) if needs_grad else None
+        # Use weights of at most 1 so that gradients stay in float16's range. The backward pass multiplies by `peak`.
         peak = token_weights.abs().amax().clamp(min=torch.finfo(token_weights.dtype).tiny)
         relative = token_weights / peak
         cast = weight.to(hidden.dtype)
@@ -211,10 +211,10 @@ def _chunks(hidden: Tensor, buffers: _ChunkBuffers) -> Iterator[tuple[slice, _Ch
         yield slice(start, stop), _ChunkBuffers(*(tensor[: stop - start] for tensor in buffers))
 
 
-def _gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+def _gradient_buffers(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return buffers for the gradient of `hidden`, and of `weight` if it is trained.
 
-    The latter accumulates over chunks, in float32 or wider.
+    The gradient of `weight` is summed over chunks, in float32 or wider.
     """
     grad_weight = torch.zeros_like(weight, dtype=wide(hidden.dtype)) if weight.requires_grad else None
     return torch.empty_like(hidden), grad_weight
@@ -261,14 +261,15 @@ def _backward(
     """Return the chunk's gradient of sum(scale * log_prob) with respect to `hidden`; add that of `weight` to
     `grad_weight`.
 
-    `buffers` holds the results of `_log_prob` and is overwritten. `scale` multiplies rows of D elements instead of V.
+    `buffers` holds the results of `_log_prob` and is overwritten. `scale` multiplies vectors of D elements, because
+    vectors of V elements would cost more.
     """
     scale = scale.to(buffers.probs.dtype).masked_fill(labels == IGNORED, 0.0).mul_(-shaping.scale)[:, None]
     rows, is_local = vocabulary.rows(labels)
     hit = torch.full_like(scale, -1.0) if is_local is None else -is_local[:, None].to(scale.dtype)
     buffers.probs.scatter_add_(-1, rows[:, None], hit)
     if shaping.softcap is not None:
-        # The derivative of the cap, 1 - tanh^2. Padding rows have a logit of -inf, so theirs is clamped to 0.
+        # The derivative of the cap, 1 - tanh^2. Padding rows have logits of -inf; clamp their derivative to 0.
         slope = buffers.logits.div_(shaping.softcap).square_().neg_().add_(1).clamp_(min=0)
         buffers.probs.mul_(slope)
     if buffers.probs.dtype == hidden.dtype:

@@ -40,7 +40,7 @@ class AdapterMatrix(nn.Module):
 class DropoutPass:
     """The current forward pass of training, from which dropout masks are derived.
 
-    A recomputed layer gets the same mask again, and every pass gets another one.
+    A recomputed layer gets the same mask again; different passes get different masks.
     `step`: number of the update.
     `microbatch`: index of the pass within the update.
     `data_rank`: differs between ranks with different tokens.
@@ -58,11 +58,11 @@ class DropoutPass:
 
 
 class LoraLinear(Linear):
-    """`Linear` with an adapter. It takes over the parameters of the layer `old`; those of the adapter are in `dtype`.
+    """`Linear` with an adapter. It takes over the parameters of the layer `old`; the adapter's are in `dtype`.
 
-    `name`: of the layer in the model.
+    `name`: name of the layer in the model.
     `part`: differs between ranks that hold different tokens or columns of the layer's input.
-    `sum_columns`: sums over the ranks that hold the other columns of the matrix.
+    `sum_columns`: sums a value of each row over the ranks that hold other columns of the matrix.
     """
 
     def __init__(self, old: Linear, lora: Lora, name: str, *, dtype: torch.dtype) -> None:
@@ -96,7 +96,7 @@ class LoraLinear(Linear):
 
     def complete(self, product: Tensor, reduced: Tensor) -> Tensor:
         """Return the layer's output, given W x (.., out) and A x (.., r)."""
-        # Not in place: selective recomputation keeps the results of matrix products.
+        # This must not work in place, because selective recomputation keeps the results of matrix products.
         out = torch.add(product, F.linear(reduced, self.lora_B.weight.to(product.dtype)), alpha=self.lora.scale)
         if self.lora_magnitude_vector is not None:
             out = out * (self.lora_magnitude_vector / self.row_norms()).to(out.dtype)

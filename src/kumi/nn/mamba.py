@@ -23,7 +23,7 @@ from kumi.nn.mamba_scan import ScanInputs, scan
 from kumi.nn.tp_block import UNSHARDED
 from kumi.spec import model
 
-# Elements per block of channels of a convolution: on other devices, on a CPU.
+# Largest number of elements of a convolution that are computed at once: (on other devices, on a CPU).
 ELEMENTS_AT_ONCE = (2**26, 2**20)
 
 
@@ -137,7 +137,7 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor
 def _convolution_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None
 ) -> list[Tensor]:
-    """Return the gradients of input, weight and bias; the last is a tensor even without a bias."""
+    """Return the gradients of input, weight and bias; that of the bias is a tensor even if there is no bias."""
     grads = [torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight[:, 0, 0])]
     for part in _blocks(x):
         bias_part = None if bias is None else bias[part]
@@ -234,7 +234,7 @@ class _GatedNorm(torch.autograd.Function):
         grad = grad.to(normed.dtype).view_as(normed)
         grad_weight = (grad * normed).flatten(0, -3).sum(0).flatten().to(weight.dtype)
         grad_normed = grad * weight.to(grad.dtype).view(normed.shape[-2:])
-        del grad  # this wider copy is as large as all that is kept
+        del grad  # this wider copy is as large as all tensors that the forward saved
         mean = (grad_normed * normed).mean(-1, keepdim=True)
         grad_gated = grad_normed.sub_(normed.mul_(mean)).mul_(scale).view_as(x)
         del normed

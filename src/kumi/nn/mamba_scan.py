@@ -28,7 +28,7 @@ from torch.utils.flop_counter import register_flop_formula
 from kumi.nn.custom_ops import define_op
 from kumi.nn.dtypes import wide
 
-# Scores in memory at a time, over all heads: on other devices, and on a CPU, where they should fit in the caches.
+# Scores in memory at a time, over all heads: (on other devices, on a CPU, where they should fit in the caches).
 SCORES_AT_ONCE = (2**27, 2**19)
 
 
@@ -82,7 +82,7 @@ class _Chunks:
     """Some consecutive chunks of a scan. Groups precede positions in memory, so that matrix products need no copies.
 
     `x` (b, m, g, q, r, p): the channels times their steps.
-    `b`, `c` (b, m, g, q, n): as in `Inputs`.
+    `b`, `c` (b, m, g, q, n): as in `ScanInputs`, in float32 or wider.
     `sums` (b, m, g, q, r): sum of rate times step from the chunk's start to each position, in float64 if the device has
     it.
     `visible`: True where position k contributes to position q.
@@ -103,8 +103,8 @@ class _Chunks:
     @cached_property
     def decay(self) -> Tensor:
         """The decay (b, m, g, r, q, k) from position k to q: 0 if k comes after q or is in another document."""
-        # Contiguous, so that the results are too. High and low parts are subtracted separately, because differences of
-        # large sums lose precision.
+        # The operands are contiguous, so that the results are contiguous, too. High and low parts are subtracted
+        # separately, because differences of large sums lose precision.
         sums = self.sums.transpose(3, 4)
         high = sums.to(self.x.dtype).contiguous()
         low = (sums - high).to(high.dtype).contiguous()
@@ -141,7 +141,7 @@ def _scan(*values: Any) -> Tensor:
 
 
 def _scan_backward(grad: Tensor, *values: Any) -> list[Tensor]:
-    """Return the gradients of the first seven inputs, given that of the result."""
+    """Return the gradients of the first seven inputs, given the gradient of the result."""
     inputs = ScanInputs(*values)
     raw, steps, rate = _steps(inputs)
     chunk_ranges = list(_chunk_ranges(inputs))
@@ -172,7 +172,7 @@ def _scan_backward(grad: Tensor, *values: Any) -> list[Tensor]:
 
 
 class _Gradients(NamedTuple):
-    """The gradients of a `_Chunks`: of x, b, c and sums, and of the state at its start."""
+    """The gradients of x, b, c and sums of a `_Chunks`, and of the state at the start of its first chunk."""
 
     grad_x: Tensor
     grad_b: Tensor

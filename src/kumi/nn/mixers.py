@@ -1,7 +1,7 @@
 """The token mixers, by the class of their spec.
 
-To add one: give its spec a `module_name`, its operations a line in `kumi.spec.attention_ops.MIXER_OPS`, and its module,
-a function of (hidden states, `AttentionContext`), a line in `MIXERS`.
+To add a mixer: give its spec a `module_name`, list its operations in `kumi.spec.attention_ops.MIXER_OPS`, and list its
+module in `MIXERS`. The module is called with hidden states and an `AttentionContext`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Exchange(Protocol):
     """Sends tokens to the ranks that hold their experts, and returns the results."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Any]:
-        """Return rows (N, D) sorted by local expert, the number of rows (int64) of each, and a context for `combine`.
+        """Return rows (N, D) sorted by local expert, each expert's number of rows (int64), and a context for `combine`.
 
         `x` (T, D): the local tokens.
         """
@@ -61,7 +61,7 @@ class Experts(nn.Module):
     def __init__(self, hidden_size: int, spec: model.MoE, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.spec, self.how = spec, expert_gate(spec)
-        # If ranks share each expert's width, only one of them adds the output bias to the sum.
+        # If ranks split each expert's width, only one of them adds the output bias to the sum.
         self.adds_bias = True
         count, width = spec.num_experts, spec.moe_intermediate_size * (2 if spec.gated else 1)
 
@@ -116,7 +116,7 @@ class MoE(nn.Module):
     def compute(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
         """Return the output for hidden states `x` (B, S, D) or (T, D), in the same shape.
 
-        `shape` is the (B, S) of the batch. Under sequence parallelism, `x` is a part of it.
+        `shape` is the (B, S) of the batch. Under sequence parallelism, `x` has only some tokens of it.
         """
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.gate(tokens, shape)

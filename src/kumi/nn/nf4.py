@@ -1,7 +1,7 @@
-"""Frozen matrices in 4-bit NormalFloat (NF4), with a float32 scale for 64 elements (Dettmers et al., 2023,
+"""Frozen matrices in 4-bit NormalFloat (NF4), with a float32 scale for every 64 elements (Dettmers et al., 2023,
 arXiv:2305.14314).
 
-The forward and the backward pass each unpack the matrix and keep nothing of it. The package bitsandbytes packs and
+The forward and the backward pass each unpack the matrix and free the unpacked copy. The package bitsandbytes packs and
 unpacks, on CUDA devices and CPUs.
 """
 
@@ -77,7 +77,7 @@ def quantize_linears(decoder: Decoder) -> None:
 def take_out_weights(decoder: nn.Module) -> dict[str, Linear]:
     """Remove the weights that will be packed from `decoder`, and return their layers by name.
 
-    `pack` gives each layer its matrix.
+    `pack_nf4` gives each layer its matrix.
     """
     layers = {}
     packed = set(layer_linears(decoder)) if isinstance(decoder, Decoder) else set()

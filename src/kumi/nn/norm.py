@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """Return x / rms(x) * weight over the last dim of `x`."""
-    # Other devices' fused kernel needs the weight in the dtype of `x`: too coarse for a weight that is added to 1.
+    # The fused kernel of other devices needs the weight in the dtype of `x`, which is too coarse for 1 + weight.
     if x.device.type == "cpu" or zero_centered:
         normed: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
         return normed
@@ -51,7 +51,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
 class LayerNorm(nn.Module):
     """(x - mean(x)) / std(x) * weight + bias over the last dim, with the result in the dtype of `x`.
 
-    `bias`: has a bias.
+    `bias`: add a trained bias.
     `zero_centered`: the factor is 1 + weight.
     `x` and the mean and 1 / std of each vector are kept for the backward pass.
     """

@@ -1,7 +1,7 @@
-"""The CPU numerics of this process: one of the choices in `kumi.spec.numerics`.
+"""The CPU numerics of this process: how it computes products and attention (see `kumi.spec.numerics`).
 
-Until `use` is called, float32 matrices are multiplied by PyTorch's default library, and attention is computed in
-blocks.
+Until `use_numerics` is called, float32 matrices are multiplied by PyTorch's default library, and attention is computed
+in blocks.
 """
 
 from __future__ import annotations

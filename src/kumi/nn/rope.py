@@ -18,7 +18,7 @@ def cos_sin(rope: Rope, size: int, position_ids: Tensor, length: int | Tensor = 
     `position_ids`: (B, S).
     `length`: length of the complete document of each position (B, S), or one number for all.
 
-    They are computed anew in each forward pass, so there is no buffer that a build on the meta device or FSDP could
+    The tables are computed in each forward pass, so there is no buffer that a build on the meta device or FSDP could
     lose.
     """
     angles = position_ids[..., None, None].float() * frequencies(rope, size, position_ids.device, length)
@@ -53,7 +53,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleave: bool = False) -> 
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation in few passes over memory. It keeps nothing of `x`; the backward pass rotates the gradient back."""
+    """The rotation in few passes over memory. It does not save `x`; the backward pass rotates the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
@@ -100,7 +100,7 @@ def frequencies(rope: Rope, size: int, device: torch.device | None = None, lengt
 def _longrope(rope: Rope, powers: Tensor, length: int | Tensor) -> Tensor:
     """Scale each pair by its own factor; documents longer than the original context use other factors.
 
-    The operations are in the order of transformers', so that the results are equal to the bit.
+    The operations are in the order of transformers', so that the results are identical bit for bit.
     """
     assert rope.original_max_position_embeddings is not None
     assert rope.short_factor is not None

@@ -4,12 +4,12 @@ Scores are the softmax or sigmoid of a matrix product in float32 or wider, with 
 is off until a trainer enables it: an auxiliary loss, added to the gradient of the scores, or a correction bias that
 only affects the choice (loss-free).
 
-The auxiliary loss of a token is X * sum_e f_e p_e. p_e is its score of expert e, divided by the sum of its scores. f_e
-is the load of expert e, counted in one of two ways:
+The auxiliary loss of a token is X * sum_e f_e p_e. p_e is the token's score of expert e, divided by the sum of the
+token's scores. f_e is the load of expert e, counted in one of two ways:
 
 - over the microbatch, as choices per token (f sums to k; Fedus et al., 2021, arXiv:2101.03961, as transformers computes
   it);
-- over the token's sequence, as the share of all choices (f sums to 1; DeepSeek-AI, 2024, arXiv:2405.04434).
+- over the token's sequence, as the fraction of all choices (f sums to 1; DeepSeek-AI, 2024, arXiv:2405.04434).
 
 transformers pools the counts and scores of all layers before it multiplies them. Here, as in most trainers, each layer
 has its own sum, and the loss is their mean.
@@ -37,12 +37,12 @@ def _identity(counts: Tensor) -> Tensor:
 
 @dataclass
 class Balance:
-    """The balancing options of a router and its statistics. The trainer sets the first and reads the second.
+    """The balancing options of a router and its statistics. The trainer sets the options and reads the statistics.
 
     `weight`: factor of a token's auxiliary loss: coefficient / (MoE layers * tokens of the step) * loss scale, or 0.
     `per_sequence`: count the load over each sequence instead of over the microbatch.
     `sum_counts(counts)`: sum counts over the ranks that hold parts of the same sequences.
-    `part`: index of this rank's part of the tokens of `AttentionContext.shape`, in equal consecutive parts.
+    `part`: index of this rank's part of the tokens of `AttentionContext.shape`, in consecutive parts of the same size.
     `counts` (X,) int64: choices since the last reset.
     `loss`: weighted auxiliary loss since the last reset.
 
@@ -191,12 +191,12 @@ def _add_auxiliary_loss(router: Router, scores: Tensor, ids: Tensor, shape: tupl
         sequence = torch.arange(first, first + len(ids), device=ids.device) // shape[1]
         counts = balance.sum_counts(rows_per_expert(ids + sequence[:, None] * experts, shape[0] * experts))
         counts = counts.view(shape[0], experts).to(scores.dtype)
-        shares = (counts / counts.sum(dim=-1, keepdim=True)).index_select(0, sequence)
+        loads = (counts / counts.sum(dim=-1, keepdim=True)).index_select(0, sequence)
     else:
         counts = balance.sum_counts(counts).to(scores.dtype)
-        shares = counts * (router.spec.num_experts_per_tok / counts.sum())
+        loads = counts * (router.spec.num_experts_per_tok / counts.sum())
     total = scores.sum(dim=-1, keepdim=True)
-    slope = shares * (balance.weight * experts)
+    slope = loads * (balance.weight * experts)
     loss = (scores * slope).sum(dim=-1, keepdim=True) / total
     grad += (slope - loss) / total
     balance.loss = loss.sum() if balance.loss is None else balance.loss + loss.sum()

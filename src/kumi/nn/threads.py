@@ -1,6 +1,6 @@
 """Run independent parts of one operator in parallel, one thread each.
 
-PyTorch divides each operator among its threads. An operator of hundreds of small products then waits for its threads
+PyTorch splits each operator over its threads. An operator of hundreds of small products then waits for its threads
 hundreds of times. If the parts of the operator are independent, each thread can compute a complete part instead.
 """
 
@@ -27,13 +27,13 @@ def run_in_threads(parts: Sequence[Callable[[], _T]]) -> list[_T]:
 
 
 def _without_gradients(part: Callable[[], _T]) -> _T:
-    with torch.no_grad():  # whether gradients are recorded is a setting of each thread
+    with torch.no_grad():  # each thread has its own setting of whether gradients are recorded
         return part()
 
 
 @lru_cache(maxsize=1)
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Return a pool of `threads` threads in which PyTorch does not divide operators."""
+    """Return a pool of `threads` threads in which PyTorch does not split operators."""
     started = threading.Barrier(threads)
 
     def start() -> None:

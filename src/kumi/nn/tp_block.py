@@ -18,7 +18,7 @@ class Projections:
 
     @property
     def rank_and_size(self) -> tuple[int, int]:
-        """The tensor-parallel rank and the number of ranks that share the block's heads or columns."""
+        """The tensor-parallel rank and the number of ranks that split the block's heads or columns."""
         return 0, 1
 
     def column_linear(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:

@@ -44,8 +44,8 @@ class Segments:
     """The document boundaries of a batch, computed once and used by every layer.
 
     `cu_seqlens`: the first token of each document, counted through the batch, followed by the number of tokens. Every
-    row starts a document. A list on the CPU, an int32 tensor for variable-length attention on CUDA, and None on other
-    devices.
+    row starts a document. `cu_seqlens` is a list on the CPU, an int32 tensor for variable-length attention on CUDA, and
+    None on other devices.
     `document_ids` (B, S): changes at each boundary within a row; None if every row is one document.
     """
 

@@ -3,7 +3,7 @@
 PyTorch's GPU kernels support none of these. Blocks of queries are multiplied with the keys that they see, as in
 `kumi.nn.attention.partial_attention`. The log-sum-exp is kept for the backward pass, and no tensor of size S x S.
 
-PyTorch's dispatcher sees one operator.
+PyTorch's dispatcher sees the attention as one operator.
 """
 
 from __future__ import annotations

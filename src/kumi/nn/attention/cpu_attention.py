@@ -1,15 +1,15 @@
 """Causal attention over packed documents on the CPU, in blocks of queries, by matrix products.
 
 PyTorch's own CPU kernel (`kumi.nn.attention.cpu_flash`) supports windows only by a mask over all pairs of positions,
-and neither sinks nor softcap nor ALiBi. In bfloat16 it is slower than matrix products on CPUs with instructions for
-them. Here a block of queries is multiplied only with the keys that one of its queries may see: those of its documents,
-up to itself, within the window. Scores and softmax are in float32 or wider. The backward pass recomputes the
-probabilities of each block, so no tensor of size S x S is kept (Dao et al., 2022, arXiv:2205.14135).
+and neither sinks nor softcap nor ALiBi. On CPUs with bfloat16 instructions, it is slower than matrix products in
+bfloat16. Here a block of queries is multiplied only with the keys that one of its queries may see: those of its
+documents, up to the query itself, within the window. Scores and softmax are in float32 or wider. The backward pass
+recomputes the probabilities of each block, so no tensor of size S x S is kept (Dao et al., 2022, arXiv:2205.14135).
 
-If the documents of a batch can be divided evenly among PyTorch's threads, each thread computes complete documents,
-because the products of one block are too small to be divided themselves.
+If the documents of a batch can be split evenly among PyTorch's threads, each thread computes complete documents,
+because the products of one block are too small to be split among threads.
 
-PyTorch's dispatcher sees one operator, and so do selective recomputation, FLOP counting and tracing.
+PyTorch's dispatcher sees the attention as one operator, and so do selective recomputation, FLOP counting and tracing.
 
 Layout of tensors: tokens are counted through the batch, T = B * S. The G = H / K query heads of a key head are
 adjacent, so a block of n queries is a (K, G * n, E) matrix.
@@ -38,9 +38,9 @@ QUERY_BLOCK = 128
 # A block's first key is rounded down to a multiple of this. oneDNN compiles and keeps a kernel for each shape of a
 # product, and documents have every length; rounding limits the number of shapes.
 _KEY_ALIGNMENT = 64
-# PARTS: document groups per thread, so that a thread that finishes early takes another. UNEVEN: no division if the
-# longest document would occupy a thread this many times longer than an equal share.
-_PARTS, _UNEVEN = 2, 1.5
+# _GROUPS: document groups per thread, so that a thread that finishes early takes another group. _UNEVEN: the documents
+# are not split among threads if the longest would take a thread this many times longer than an even split.
+_GROUPS, _UNEVEN = 2, 1.5
 
 
 class _Block(NamedTuple):
@@ -61,7 +61,7 @@ class _Mask(NamedTuple):
     """The causal, document and window mask.
 
     `begins` (T,): the first token of each query's document.
-    `earliest` (T,): the first key that each query sees.
+    `earliest` (T,): the first key that each query sees, by its document and the window.
     `future` (BLOCK, BLOCK): -inf where a key comes after the query, else 0.
     """
 
@@ -92,44 +92,44 @@ def packed_attention(
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], window: int, *options: Any) -> Tensor:
     """`options`: the sinks or None, and the fields of `Scores`."""
-    shares = _shares(cu_seqlens, window)
-    parts = [partial(_forward, *x, share, window, *options) for *x, share in _by_share((q, k, v), shares)]
-    return _joined(run_in_threads(parts), (*q.shape[:-1], v.shape[-1]))
+    groups = _document_groups(cu_seqlens, window)
+    parts = [partial(_forward, *x, share, window, *options) for *x, share in _by_group((q, k, v), groups)]
+    return _join(run_in_threads(parts), (*q.shape[:-1], v.shape[-1]))
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], window: int, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shares = _shares(cu_seqlens, window)
-    parts = [partial(_gradients, *x, share, window, *options) for *x, share in _by_share((grad, q, k, v), shares)]
+    groups = _document_groups(cu_seqlens, window)
+    parts = [partial(_gradients, *x, share, window, *options) for *x, share in _by_group((grad, q, k, v), groups)]
     *input_grads, sink_grads = zip(*run_in_threads(parts), strict=True)
-    grad_q, grad_k, grad_v = (_joined(each, x.shape) for each, x in zip(input_grads, (q, k, v), strict=True))
+    grad_q, grad_k, grad_v = (_join(each, x.shape) for each, x in zip(input_grads, (q, k, v), strict=True))
     return grad_q, grad_k, grad_v, sum(sink_grads[1:], sink_grads[0])
 
 
-def _shares(cu_seqlens: list[int], window: int) -> list[list[int]]:
-    """Return the bounds of the documents in each part; a single part if dividing would leave threads idle."""
+def _document_groups(cu_seqlens: list[int], window: int) -> list[list[int]]:
+    """Return the bounds of the documents in each group; a single group if splitting would leave threads idle."""
     threads = torch.get_num_threads()
     costs = [n * (QUERY_BLOCK + min(n, window or n)) for n in (stop - start for start, stop in pairwise(cu_seqlens))]
     if threads == 1 or max(costs, default=0) * threads > _UNEVEN * sum(costs):
         return [cu_seqlens]
-    cumulative, parts = [0, *accumulate(costs)], _PARTS * threads
+    cumulative, parts = [0, *accumulate(costs)], _GROUPS * threads
     ends = [bisect_left(cumulative, cumulative[-1] * part / parts) for part in range(1, parts)]
     splits = sorted({0, *ends, len(costs)})
     return [cu_seqlens[start : stop + 1] for start, stop in pairwise(splits)]
 
 
-def _by_share(inputs: Sequence[Tensor], shares: list[list[int]]) -> Iterator[tuple[Any, ...]]:
-    """Yield the tokens of each share from `inputs` (B, S, H, E) as (1, t, H, E), and its cu_seqlens counted from 0."""
-    if len(shares) == 1:
-        yield *inputs, shares[0]
+def _by_group(inputs: Sequence[Tensor], groups: list[list[int]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the tokens of each group from `inputs` (B, S, H, E) as (1, t, H, E), and its cu_seqlens counted from 0."""
+    if len(groups) == 1:
+        yield *inputs, groups[0]
         return
     tokens = [x.flatten(0, 1)[None] for x in inputs]
-    for first, *others in shares:
+    for first, *others in groups:
         yield *(x[:, first : others[-1]] for x in tokens), [0, *(bound - first for bound in others)]
 
 
-def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+def _join(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=1)).view(shape)
 
 
@@ -143,7 +143,7 @@ def _forward(
     *score_options: Any,
 ) -> Tensor:
     scores = Scores(*score_options)
-    queries, keys = _split(q, k.shape[2]), _scaled_keys(k, scores)
+    queries, keys = _grouped_tokens(q, k.shape[2]), _scaled_keys(k, scores)
     values = v.flatten(0, 1).transpose(0, 1).contiguous()
     out = queries.new_empty(*queries.shape[:-1], v.shape[-1])
     mask = _mask(cu_seqlens, window, keys.dtype)
@@ -164,7 +164,7 @@ def _gradients(
     *score_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scores = Scores(*score_options)
-    queries, grads, keys = _split(q, k.shape[2]), _split(grad, k.shape[2]), _scaled_keys(k, scores)
+    queries, grads, keys = _grouped_tokens(q, k.shape[2]), _grouped_tokens(grad, k.shape[2]), _scaled_keys(k, scores)
     plain_keys = keys if scores.softcap is None else keys * scores.softcap
     narrow_keys = plain_keys.transpose(1, 2).to(q.dtype).contiguous()
     values = v.flatten(0, 1).permute(1, 2, 0).contiguous()
@@ -210,8 +210,8 @@ def _weights(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the attention probabilities of a block's queries, those of the sinks, and the tanh of the softcap.
 
-    - Probabilities: (K, G * n, m), over the m keys from the block's first on.
-    - Those of the sinks: (K, G * n), or None without sinks.
+    - Probabilities: (K, G * n, m), over the m keys that begin with the block's first key.
+    - Probabilities of the sinks: (K, G * n), or None without sinks.
     - tanh: (K, G * n, m), or None without softcap.
     """
     logits, tanh = scores.apply_softcap(torch.bmm(rows.to(keys.dtype), keys[:, :, block.first : block.stop]))
@@ -219,7 +219,7 @@ def _weights(
     each_head = logits.view(keys.shape[0], -1, count, before + count)
     alibi = scores.alibi_bias(keys, *keys.shape[:2])
     if alibi is not None:
-        # Measure distances from the block's first query: an equal shift of all scores of a query.
+        # Measure distances from the block's first query: all scores of a query shift by the same number.
         positions = torch.arange(block.first, block.stop)
         positions = positions - mask.begins[block.first : block.stop] if alibi.bf16_bias else positions
         each_head += alibi.key_bias(positions, block.start)[:, :, None]
@@ -237,7 +237,7 @@ def _weights(
     return weights[..., :-1], weights[..., -1], tanh
 
 
-def _split(x: Tensor, kv_heads: int) -> Tensor:
+def _grouped_tokens(x: Tensor, kv_heads: int) -> Tensor:
     """Return `x` (B, S, H, E) as (T, K, G, E)."""
     return x.reshape(x.shape[0] * x.shape[1], kv_heads, -1, x.shape[3])
 

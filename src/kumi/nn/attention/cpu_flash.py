@@ -1,11 +1,11 @@
 """Causal attention over packed documents on the CPU by PyTorch's own flash kernel.
 
-The kernel has no document mask, but it reads any range of tokens without a copy. Consecutive documents of equal length
-form one call, as the rows of a batch. The kernel takes fewer key heads than query heads, and its log-sum-exp is kept
-for the backward pass (Dao et al., 2022, arXiv:2205.14135). `kumi.nn.attention.cpu_attention` computes the rest:
+The kernel has no document mask, but it reads any range of tokens without a copy. Consecutive documents of the same
+length form one call, as the rows of a batch. The kernel takes fewer key heads than query heads, and its log-sum-exp is
+kept for the backward pass (Dao et al., 2022, arXiv:2205.14135). `kumi.nn.attention.cpu_attention` computes the rest:
 windows, sinks, softcap, ALiBi, and values of another size than keys.
 
-PyTorch's dispatcher sees one operator.
+PyTorch's dispatcher sees the attention as one operator.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], 
     """Return causal attention (B, S, H, E) of `q` (B, S, H, E) over `k` and `v` (B, S, K, E).
 
     `cu_seqlens`: the first token of each document, counted through the batch, followed by the number of tokens.
-    `scale`: of the scores; None for 1 / sqrt(E).
+    `scale`: factor of the scores; None for 1 / sqrt(E).
     """
     out: Tensor = FLASH_ATTENTION(q, k, v, list(cu_seqlens), scale)[0]
     return out
@@ -69,7 +69,7 @@ def _runs(cu_seqlens: Sequence[int]) -> Iterator[_Run]:
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """Return `x` (B, S, H, E) as (T, H, E), with contiguous heads: the kernel reads others wrongly."""
+    """Return `x` (B, S, H, E) as (T, H, E), with contiguous heads: the kernel reads other memory layouts wrongly."""
     return (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1)
 
 

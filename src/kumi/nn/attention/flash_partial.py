@@ -1,8 +1,8 @@
 """Attention over a part of the keys by fused kernels, for ring attention without windows in 16 bits.
 
-Fused kernels hold no scores and take no arbitrary mask. None is needed: a document is a contiguous part of its row, so
-at most one document crosses from one rank's piece to another's. Every query range of a `Tile` therefore sees its
-complete key range. Only a rank's own keys need a causal mask, within each document.
+Fused kernels hold no scores and take no arbitrary mask. No mask is needed: a document is a contiguous part of its row,
+so at most one document crosses from one rank's piece to another's. Every query range of a `Tile` therefore sees its
+complete key range. Only the keys of the queries' rank need a causal mask, within each document.
 
 Partial results are merged by their log-sum-exp, as in `kumi.nn.attention.partial_attention`. Given the final result
 and its log-sum-exp, a kernel's backward pass returns the gradients through its own keys (Liu et al., 2023,
@@ -75,7 +75,7 @@ FlashBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Kernel
 class FlashKernels(NamedTuple):
     """The fused attention kernels of one device type.
 
-    `takes`: True if they support queries (B, N, H, E) and values (B, M, K, E') like these.
+    `takes(q, v)`: returns True if the kernels support queries `q` (B, N, H, E) with values `v` (B, M, K, E').
     `forward`, `backward`: the two passes.
     """
 
@@ -150,7 +150,7 @@ def flash_with_sinks(
 
 
 class _WithSinks(torch.autograd.Function):
-    """Attention with sinks by kernels that have none: a sink only rescales the result, as the log-sum-exp tells."""
+    """Attention with sinks by kernels that have none: a sink multiplies the result by a factor of the log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, options: KernelOptions) -> Tensor:
@@ -239,13 +239,14 @@ def _visible_ranges(ids: Tensor, own: Tensor, other: Tensor) -> Iterator[tuple[_
     yield from ranges
 
 
-def _takes(q: Tensor, v: Tensor) -> bool:
+def _supports(q: Tensor, v: Tensor) -> bool:
     size = q.shape[-1]
     return has_varlen(q) and size % 8 == 0 and size <= _LARGEST_HEAD and v.shape[-1] <= size
 
 
 def _padded_heads(x: Tensor, size: int) -> Tensor:
-    """Return `x` with heads zero-padded to `size` elements: kernels need queries, keys and values of equal size."""
+    """Return `x` with heads zero-padded to `size` elements: kernels need the same head size for queries, keys and
+    values."""
     return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
 
 
@@ -276,4 +277,4 @@ def _backward(
     return grad_q.view(q.shape), grad_k.view(k.shape), grad_v.view(v.shape)[..., :value_size]
 
 
-FLASH_KERNELS: dict[str, FlashKernels] = {"cuda": FlashKernels(_takes, _forward, _backward)}
+FLASH_KERNELS: dict[str, FlashKernels] = {"cuda": FlashKernels(_supports, _forward, _backward)}

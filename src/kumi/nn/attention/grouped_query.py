@@ -92,7 +92,7 @@ def attend(
     """Return causal attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
 
     A position sees the earlier positions of its document, and itself.
-    `window`: it sees at most this many latest keys; None for no limit.
+    `window`: a query sees at most this many latest keys; None for no limit.
     `sinks` (H,): one more score per head in the softmax, as of a key with a zero value.
     `scores`: how the product of a query and a key becomes a score.
     """
@@ -105,7 +105,7 @@ def attend(
     only_causal = segments.document_ids is None and (window is None or window >= q.shape[1])
     value_size = v.shape[3]
     if has_varlen(q) and value_size < q.shape[3]:
-        # Flash kernels need equal head sizes: pad the values with zeros to the size of the keys.
+        # Flash kernels need the same head size for keys and values: pad the values with zeros to the size of the keys.
         v = F.pad(v, (0, q.shape[3] - value_size))
     if not only_causal and segments.cu_seqlens is not None and has_varlen(q):
         tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
@@ -116,7 +116,7 @@ def attend(
         # With a mask and fewer key heads than query heads, every kernel would hold all S x S scores.
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    # Ask for grouped queries only if needed: some kernels support equal head counts only.
+    # Ask for grouped queries only if needed: some kernels support only as many key heads as query heads.
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=only_causal, scale=scores.scale, enable_gqa=grouped
@@ -145,7 +145,7 @@ def _attend_by_all_scores(
     sinks: Tensor | None,
     scores: Scores,
 ) -> Tensor:
-    """Return the result of `attend` by plain operators, for any device. Holds all S x S scores in memory."""
+    """Return the result of `attend` by element-wise operators, for any device. All S x S scores are in memory."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     logits = torch.einsum("bshe,bthe->bhst", q.to(wide(q.dtype)), k.to(wide(q.dtype))) * scores.factor(q.shape[3])
     if scores.softcap is not None:

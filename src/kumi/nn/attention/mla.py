@@ -1,4 +1,5 @@
-"""Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434): keys and values of all heads from one latent."""
+"""Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434): keys and values of all heads are computed from one
+latent vector per token."""
 
 from __future__ import annotations
 

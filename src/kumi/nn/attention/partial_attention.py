@@ -48,7 +48,7 @@ class Block:
     """Some consecutive queries of a row, and the keys that they attend to.
 
     `row`: index in the batch.
-    `position`: of the first query in its row.
+    `position`: position of the first query in its row.
     `start`, `stop`: range of the local queries.
     `num_active`: only this many of the queries, the first ones, see any key.
     `key_start`, `key_stop`: range of the local keys.
@@ -69,11 +69,11 @@ class KeyValuePart(NamedTuple):
     """Keys and values of one part, in the layouts that the matrix products of one pass need.
 
     `keys` (B, K, E, M): multiplied by `Scores.key_factor`, in the dtype of scores.
-    `plain_keys` (B, K, M, E): in their own dtype.
+    `plain_keys` (B, K, M, E): the keys, not scaled, in the dtype of the input.
     `values`: (B, K, M, E') in the forward pass, (B, K, E', M) in the backward pass.
     `scores`: how products become scores.
     `alibi`: the ALiBi bias, or None.
-    `positions` (B, M): of the keys, as the ALiBi bias counts them.
+    `positions` (B, M): positions of the keys, as the ALiBi bias counts them.
     """
 
     keys: Tensor
@@ -91,7 +91,7 @@ def group_heads(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def ungroup_heads(x: Tensor) -> Tensor:
-    """Return `x` (B, K, G, N, E) as (B, N, H, E): the inverse of `split`."""
+    """Return `x` (B, K, G, N, E) as (B, N, H, E): the inverse of `group_heads`."""
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
@@ -100,7 +100,7 @@ def key_value_part(
 ) -> KeyValuePart:
     """Return keys `k` (B, M, K, E) and values `v` (B, M, K, E') as a part for the forward or the `backward` pass.
 
-    `positions` (M,): of the keys in their rows.
+    `positions` (M,): positions of the keys in their rows.
     `cu_seqlens`: the first token of each document, counted through the batch, followed by the number of tokens.
     """
     keys = k.permute(0, 2, 3, 1).to(wide(k.dtype)).contiguous() * scores.key_factor(k.shape[-1])
@@ -134,7 +134,7 @@ def query_blocks(
 
     `earliest` (B, S): the first position that each position sees; it must not decrease along a row.
     `piece`: the queries are runs of this many neighbouring positions.
-    `device`: of the blocks' masks. The other arguments are on the CPU.
+    `device`: device of the blocks' masks. The other arguments are on the CPU.
     """
     first = torch.searchsorted(keys, earliest[:, queries].contiguous())
     last = torch.searchsorted(keys, queries, right=True)
@@ -156,13 +156,13 @@ def _block(origin: tuple[int, int, int], first: Tensor, last: Tensor, device: to
     """
     row, position, start = origin
     # If a key comes after one of the queries, keys and queries are of the same piece, and each query sees itself.
-    # Otherwise all queries end at the same key, and those from some document on see none.
+    # Otherwise all queries end at the same key, and only the first queries, of documents that reach back, see any key.
     num_active = int((first < last).sum())
     if not num_active:
         return
     size = min(-(-num_active // QUERY_ALIGNMENT) * QUERY_ALIGNMENT, len(first))
     begin, end = int(first[0]) // KEY_ALIGNMENT * KEY_ALIGNMENT, int(last[size - 1])
-    # Queries that see nothing but pad the block to its size see the last key. Their results are not used.
+    # Let the queries that see no key, but fill the block up to its size, see the last key. Their results are not used.
     first, last = torch.minimum(first[:size], last[:size] - 1), last[:size]
     seen_by_all_from, seen_by_all_to = int(first[-1]), int(last[0])
     masked = []
@@ -178,8 +178,7 @@ def _block(origin: tuple[int, int, int], first: Tensor, last: Tensor, device: to
 def attend_blocks(queries: Tensor, part: KeyValuePart, plan: tuple[Block, ...], out: Tensor, lse: Tensor) -> None:
     """Merge the attention of `queries` (B, K, G, N, E) over `part` into `out` (B, K, G, N, E') and `lse` (B, K, G, N).
 
-    `plan`: the result of `blocks`.
-    `out` and `lse` are in the dtype of scores; they start as 0 and -inf.
+    `plan`: the result of `query_blocks`. `out` and `lse` are in the dtype of scores; they start as 0 and -inf.
     """
     for block in plan:
         kv_heads, group = out.shape[1:3]
@@ -209,7 +208,8 @@ def grad_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
     `grad`, `out` (B, N, H, E'): gradient of the result, and the result.
     `lse` (B, N, H): log-sum-exp of the result.
 
-    All three include the sinks. With the same three, `backward` gives the gradients of queries, keys and values.
+    All three include the sinks. With the same three, `attend_blocks_backward` gives the gradients of queries, keys and
+    values.
     """
     dot = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1) * torch.exp(sinks.to(lse.dtype) - lse)
     return -dot.sum((0, 1)).to(sinks.dtype)
@@ -231,10 +231,10 @@ def attend_blocks_backward(
     `grad` (B, K, G, N, E'): gradient of the result.
     `delta` (B, K, G, N): dot product of `grad` and the result.
     `lse` (B, K, G, N): log-sum-exp over all parts.
-    `plan`: the result of `blocks`.
+    `plan`: the result of `query_blocks`.
 
-    The accumulated gradients are in the dtype of scores. The caller still has to multiply those of queries and keys by
-    `Scores.factor`.
+    The accumulated gradients are in the dtype of scores. The caller still has to multiply the gradients of queries and
+    keys by `Scores.factor`.
     """
     input_dtype = grad.dtype
     for block in plan:
@@ -242,11 +242,11 @@ def attend_blocks_backward(
         row, size = block.row, block.stop - block.start
         probs, part_lse, tanh = _probs(queries, part, block)
         # Probabilities within this part become probabilities over all parts by the factor exp(part_lse - lse).
-        share = (part_lse - lse[row, :, :, rows].reshape(part_lse.shape)).exp_()
+        weight_of_part = (part_lse - lse[row, :, :, rows].reshape(part_lse.shape)).exp_()
         if block.num_active < size:
-            share.view(-1, size)[:, block.num_active :] = 0.0
-        grads = (_rows(grad, block) * share[..., None]).to(input_dtype)
-        weighted_delta = _rows(delta[..., None], block) * share[..., None]
+            weight_of_part.view(-1, size)[:, block.num_active :] = 0.0
+        grads = (_rows(grad, block) * weight_of_part[..., None]).to(input_dtype)
+        weighted_delta = _rows(delta[..., None], block) * weight_of_part[..., None]
         grad_scores = torch.bmm(grads, part.values[row, :, :, keys]).to(probs.dtype).sub_(weighted_delta).mul_(probs)
         grad_scores = softcap_backward(grad_scores, tanh).to(input_dtype)
         _add_bmm(grad_v[row, :, keys], probs.to(input_dtype).transpose(1, 2), grads)
@@ -267,7 +267,7 @@ def _probs(queries: Tensor, part: KeyValuePart, block: Block) -> tuple[Tensor, T
     num_queries = block.stop - block.start
     each_head = scores.view(scores.shape[0], -1, num_queries, block.key_stop - block.key_start)
     if part.alibi is not None:
-        # Measure distances from the block's first query: an equal shift of all scores of a query.
+        # Measure distances from the block's first query: all scores of a query shift by the same number.
         key_positions = part.positions[block.row, block.key_start : block.key_stop]
         each_head += part.alibi.key_bias(key_positions, block.position)[:, :, None]
     for masked in block.masked:

@@ -13,7 +13,7 @@ from torch import Tensor
 class Scores(NamedTuple):
     """How the product of a query with a key becomes a score, before the mask and the softmax.
 
-    `scale`: multiplies the product; None for 1 / sqrt(E) with heads of E dims.
+    `scale`: factor of the product; None for 1 / sqrt(E) with heads of E dims.
     `softcap`: score = softcap * tanh(score / softcap) (Gemma 2, arXiv:2408.00118).
     `slopes`: ALiBi. Subtracts slope * distance, with one slope per local query head (Press et al., 2021,
     arXiv:2108.12409).
@@ -63,7 +63,8 @@ class Scores(NamedTuple):
         return AlibiBias(slopes, self.factor(size) if self.bf16_bias else None, like.dtype)
 
     def part(self, index: int, parts: int) -> Scores:
-        """Return the scores of the heads in part `index`, if all heads are divided into `parts` equal parts."""
+        """Return the scores of the heads in part `index`, if all heads are split into `parts` parts of the same
+        size."""
         if self.slopes is None or parts == 1:
             return self
         heads = len(self.slopes) // parts
@@ -97,10 +98,10 @@ class AlibiBias(NamedTuple):
         return (self.slopes * positions).to(self.dtype) * self.step_factor
 
     def query_excess(self, count: int) -> Tensor | None:
-        """Return the excess (K, G, N) of `key_bias` for `count` queries from the origin on; None if the bias is
+        """Return the excess (K, G, N) of `key_bias` for `count` queries that begin at the origin; None if the bias is
         rounded.
 
-        The excess is equal for all keys of a query, so only the log-sum-exp has to be corrected by it.
+        The excess is the same for all keys of a query, so only the log-sum-exp has to be corrected by it.
         """
         if self.bf16_bias:
             return None
