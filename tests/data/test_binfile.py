@@ -13,7 +13,7 @@ from kumi.errors import RefusedError
 
 
 def write(prefix, documents, dtype=np.uint16):
-    with binfile.writing(prefix, np.dtype(dtype)) as append:
+    with binfile.open_writer(prefix, np.dtype(dtype)) as append:
         for ids in documents:
             append(np.array(ids, dtype), np.array([len(ids)]))
 
@@ -97,7 +97,7 @@ def test_half_a_pair_is_refused(tmp_path):
 
 def test_a_failed_write_leaves_no_pair(tmp_path):
     def fail():
-        with binfile.writing(tmp_path / "a", np.dtype(np.uint16)) as append:
+        with binfile.open_writer(tmp_path / "a", np.dtype(np.uint16)) as append:
             append(np.array([1], np.uint16), np.array([1]))
             raise KeyError
 

@@ -17,7 +17,7 @@ def files(tmp_path_factory):
     """Three token files; every token of all of them is different, so that each can be recognised."""
     folder, made, token = tmp_path_factory.mktemp("mix"), [], 0
     for number, lengths in enumerate([[5, 1, 9, 3, 20, 2], [7] * 30, [100]]):
-        with binfile.writing(folder / str(number), np.dtype(np.int32)) as append:
+        with binfile.open_writer(folder / str(number), np.dtype(np.int32)) as append:
             append(np.arange(token, token + sum(lengths), dtype=np.int32), np.array(lengths))
         token += sum(lengths)
         made.append(binfile.open_file(folder / str(number)))
@@ -128,7 +128,7 @@ def test_a_sweep_covers_every_file_once_and_pads_behind_the_end(files):
 
 
 def test_what_cannot_be_mixed_is_refused(files, tmp_path):
-    with binfile.writing(tmp_path / "a", np.dtype(np.uint16)) as append:
+    with binfile.open_writer(tmp_path / "a", np.dtype(np.uint16)) as append:
         append(np.array([1], np.uint16), np.array([1]))
     short = binfile.open_file(tmp_path / "a")
     with pytest.raises(ConfigError, match="has 1 tokens, but a training sequence needs at least 2"):

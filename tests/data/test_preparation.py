@@ -219,7 +219,7 @@ def test_a_fault_in_the_middle_of_a_cut_file_has_its_line_in_the_whole(tokens, t
 def test_token_files_are_a_source(tokens, texts, tmp_path, write_jsonl):
     written = Source(str(write_jsonl(tmp_path / "a.jsonl", texts)))
     text = prepare([written], tokens, tmp_path / "a", validation=0.2, workers=1)
-    with binfile.writing(tmp_path / "given", np.dtype(np.int32)) as append:
+    with binfile.open_writer(tmp_path / "given", np.dtype(np.int32)) as append:
         for number, document in enumerate(texts):
             ids = tokens.encode(document) + [tokens.eos_id] * (number % 2)
             append(np.array(ids, np.int32), np.array([len(ids)]))

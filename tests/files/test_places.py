@@ -68,7 +68,7 @@ REASONS: dict[str, list[str]] = {
         "data/bpe.py _main",
         "data/pool.py _read",
         "data/tokenize_worker.py _main",
-        "data/preparation.py _raise",
+        "data/preparation.py _raise_worker_error",
         "bench/run_bench.py _measure",
         "bench/measuring_rank.py measure_rank",
         "train/child_process.py main _follow",
@@ -108,7 +108,7 @@ REASONS: dict[str, list[str]] = {
     "a copy of what is in memory": ["convert/vocab/edit.py _data", "storage/checkpoint.py save"],
     "a file that was checked just before, mapped into memory": [
         "data/binfile.py open_file",
-        "data/checksums.py _mapped",
+        "data/checksums.py _map_file",
     ],
     "a stream that the door opened": ["data/records.py parquet_groups _parquet"],
     "the trained model's logits, written by this run in its folder, in which no link is followed": [

@@ -1,7 +1,7 @@
 """Records to tokens to training sequences, without torch.
 
 sources (which files) -> records (documents and faults) -> preparation (parallel, resumable)
-  -> store (.bin/.idx and meta.json) -> mix (sequence n as a pure function of data, seed and n) -> batches (of a step)
+  -> store (.bin/.idx and meta.json) -> sampler (sequence n as a pure function of data, seed and n) -> batches
 """
 
 from __future__ import annotations

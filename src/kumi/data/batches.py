@@ -1,4 +1,4 @@
-"""Where a run's batches come from: one batch a step, and what a checkpoint stores to go on with the same batches."""
+"""The source of a run's batches: one batch per step, and the data in a checkpoint with which a resume continues."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from kumi.data.sampler import Batch, Mixture
 
 
 class BatchSource(Protocol):
-    """The batches of one rank. Steps count from 0; ranks that share a replica of the model get equal batches."""
+    """The batches of one rank. Steps count from 0; all ranks of one model replica get the same batches."""
 
     def at(self, step: int) -> Batch:
-        """Return this rank's sequences of `step`. A step may be asked for again, when an update of it was not done."""
+        """Return this rank's sequences of `step`. The caller may ask for a step again if its update was not done."""
 
     def state(self, step: int) -> Mapping[str, Any]:
-        """Return what a checkpoint of `step` updates stores, as JSON: equal on all ranks, and enough to go on with
-        `at(step)` exactly, under another layout, too. The batch of `step` may have been asked for already."""
+        """Return the JSON data of this source for a checkpoint after `step` updates.
+
+        It is the same on all ranks, and enough to continue with exactly `at(step)`, also under another layout. The
+        caller may have asked for the batch of `step` already.
+        """
 
 
 @dataclass(frozen=True)
 class MixtureSource:
-    """Consecutive sequences of a mixture: `sequences` per step, dealt to `ranks` data-parallel ranks.
+    """Consecutive sequences of a mixture: `sequences` per step, split over `ranks` data-parallel ranks.
 
-    Rank `index` gets its share of each step. Step `first_step` begins with the sequence `first_sequence`.
+    This rank is number `index` of them. Step `first_step` begins with the sequence `first_sequence`.
     """
 
     mixture: Mixture
@@ -36,8 +39,8 @@ class MixtureSource:
 
     def at(self, step: int) -> Batch:
         """Return this rank's sequences of `step`."""
-        share = self.sequences // self.ranks
-        return self.mixture.batch(self._begin(step) + self.index * share, share)
+        count = self.sequences // self.ranks
+        return self.mixture.batch(self._begin(step) + self.index * count, count)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return how many sequences of the mixture the steps before `step` trained on."""

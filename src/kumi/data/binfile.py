@@ -40,8 +40,8 @@ class IndexedFile:
     tokens: all token ids.
     lengths, offsets, first: the three lists of the index (see above). They are not aligned in memory: do not pass a
         full list to a function that copies unaligned arrays (np.searchsorted).
-    guard: verifies the checksums of the blocks that `read` touches, if given.
-    vocab_size: upper bound of the ids that `read` accepts, if given.
+    guard: verifies the checksums of the blocks that `read` touches; None for no verification.
+    vocab_size: `read` accepts only ids below this number; None for no limit.
     """
 
     prefix: Path
@@ -214,7 +214,7 @@ def _lists(raw: Array, sequences: int, documents: int) -> tuple[Array, Array, Ar
 
 
 @contextmanager
-def writing(prefix: Path | str, dtype: np.dtype[Any]) -> Iterator[Append]:
+def open_writer(prefix: Path | str, dtype: np.dtype[Any]) -> Iterator[Append]:
     """Yield append(tokens, lengths), which adds documents; the pair gets its final name at the end of the block.
 
     An exception in the block leaves only `.partial` files. Lengths are buffered in a file, so writing an index of any

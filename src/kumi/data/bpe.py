@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def train(
 
 
 def _sample(sources: Sequence[Source], sample_bytes: int) -> list[dict[str, Any]]:
-    """Return the units of the sample, each with its source's text key and its limit of characters."""
+    """Return the units of the sample (see `kumi.data.shards`), each with its source's text key and a limit of
+    characters."""
     chunks = []
     for number, source in enumerate(sources):
         files = shards.files_of(source)
@@ -179,22 +181,18 @@ def _train(job: dict[str, Any]) -> None:
     texts = _texts(job, faults)
     first = next(texts, None)
     if first is None:
-        held_out = f" outside of the held-out share of {job['validation']}" if job["validation"] else ""
+        held_out = f" outside of the held-out fraction of {job['validation']}" if job["validation"] else ""
         reasons = "".join(f" ({fault.file}:{fault.line}: {fault.reason})" for fault in faults)
         raise ConfigError(
             f"the sources have no text to train a tokenizer on{held_out}; add readable documents{reasons}"
         )
-    backend.train_from_iterator(_chain(first, texts), trainer=trainer)
+    backend.train_from_iterator(chain([first], texts), trainer=trainer)
     _write(Path(job["folder"]), backend)
 
 
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
-
-
 def _write(folder: Path, backend: Any) -> None:
-    """Write the tokenizer's files to `folder`; first the file that marks the folder as kumi's and unfinished."""
+    """Write the tokenizer's files to `folder`; first the file that marks the folder as written by kumi and
+    incomplete."""
     make_folder(folder)
     write_text(folder / tokenizer.ORIGIN, "{}\n")
     special = {"bos_token": EOS, "eos_token": EOS, "pad_token": PAD}
@@ -216,8 +214,8 @@ def _write(folder: Path, backend: Any) -> None:
     os.replace(partial, folder / "tokenizer.json")
 
 
-def _exit_with(parent: int) -> None:
-    """Exit this process once the process `parent` is gone: a new run may then write to the same folder."""
+def _exit_after(parent: int) -> None:
+    """Exit this process once the process `parent` has ended, because a new run may then write to the same folder."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -226,7 +224,7 @@ def _exit_with(parent: int) -> None:
 def _main() -> int:
     """Run the job on standard input and return the exit code; a ConfigError's message goes to standard output."""
     job = json.load(sys.stdin)
-    threading.Thread(target=_exit_with, args=(job["parent"],), daemon=True).start()
+    threading.Thread(target=_exit_after, args=(job["parent"],), daemon=True).start()
     try:
         _train(job)
     except ConfigError as error:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kumi.errors import RefusedError
 from kumi.files.untrusted import open_stream
 
-# Smallest size of a block in bytes, and largest number of blocks in a store. Blocks have 64 KiB in stores up to 64 GiB,
+# Smallest size of a block in bytes, and largest number of blocks in a store: blocks have 64 KiB in stores up to 64 GiB,
 # 1 MiB in a store of a terabyte. All checksums of a store thus take at most 8 MB, far below the limit of meta.json.
 SMALLEST, MOST = 1 << 16, 1 << 20
 
@@ -72,12 +72,12 @@ def block_bytes(size: int) -> int:
 
 def checksums_of(file: Path, block: int) -> Checksums:
     """Compute the checksums of `file`, in blocks of `block` bytes."""
-    mapped = _mapped(file)
+    mapped = _map_file(file)
     crcs = (zlib.crc32(mapped[start : start + block].data) for start in range(0, len(mapped), block))
     return Checksums(block, b"".join(crc.to_bytes(4, "big") for crc in crcs).hex())
 
 
-def _mapped(file: Path) -> npt.NDArray[np.uint8]:
+def _map_file(file: Path) -> npt.NDArray[np.uint8]:
     with open_stream(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         return np.memmap(stream, np.uint8, "r") if size else np.zeros(0, np.uint8)
@@ -90,7 +90,7 @@ class Guard:
     """
 
     def __init__(self, file: Path, checksums: Checksums) -> None:
-        self.file, self.checksums, self.block, self.bytes = file, checksums, checksums.block, _mapped(file)
+        self.file, self.checksums, self.block, self.bytes = file, checksums, checksums.block, _map_file(file)
         self._expected = checksums.numbers()
         self._verified = np.zeros(len(self._expected), bool)
         if len(self._expected) != -(-len(self.bytes) // self.block):

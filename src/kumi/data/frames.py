@@ -2,7 +2,7 @@
 
 A frame of 100 kB may expand to gigabytes, so each library call needs a bound on its output. zlib accepts a limit. The
 streaming object of zstandard does not, but a Zstandard block expands to at most 128 KiB (RFC 8878, section 3.1.1.2), so
-it gets a few blocks per call.
+that object gets a few blocks per call.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class ZstdFrame:
 
     def __init__(self, decompressor: Any) -> None:
         self._frame = decompressor.decompressobj()
-        self._begun, self._checksum, self._skip = False, 0, 0
+        self._header_read, self._checksum, self._skip = False, 0, 0
         self.rest, self.ended = b"", False
 
     def decompress(self, data: bytes) -> bytes:
         """Decompress the full blocks at the start of `data`; return at most 1 MiB, b"" when no block is complete."""
-        end = self._blocks(data) if self._begun else 0 if self._skip else self._header(data)
+        end = self._blocks(data) if self._header_read else 0 if self._skip else self._header(data)
         if self._skip:
             end = min(self._skip, len(data))
             self._skip -= end
@@ -69,7 +69,8 @@ class ZstdFrame:
         return bytes(self._frame.decompress(data[:end])) if end else b""
 
     def _header(self, data: bytes) -> int:
-        """Return the length of the frame's header; 0 when `data` is shorter than it, or the frame is skippable."""
+        """Return the length of the frame's header; 0 when `data` is shorter than the header, or the frame is
+        skippable."""
         if len(data) < 8:
             return 0
         magic, flags = int.from_bytes(data[:4], "little"), data[4]
@@ -80,8 +81,8 @@ class ZstdFrame:
             raise ValueError("no Zstandard frame begins here")
         single, self._checksum = bool(flags & 32), 4 * bool(flags & 4)
         size = 5 + (not single) + (0, 1, 2, 4)[flags & 3] + (int(single), 2, 4, 8)[flags >> 6]
-        self._begun = len(data) >= size
-        return size if self._begun else 0
+        self._header_read = len(data) >= size
+        return size if self._header_read else 0
 
     def _blocks(self, data: bytes) -> int:
         """Return the length of the complete blocks at the start of `data` that expand to at most 1 MiB."""
@@ -109,7 +110,7 @@ class Frames(io.RawIOBase):
         super().__init__()
         self._new_frame, self._file = new_frame, open_stream(path, follow=True)
         self._frame: Frame | None = None
-        self._begun = False
+        self._after_frame = False
         self._input, self._ready, self._at = b"", b"", 0
 
     def readable(self) -> bool:
@@ -132,11 +133,11 @@ class Frames(io.RawIOBase):
             self._input = self._input or self._file.read(_INPUT)
             if not self._input:
                 return False
-            if self._begun:  # some programs pad with zeros after a frame
+            if self._after_frame:  # some programs pad with zeros after a frame
                 self._input = self._input.lstrip(b"\0")
                 if not self._input:
                     return True
-            self._begun, self._frame = True, self._new_frame()
+            self._after_frame, self._frame = True, self._new_frame()
         try:
             self._ready, self._at = self._frame.decompress(self._input), 0
         except Exception as error:  # each library raises its own class

@@ -29,7 +29,7 @@ from kumi.spec.data_source import Source
 def merge_shards(folder: Path, cache: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     """Merge the units in `cache` into a store in `folder`; write meta.json last.
 
-    Raise ConfigError when a source has no training document, or `validation` holds out none.
+    Raise ConfigError when a source has no training document, or `validation` above 0 holds out no document.
     """
     counts = [shards.read_unit(cache / key) for key in plan.keys]
     by_source: list[list[tuple[Unit, Path, dict[str, Any]]]] = [[] for _ in plan.sources]
@@ -81,13 +81,13 @@ def _refuse_empty(plan: Plan, totals: list[Counter[str]]) -> None:
         if total["train_documents"] == 0:
             raise ConfigError(
                 f"data source {source.path!r}: validation={plan.options['validation']} holds out all of its "
-                f"{documents} documents and leaves none to train on; use a smaller share or more documents"
+                f"{documents} documents and leaves none to train on; use a smaller fraction or more documents"
             )
     held_out = sum(total["validation_documents"] for total in totals)
     if plan.options["validation"] > 0 and held_out == 0:
         documents = sum(total["train_documents"] for total in totals)
         raise ConfigError(
-            f"validation={plan.options['validation']} of {documents} documents holds out none; use a larger share, "
+            f"validation={plan.options['validation']} of {documents} documents holds out none; use a larger fraction, "
             "more documents, or validation=0"
         )
 
@@ -123,7 +123,7 @@ def _join_source(
         entry[side] = prefix if total[f"{side}_documents"] else None
         digest = ContentDigest()
         if entry[side]:
-            with binfile.writing(folder / prefix, binfile.token_dtype(tokens.vocab_size)) as append:
+            with binfile.open_writer(folder / prefix, binfile.token_dtype(tokens.vocab_size)) as append:
                 for ids, lengths in chain.from_iterable(
                     binfile.open_file(path / side).blocks() for _, path, _ in units
                 ):

@@ -1,5 +1,7 @@
 """Prepare a store of token files from sources: plan units, tokenize them in parallel, merge them in order.
 
+A unit is a part of a source's files that one worker tokenizes in one job (see `kumi.data.shards`).
+
     expand the sources and split them into units -> tokenize units that are not in the cache, in worker processes
       -> merge units per source and side (train, validation) -> write meta.json last
 
@@ -51,18 +53,18 @@ def prepare(
     progress: bool = False,
     add_bos: bool = False,
 ) -> Store:
-    """Return the store of `sources` in folder `out`; prepare it first unless it exists for the same input.
+    """Return the store of `sources` in folder `out`; prepare the store first unless it exists for the same input.
 
-    Every document gets an eos token. `validation` is the share of documents held out, chosen by a hash of the text.
+    Every document gets an eos token. `validation` is the fraction of documents held out, chosen by a hash of the text.
     `workers=0` uses all cores available to this process. With `on_error="fail"` the first unreadable record raises
     DataError with file:line; with "skip" it is counted and listed in faults.jsonl. Raise ConfigError for wrong options
     or unusable sources, RefusedError when `out` has other files."""
     _check_options(sources, tokenizer, validation, on_error, add_bos)
     folder = Path(out)
     plan = shards.plan(sources, tokenizer, validation, add_bos)
-    with _owned(folder):
-        if not _matches(folder, plan):
-            _make(folder, plan, tokenizer, on_error, workers or len(os.sched_getaffinity(0)), progress)
+    with _locked_folder(folder):
+        if not _is_prepared(folder, plan):
+            _build_store(folder, plan, tokenizer, on_error, workers or len(os.sched_getaffinity(0)), progress)
         elif verify(folder):
             print(f"{folder}: verified by its digests; added checksums of its blocks to {store.META}", file=sys.stderr)
         _store_weights(folder, plan.sources)
@@ -77,7 +79,7 @@ def _check_options(
     if not sources:
         raise DataPathError("no data source is given; name at least one path")
     if not 0 <= validation <= 0.5:
-        raise ConfigError(f"validation={validation}: the share of documents held out must be between 0 and 0.5")
+        raise ConfigError(f"validation={validation}: the fraction of documents held out must be between 0 and 0.5")
     if on_error not in ("skip", "fail"):
         raise ConfigError(f"on_error={on_error!r} must be 'skip' or 'fail'")
     if add_bos and tokenizer.bos_id is None:
@@ -100,7 +102,7 @@ def _is_marked(folder: Path, marker: str | None) -> bool:
 
 
 @contextmanager
-def _owned(folder: Path) -> Iterator[None]:
+def _locked_folder(folder: Path) -> Iterator[None]:
     """Create `folder` and lock it against other preparations; raise RefusedError if it has files not from kumi."""
     if folder.exists() and not folder.is_dir():
         raise RefusedError(f"{folder}: is a file, but prepared data needs a folder; name a new or empty folder")
@@ -116,13 +118,13 @@ def _owned(folder: Path) -> Iterator[None]:
         yield
 
 
-def _matches(folder: Path, plan: Plan) -> bool:
+def _is_prepared(folder: Path, plan: Plan) -> bool:
     """Return True when `folder` has the finished store of `plan`."""
     meta = store.read_meta(folder)
     return meta is not None and meta.get("fingerprint") == plan.fingerprint
 
 
-def _make(folder: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers: int, show: bool) -> None:
+def _build_store(folder: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers: int, show: bool) -> None:
     """Tokenize the units of `plan` and merge them into a store in `folder`."""
     cache = folder / "cache"
     make_folder(cache)
@@ -153,7 +155,7 @@ def _run_units(cache: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, wor
         for job, answer in answers:
             number = missing[job]
             if "error" in answer:
-                _raise(answer, plan.units[number])
+                _raise_worker_error(answer, plan.units[number])
             if "progress" in answer:
                 done[number] = min(answer["progress"], plan.units[number].bytes)
                 tokens[number] = answer["tokens"]
@@ -183,7 +185,7 @@ def _job(cache: Path, plan: Plan, number: int, tokenizer: Tokenizer, on_error: s
     }
 
 
-def _raise(answer: dict[str, Any], unit: Unit) -> None:
+def _raise_worker_error(answer: dict[str, Any], unit: Unit) -> None:
     """Raise the error that a worker reported for `unit`."""
     kind, text = answer["kind"], answer["error"]
     if kind == "DataError":

@@ -155,7 +155,7 @@ def _text(path: Path) -> Item:
     if len(raw) > limit:
         return _too_long(str(path), 1, limit)
     try:
-        return _checked(raw.decode("utf-8-sig"), str(path), 1)
+        return _to_item(raw.decode("utf-8-sig"), str(path), 1)
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         return Fault(str(path), line, "encoding", _encoding_reason(raw, error))
@@ -212,7 +212,7 @@ def _parse(raw: bytes, key: str, file: str, line: int) -> Item:
 def _field(value: dict[str, Any], key: str, file: str, line: int) -> Item:
     text = value.get(key)
     if isinstance(text, str):
-        return _checked(text, file, line)
+        return _to_item(text, file, line)
     if text is None:
         present = ", ".join(list(value)[:8]) or "no field"
         state = "is null" if key in value else f"is missing (the record has: {present})"
@@ -220,8 +220,8 @@ def _field(value: dict[str, Any], key: str, file: str, line: int) -> Item:
     return Fault(file, line, "not-a-string", f"field {key!r} is of type {type(text).__name__}, not a string")
 
 
-def _checked(text: str, file: str, line: int) -> Item:
-    """Return `text` as a Record, or a Fault when it is empty or not valid Unicode."""
+def _to_item(text: str, file: str, line: int) -> Item:
+    """Return `text` as a Record; as a Fault when it is empty or not valid Unicode."""
     if not text or text.isspace():
         return Fault(file, line, "empty", "the text is empty")
     if not text.isascii():

@@ -32,7 +32,7 @@ Batch = Mapping[str, Array]
 class Mixture:
     """An endless weighted mixture of token files.
 
-    parts: token files with their weights; a file's share of the sequences is proportional to its weight.
+    parts: token files with their weights; the number of sequences from a file is proportional to its weight.
     cross_document: attend and predict across document boundaries, as Megatron does.
     """
 
@@ -66,9 +66,9 @@ class Mixture:
     def _draws(self, start: int, count: int) -> tuple[Array, Array]:
         """Return the part of each sequence, and the number of earlier sequences from that part.
 
-        The parts form a chain. A part with share p takes the m-th sequence that reaches it if floor(m * p) increases
-        at m, and passes the others to the next part. After each complete block every part therefore has its exact
-        share to within one or two sequences, and no state is needed. The sequences of a block arrive in shuffled
+        The parts form a chain. A part with fraction p takes the m-th sequence that reaches it if floor(m * p) increases
+        at m, and passes the other sequences to the next part. After each complete block, the sequences of every part
+        are therefore exact to within one or two, and no state is needed. The sequences of a block arrive in shuffled
         order, so that the parts do not alternate in step with the ranks.
         """
         first = start - start % _BLOCK
@@ -76,9 +76,9 @@ class Mixture:
         block, offset = numbers // np.uint64(_BLOCK), numbers % np.uint64(_BLOCK)
         arrivals = block * np.uint64(_BLOCK) + permute(offset, _BLOCK, key(self.seed, 0, block))
         part, draw = np.full(len(numbers), -1, np.int64), np.zeros(len(numbers), np.int64)
-        for number, (share, drawn) in enumerate(zip(self._shares(), self._drawn_before(first), strict=True)):
-            before = _scaled(arrivals, share)
-            taken = (part < 0) & (_scaled(arrivals + np.uint64(1), share) > before)
+        for number, (fraction, drawn) in enumerate(zip(self._fractions(), self._drawn_before(first), strict=True)):
+            before = _scale(arrivals, fraction)
+            taken = (part < 0) & (_scale(arrivals + np.uint64(1), fraction) > before)
             part[taken] = number
             draw[taken] = drawn + np.arange(np.count_nonzero(taken))
             arrivals = arrivals - before
@@ -88,28 +88,28 @@ class Mixture:
     def _drawn_before(self, number: int) -> list[int]:
         """Return the sequences of each part among the first `number` sequences, a multiple of the block size."""
         result, remaining = [], np.array([number], np.uint64)
-        for share in self._shares():
-            taken = _scaled(remaining, share)
+        for fraction in self._fractions():
+            taken = _scale(remaining, fraction)
             remaining = remaining - taken
             result.append(int(taken[0]))
         return result
 
-    def _shares(self) -> list[int]:
-        """Return the share that each part takes of the sequences that reach it, in units of 2^-32; the last takes all.
+    def _fractions(self) -> list[int]:
+        """Return the fraction that each part takes of the sequences that reach it, in units of 2^-32.
 
-        For part i it is weight[i] / sum(weight[i:]).
+        For part i it is weight[i] / sum(weight[i:]). The last part takes all sequences that reach it.
         """
         weights = [weight for _, weight in self.parts]
         remaining = [sum(weights[number:]) for number in range(len(weights))]
-        shares = [min(max(round(w / r * _ONE), 1), _ONE - 1) for w, r in zip(weights, remaining, strict=True)]
-        return [*shares[:-1], _ONE]
+        fractions = [min(max(round(w / r * _ONE), 1), _ONE - 1) for w, r in zip(weights, remaining, strict=True)]
+        return [*fractions[:-1], _ONE]
 
 
 @dataclass(frozen=True, eq=False)
 class SequentialSampler:
     """The validation set: all windows of the files in order, each once; len() is their number.
 
-    limit: if greater than 0, use at most so many windows, evenly spaced over all files.
+    limit: if greater than 0, use at most this many windows, evenly spaced over all files.
     """
 
     parts: Sequence[IndexedFile]
@@ -156,14 +156,14 @@ def _check(files: Sequence[IndexedFile], seq_len: int) -> None:
             )
 
 
-def _scaled(values: Array, share: int) -> Array:
-    """Return floor(values * share / 2^32), exact for values up to 2^63."""
+def _scale(values: Array, fraction: int) -> Array:
+    """Return floor(values * fraction / 2^32), exact for values up to 2^63."""
     low = (
-        (values & np.uint64(_ONE - 1)) * np.uint64(share)
-        if share < _ONE
+        (values & np.uint64(_ONE - 1)) * np.uint64(fraction)
+        if fraction < _ONE
         else (values & np.uint64(_ONE - 1)) << np.uint64(32)
     )
-    return (values >> np.uint64(32)) * np.uint64(share) + (low >> np.uint64(32))
+    return (values >> np.uint64(32)) * np.uint64(fraction) + (low >> np.uint64(32))
 
 
 def _batch(files: Sequence[IndexedFile], part: Array, window: Array, seq_len: int, cross_document: bool) -> Batch:

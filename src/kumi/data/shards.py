@@ -38,7 +38,8 @@ class File:
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of a file, in bytes (jsonl), row groups (parquet) or documents (indexed); end None is the end of file.
+    """A range of a file, in bytes (jsonl), row groups (parquet) or documents (indexed); end None is the end of the
+    file.
 
     bytes: estimated size of the range.
     """
@@ -65,7 +66,7 @@ class Unit:
 class Plan:
     """The input of a preparation: sources with their files, options, and units with their keys.
 
-    fingerprint: digest of all inputs; equal fingerprints give equal stores.
+    fingerprint: digest of all inputs; plans with the same fingerprint give identical stores.
     """
 
     sources: tuple[Source, ...]

@@ -160,7 +160,7 @@ def open_store(folder: Path | str) -> Store:
     meta = read_meta(folder)
     if meta is None:
         raise RefusedError(f"{folder}: has no {META} of prepared data; run `kumi data prepare` first")
-    sources = tuple(_source(folder, entry) for entry in meta["sources"])
+    sources = tuple(_stored_source(folder, entry) for entry in meta["sources"])
     names = ("vocab_size", "eos_id", "bos_id", "validation", "unigram_entropy", "fingerprint")
     return Store(folder, sources, meta["tokenizer"]["sha256"], **{name: meta[name] for name in names})
 
@@ -242,7 +242,7 @@ def _first_documents(
     return documents
 
 
-def _source(folder: Path, entry: dict[str, Any]) -> StoredSource:
+def _stored_source(folder: Path, entry: dict[str, Any]) -> StoredSource:
     """Return the source of an entry in meta.json. Raise RefusedError when its token files contradict the entry."""
     values = {name: entry[name] for name in StoredSource.__dataclass_fields__ if not name.endswith("_checksums")}
     for side in ("train", "validation"):
@@ -272,8 +272,8 @@ def entropy(counts: Sequence[int] | Array) -> float:
     positive = positive[positive > 0]
     if not len(positive):
         return 0.0
-    share = positive / positive.sum()
-    return float(-(share * np.log(share)).sum()) + 0.0
+    fractions = positive / positive.sum()
+    return float(-(fractions * np.log(fractions)).sum()) + 0.0
 
 
 def open_lines(folder: Path, name: str) -> TextIO:

@@ -43,7 +43,7 @@ _EXPANSION = 4
 
 
 def in_validation(text: str, fraction: float) -> bool:
-    """Return True if a document is held out; the hash of its text decides, so equal documents share a side."""
+    """Return True if a document is held out; the hash of its text decides, so identical documents are on one side."""
     raw = hashlib.blake2b(text.encode(), digest_size=8, person=b"kumi-split").digest()
     return int.from_bytes(raw, "little") < fraction * 2**64
 
@@ -89,7 +89,7 @@ def _write(job: dict[str, Any], tokens: Tokenizer, folder: Path, report: Report)
     lines, done = [], 0
     with ExitStack() as stack:
         faults = stack.enter_context(open_new(folder / "faults.jsonl"))
-        train, held_out = (stack.enter_context(binfile.writing(folder / side, dtype)) for side in SIDES)
+        train, held_out = (stack.enter_context(binfile.open_writer(folder / side, dtype)) for side in SIDES)
         sink = Sink(job, tokens, (train, held_out), faults, counts, report)
         for number, segment in enumerate(job["segments"]):
             encode = _encode_indexed if segment["file"]["format"] == "indexed" else _encode_texts
@@ -130,7 +130,7 @@ def _add_texts(sink: Sink, texts: list[str], size: int) -> None:
 
 
 def _encode_indexed(sink: Sink, number: int, segment: dict[str, Any]) -> int:
-    """Copy documents that are tokens already; return 0, as indexed files have no lines."""
+    """Copy documents that are tokens already; return 0, because indexed files have no lines."""
     path, tokens = Path(segment["file"]["path"]), sink.tokens
     file = binfile.open_file(path.with_suffix(""))
     batch, size = [], 0

@@ -20,7 +20,7 @@ AT_START = 8 << 30
 
 
 class ContentDigest:
-    """BLAKE2b digests of ids and of document lengths; two hashes, so batching of the updates does not matter."""
+    """BLAKE2b digests of ids and of document lengths, which do not depend on how updates are batched."""
 
     def __init__(self) -> None:
         self._digests = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
@@ -62,8 +62,8 @@ def verify(folder: Path) -> bool:
     """Verify the token files of the store in `folder`; return True if checksums were added to its meta.json.
 
     All indexes are verified, and all tokens if they have at most `AT_START` bytes in total. A store of an earlier
-    version has only digests: its files are verified by them once, and checksums are added. Raise RefusedError with the
-    file and position of a difference, DataError for an id outside the vocabulary.
+    version has only digests: its files are verified by the digests once, and checksums are added. Raise RefusedError
+    with the file and position of a difference, DataError for an id outside the vocabulary.
     """
     store.open_store(folder)  # refuses files of the wrong size with a clearer message than a checksum
     meta = store.read_meta(folder)
