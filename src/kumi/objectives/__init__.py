@@ -1,6 +1,6 @@
 """Training objectives: losses as functions of the tokens' log-probs, independent of the parallel layout.
 
-To add one, write its class in a file of its own, and add its kind to `OBJECTIVES`.
+To add an objective, write its class in a new file of this package, and add its kind to `OBJECTIVES`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class LanguageModeling(LinearObjective):
-    """The mean over all trained tokens, with equal weights."""
+    """The mean over all tokens with a label. Each token has the same weight."""
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """Return the number of labels that are not ignored."""

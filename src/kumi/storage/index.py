@@ -80,14 +80,14 @@ class IndexFault(ValueError):
         self.file = file
 
 
-def checked_files(folder: Path, index: Mapping[str, Any]) -> dict[str, StoredFile]:
+def parse_files(folder: Path, index: Mapping[str, Any]) -> dict[str, StoredFile]:
     """Return the shards in `index`; raise IndexFault unless each exists in `folder` with its size."""
     files: dict[str, StoredFile] = {}
     for entry in _objects(index.get("files"), {"name", "size", "header", "crc32"}):
         name, file = entry["name"], StoredFile(entry["size"], entry["header"], entry["crc32"])
         if not isinstance(name, str) or name in files or not name.endswith(".safetensors"):
             raise IndexFault(f"the file {name!r} is listed twice or is not a safetensors file")
-        if not _sizes([file.size, file.header, file.crc32]) or file.header > file.size:
+        if not _are_sizes([file.size, file.header, file.crc32]) or file.header > file.size:
             raise IndexFault(f"{name} has the sizes {file.size!r} bytes and {file.header!r} bytes for its header")
         try:
             size = os.stat(inside(folder, name, RefusedError)).st_size
@@ -99,7 +99,7 @@ def checked_files(folder: Path, index: Mapping[str, Any]) -> dict[str, StoredFil
     return files
 
 
-def checked_tensors(index: Mapping[str, Any], files: Mapping[str, StoredFile]) -> dict[str, StoredTensor]:
+def parse_tensors(index: Mapping[str, Any], files: Mapping[str, StoredFile]) -> dict[str, StoredTensor]:
     """Return the tensors in `index`.
 
     Raise IndexFault unless the pieces of each tensor tile it, and all pieces lie in `files` without overlap.
@@ -122,7 +122,7 @@ def checked_tensors(index: Mapping[str, Any], files: Mapping[str, StoredFile]) -
 def _tensor(name: str, entry: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) or entry["dtype"] not in _NAMES:
         raise IndexFault(f"{name!r} has an unknown dtype")
-    if not _sizes(entry.get("shape")) or math.prod(max(1, size) for size in entry["shape"]) > _MAX_SIZE:
+    if not _are_sizes(entry.get("shape")) or math.prod(max(1, size) for size in entry["shape"]) > _MAX_SIZE:
         raise IndexFault(f"{name!r} has the shape {entry.get('shape')!r}")
     shape, dtype = tuple(entry["shape"]), _NAMES[entry["dtype"]]
     keys = {"file", "start", "extent", "offset", "crc32"}
@@ -137,13 +137,13 @@ def _piece(
     name: str, entry: Mapping[str, Any], shape: tuple[int, ...], itemsize: int, files: Mapping[str, StoredFile]
 ) -> StoredPiece:
     start, extent, sums = entry["start"], entry["extent"], entry["crc32"]
-    if not all(map(_sizes, (start, extent, sums))) or not len(start) == len(extent) == len(shape):
+    if not all(map(_are_sizes, (start, extent, sums))) or not len(start) == len(extent) == len(shape):
         raise IndexFault(f"{name!r} has a piece at {start!r} of {extent!r}")
     if any(low + count > size for low, count, size in zip(start, extent, shape)):
         raise IndexFault(f"{name!r} {shape} has a piece at {start} of {extent}, beyond its end")
     file = files.get(entry["file"]) if isinstance(entry["file"], str) else None
     nbytes = math.prod(extent) * itemsize
-    if file is None or not _sizes([entry["offset"]]) or not file.header <= entry["offset"] <= file.size - nbytes:
+    if file is None or not _are_sizes([entry["offset"]]) or not file.header <= entry["offset"] <= file.size - nbytes:
         raise IndexFault(f"{name!r} has {nbytes} bytes at {entry['offset']!r} of {entry['file']!r}, beyond its end")
     rows = extent[0] if extent else 1
     if len(sums) != len(list(blocks(rows, nbytes // rows if rows else 0))):
@@ -158,6 +158,6 @@ def _objects(value: Any, keys: set[str]) -> list[dict[str, Any]]:
     return value
 
 
-def _sizes(value: Any) -> bool:
+def _are_sizes(value: Any) -> bool:
     """Return True for a list of integers in [0, _MAX_SIZE)."""
     return isinstance(value, list) and all(type(size) is int and 0 <= size < _MAX_SIZE for size in value)

@@ -1,7 +1,7 @@
 """Open a checkpoint and read rectangular slices of its tensors; each byte is verified against its checksum.
 
-A read needs the memory of its destination and of one block (one row where a row is larger than a block). Any layout can
-read a checkpoint that any other layout wrote.
+A read needs the memory of its destination and of one block (`kumi.storage.write.block_rows`). Any layout can read a
+checkpoint that any other layout wrote.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kumi.errors import RefusedError
 from kumi.files.untrusted import inside, open_regular
 from kumi.paths import looked_for
 from kumi.storage.folders import list_complete
-from kumi.storage.index import IndexFault, StoredFile, StoredPiece, StoredTensor, checked_files, checked_tensors
+from kumi.storage.index import IndexFault, StoredFile, StoredPiece, StoredTensor, parse_files, parse_tensors
 from kumi.storage.write import FORMAT, as_bytes, block_rows, blocks, read_sealed
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Checkpoint:
     def difference(self, shapes: Mapping[str, Sequence[int]], prefix: str = "") -> str | None:
         """Return how the tensors whose names begin with `prefix` differ from those with the global `shapes`.
 
-        Return None when names and shapes are equal. Call this before reading slices into a model: `read_into` accepts
-        any slice inside the stored tensor and would crop a larger tensor.
+        Return None when there is no difference. Call this before reading slices into a model: `read_into` accepts any
+        slice inside the stored tensor and would crop a larger tensor.
         """
         stored = {name: tensor.shape for name, tensor in self.tensors.items() if name.startswith(prefix)}
         for name in dict.fromkeys([*shapes, *stored]):
@@ -87,7 +87,7 @@ class Checkpoint:
             self._copy(name, tensor, piece, out, start)
 
     def cut(self, name: str, row: int) -> int:
-        """Return the end of the block with row `row` of tensor `name`.
+        """Return the row at which the block with row `row` of tensor `name` ends.
 
         A checksum covers a block, so a reader that stops at block ends verifies each block once.
         """
@@ -207,8 +207,8 @@ def open(folder: Path | str) -> Checkpoint:
             "kumi that wrote it"
         )
     try:
-        files = checked_files(folder, index)
-        tensors = checked_tensors(index, files)
+        files = parse_files(folder, index)
+        tensors = parse_tensors(index, files)
     except IndexFault as fault:
         raise damaged(folder, fault.file or "index.json", str(fault)) from None
     meta = _read_json(folder, "meta.json").get("meta")
@@ -235,7 +235,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _read_all(handle: int, view: memoryview, offset: int) -> None:
-    """Fill `view` from byte `offset` of the file on.
+    """Fill `view` with the bytes of the file, beginning at byte `offset`.
 
     At the end of the file the rest of `view` stays unchanged; the caller's checksum detects it.
     """

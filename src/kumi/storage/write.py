@@ -2,12 +2,12 @@
 
 Each rank writes its pieces to `shard_00003.safetensors`, in the plain safetensors format, and lists them in
 `shard_00003.json`. Rank 0 waits for these lists, checks that the pieces of each tensor tile it, merges the lists into
-`index.json`, adds `meta.json`, and renames the folder. All files are synced to disk before the rename, so a process
-killed at any time leaves either a complete checkpoint or none.
+`index.json`, adds `meta.json`, and renames the folder. All files are synced to disk before the rename, so a kill at any
+time leaves either a complete checkpoint or none.
 
 Checksums are CRC-32. Each block of a piece has one; a block is as many full rows as fit in `BLOCK_BYTES`, so a reader
-verifies a slice without reading the rest of the shard. The index has one for the header of each shard, and each JSON
-file ends with the checksum of its own text.
+verifies a slice without reading the rest of the shard. The index also has the checksum of each shard's header, and each
+JSON file ends with the checksum of its text.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
     text, seal, _ = raw.rpartition(_SEAL[:12].encode())
     if not seal or raw != text + (_SEAL % zlib.crc32(text)).encode():
         raise ValueError(f"its {len(raw)} bytes do not match the checksum at its end")
-    # Only the size bounds the number of values: a checkpoint of thousands of ranks has millions of pieces.
+    # Do not limit the number of values by less than the size: with thousands of ranks, there are millions of pieces.
     content: dict[str, Any] = strict_json(raw, Bounds(MAX_INDEX_BYTES, MAX_INDEX_BYTES))
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
@@ -188,7 +188,7 @@ def blocks(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 class Blank(NamedTuple):
-    """A `Piece` without its data: `extent` is the rectangle's shape, `dtype` torch's name of the dtype."""
+    """A `Piece` without data. `extent`: the rectangle's shape; `dtype`: torch's name of the dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -203,7 +203,8 @@ class Blank(NamedTuple):
 
 def lay_out(blanks: Sequence[Blank]) -> tuple[list[dict[str, Any]], bytes]:
     """Return the index entries of the pieces, in file order and without checksums, and the safetensors header."""
-    # Sorted by item size, largest first: other readers need every tensor to start at a multiple of its item size.
+    # The largest item size comes first, because other readers need every tensor to start at a multiple of its item
+    # size.
     ordered = sorted(blanks, key=lambda blank: (-ITEMSIZE[blank.dtype], blank.name, blank.start))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "kumi": str(FORMAT)}}
     entries: list[dict[str, Any]] = []
@@ -272,9 +273,11 @@ def _write_all(file: BinaryIO, view: memoryview) -> None:
 
 
 def _key(blank: Blank) -> str:
-    """Return the piece's name in the safetensors file: the tensor's name, plus the index ranges of a partial piece.
+    """Return the piece's name in the safetensors file.
 
-    Other readers thus find a full tensor under its own name.
+    A piece that is a full tensor has the tensor's name, under which other readers look for it. Other pieces have the
+    index ranges in addition.
+
     """
     if tuple(blank.extent) == tuple(blank.shape):
         return blank.name
@@ -346,7 +349,8 @@ _Box = tuple[tuple[int, int], ...]  # (start, extent) of each dim
 
 
 def tiling_problem(boxes: Sequence[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> str | None:
-    """Return why boxes of (start, extent) do not cover each index of `shape` exactly once, or None when they do."""
+    """Return why boxes of (start, extent) do not cover each index of `shape` exactly once, or None if they do cover
+    it."""
     if math.prod(shape) == 0:
         return None
     return _tiling_problem([tuple(zip(start, extent)) for start, extent in boxes], tuple(shape), ())
