@@ -1,7 +1,7 @@
 """Export of a plan as another trainer's configuration, or the reasons why that trainer does not support it.
 
     export(job, layout, "megatron-lm")       ->  {"megatron_lm.sh": text}
-    unsupported(job, layout, "torchtitan")   ->  all reasons; empty if it is supported
+    unsupported(job, layout, "torchtitan")   ->  all reasons; empty if the layout is supported
 
 Each trainer is a module with two pure functions: `unsupported(job, layout)` and `files(job, layout, steps)`.
 """
@@ -27,7 +27,8 @@ TRAINERS: dict[str, ModuleType] = {
 
 
 def unsupported(job: Job, layout: Layout, trainer: str) -> list[str]:
-    """Return all reasons why `trainer` does not support `layout`, each with a remedy; empty if it does."""
+    """Return all reasons why `trainer` does not support `layout`, each with a remedy; empty if `layout` is
+    supported."""
     return [
         *unsupported_sizes(job, layout),
         *unsupported_by_every_export(layout),

@@ -34,19 +34,19 @@ _MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 def unsupported(job: Job, layout: Layout) -> list[str]:
     """Return all reasons why accelerate does not support `layout` for `job`."""
     return [
-        *_degrees(layout),
+        *_unsupported_degrees(layout),
         *unsupported_value(
             "zero", layout.zero, (0, 2, 3), _NAME, "shards gradients whenever it shards optimizer states (FSDP2)"
         ),
         *hugging_face.unsupported_by_transformers(layout, _NAME),
-        *_offload(layout),
+        *_unsupported_offload(layout),
         *unsupported_optimizer(job, hugging_face.OPTIMIZERS, _NAME + " under transformers' Trainer"),
         *hugging_face.unsupported_momentum(job),
         *unsupported_precision(job, _NAME, _MIXED_PRECISION),
     ]
 
 
-def _degrees(layout: Layout) -> Iterator[str]:
+def _unsupported_degrees(layout: Layout) -> Iterator[str]:
     if layout.pp > 1:
         yield f"pp={layout.pp}: {_NAME} has no pipeline parallelism for training; set pp = 1"
     if layout.ep > 1:
@@ -65,7 +65,7 @@ def _degrees(layout: Layout) -> Iterator[str]:
         yield "dp_shard=1: FSDP2 has no ranks to shard over; set dp_shard > 1, or zero = 0"
 
 
-def _offload(layout: Layout) -> Iterator[str]:
+def _unsupported_offload(layout: Layout) -> Iterator[str]:
     yield from unsupported_offload(layout, _NAME, ("states", "activations"))
     if layout.offload == "states" and layout.zero == 0:
         yield "offload=states with zero=0: FSDP2 offloads the states that it shards; set zero = 3"
@@ -129,7 +129,7 @@ def _configuration(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _fsdp(layout: Layout) -> dict[str, Any]:
-    """Return the FSDP options. The units are the layers, whose class transformers' models name."""
+    """Return the FSDP options. FSDP's units are the layers, whose class is an attribute of transformers' models."""
     offloads = layout.offload == "activations"
     return {
         "fsdp_version": 2,

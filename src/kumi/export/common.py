@@ -8,12 +8,12 @@ from kumi.spec.job import Job
 from kumi.spec.layout import AXES, Layout
 from kumi.spec.optim import Optim
 
-# The number of steps if the run file has none: it belongs to a run, not to a plan.
+# The number of steps if the run file has none. It is a key of a run, not of a plan.
 DEFAULT_STEPS = 1000
 
 SYNTHETIC_DATA = (
-    "Data, tokenizer, checkpoints and the number of steps are not part of a plan: as it is, it trains on synthetic "
-    "tokens, to measure the step time."
+    "Data, tokenizer, checkpoints and the number of steps are not part of a plan: as it is, this file trains on "
+    "synthetic tokens, to measure the step time."
 )
 _OFFLOADS = {
     "optimizer": "optimizer states on the host",
@@ -51,11 +51,11 @@ def torchrun_command(job: Job, layout: Layout) -> str:
     )
 
 
-# Each of these functions yields the reasons why a trainer does not support the job or the layout.
+# Each of the functions unsupported_... yields the reasons why a trainer does not support the job or the layout.
 
 
 def unsupported_sizes(job: Job, layout: Layout) -> Iterator[str]:
-    """Check that microbatches divide the step's tokens, and that the ranks fill the nodes."""
+    """Check that a step is a number of microbatches on all ranks, and that the ranks fill the nodes."""
     sequences = layout.dp * layout.microbatch
     if job.batch.tokens_per_step % (job.batch.seq_len * sequences):
         yield (
@@ -106,12 +106,12 @@ def unsupported_optimizer(job: Job, kinds: Iterable[str], trainer: str) -> Itera
 
 
 def reduces_in_16_bits(job: Job) -> bool:
-    """Return whether the plan reduces gradients in two bytes per element, because of its engine or its precision."""
+    """Return True if the plan reduces gradients in two bytes per element, because of its engine or its precision."""
     return job.precision.compute != "float32" and (
         job.precision.reduce != "float32" or job.engine.grad_reduce_itemsize == 2
     )
 
 
 def min_learning_rate(optim: Optim) -> float:
-    """Return the learning rate of the last step, without digits that come from rounding."""
+    """Return the learning rate of the last step, to 12 significant digits."""
     return float(f"{optim.lr * optim.min_lr_ratio:.12g}")

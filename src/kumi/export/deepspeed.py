@@ -25,7 +25,7 @@ from kumi.spec.layout import Layout
 _NAME = "DeepSpeed"
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _FILE, _LAUNCH = "ds_config.json", "deepspeed.sh"
-# Families whose experts AutoEP detects. It distributes them over the data-parallel ranks.
+# Families whose experts AutoEP detects and distributes over the data-parallel ranks.
 _AUTOEP_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 # layout.offload -> (device of the optimizer states, device of the parameters)
 _OFFLOAD_DEVICES = {
@@ -39,17 +39,17 @@ _OFFLOAD_DEVICES = {
 def unsupported(job: Job, layout: Layout) -> list[str]:
     """Return all reasons why DeepSpeed does not support `layout` for `job` by its configuration alone."""
     return [
-        *_degrees(job, layout),
+        *_unsupported_degrees(job, layout),
         *hugging_face.unsupported_by_transformers(layout, _NAME),
         *unsupported_offload(layout, _NAME, _OFFLOAD_DEVICES),
-        *_offload(layout),
+        *_unsupported_offload(layout),
         *unsupported_optimizer(job, hugging_face.OPTIMIZERS, _NAME + " under transformers' Trainer"),
         *hugging_face.unsupported_momentum(job),
         *unsupported_precision(job, _NAME, ("bfloat16", "float16", "float32")),
     ]
 
 
-def _degrees(job: Job, layout: Layout) -> Iterator[str]:
+def _unsupported_degrees(job: Job, layout: Layout) -> Iterator[str]:
     if layout.pp > 1:
         yield f"pp={layout.pp}: {_NAME} builds pipelines from a PipelineModule in the training script; set pp = 1"
     if layout.cp > 1:
@@ -62,10 +62,10 @@ def _degrees(job: Job, layout: Layout) -> Iterator[str]:
             f"dp_replicate={layout.dp_replicate} with zero={layout.zero}: {_NAME} shards states over all data "
             f"ranks; set dp_shard = {layout.dp} and dp_replicate = 1"
         )
-    yield from _experts(job, layout)
+    yield from _unsupported_experts(job, layout)
 
 
-def _experts(job: Job, layout: Layout) -> Iterator[str]:
+def _unsupported_experts(job: Job, layout: Layout) -> Iterator[str]:
     if layout.ep == 1:
         return
     if job.model.family not in _AUTOEP_FAMILIES:
@@ -81,7 +81,7 @@ def _experts(job: Job, layout: Layout) -> Iterator[str]:
         yield f"ep={layout.ep} with tp or offload: {_NAME}'s AutoEP supports neither; set tp = 1 and offload = 'none'"
 
 
-def _offload(layout: Layout) -> Iterator[str]:
+def _unsupported_offload(layout: Layout) -> Iterator[str]:
     if layout.offload == "optimizer" and layout.zero == 0:
         yield f"offload=optimizer with zero=0: {_NAME} offloads states from ZeRO-1 on; set zero = 1"
     if layout.offload in ("states", "optimizer-nvme", "states-nvme") and layout.zero != 3:
@@ -129,7 +129,10 @@ def _configuration(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _optimizer(job: Job) -> dict[str, Any]:
-    """Return the optimizer: DeepSpeed's own AdamW (fused, supports offloading), or the Trainer's for other kinds."""
+    """Return the optimizer:
+
+    DeepSpeed's AdamW, which is fused and supports offloading. Other kinds are the Trainer's.
+    """
     optim = job.optim
     if optim.kind != "adamw":
         return {"zero_allow_untested_optimizer": True}

@@ -1,6 +1,6 @@
 """Arguments of transformers' Trainer, shared by the exports to DeepSpeed and accelerate.
 
-`HfArgumentParser` reads them for TrainingArguments. Checked against transformers 4.57 and 5.23.
+`HfArgumentParser` parses these arguments as TrainingArguments. Checked against transformers 4.57 and 5.23.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def training_arguments(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
         "max_steps": steps,
         "per_device_train_batch_size": layout.microbatch,
         "gradient_accumulation_steps": job.batch.microbatches(layout),
-        "bf16": _truth(job.precision.compute == "bfloat16"),
-        "fp16": _truth(job.precision.compute == "float16"),
-        "gradient_checkpointing": _truth(layout.recompute == "full"),
+        "bf16": _bool_text(job.precision.compute == "bfloat16"),
+        "fp16": _bool_text(job.precision.compute == "float16"),
+        "gradient_checkpointing": _bool_text(layout.recompute == "full"),
         "optim": OPTIMIZERS[optim.kind],
         "learning_rate": optim.lr,
         "weight_decay": optim.weight_decay,
@@ -68,7 +68,7 @@ def training_arguments(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
     }
 
 
-def _truth(value: bool) -> str:
+def _bool_text(value: bool) -> str:
     return "true" if value else "false"
 
 

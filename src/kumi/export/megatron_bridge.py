@@ -1,4 +1,4 @@
-"""Export to Megatron-Bridge: a recipe, a Python file with a function that returns a ConfigContainer and runs it.
+"""Export to Megatron-Bridge: a recipe, which is a Python file that builds a ConfigContainer and trains with it.
 
 The model is described by its sizes, as a GPTModelProvider (MLAModelProvider for latent attention), which extends
 Megatron-Core's own configuration. Checked against megatron-bridge 0.3.1 and 0.6.2: training/config.py,
@@ -47,14 +47,14 @@ def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
         SYNTHETIC_DATA,
         *megatron.megatron_notes(job, layout),
     ]
-    provider = "MLAModelProvider" if _latent(job) else "GPTModelProvider"
+    provider = "MLAModelProvider" if _is_latent(job) else "GPTModelProvider"
     arguments = _model_arguments(job, layout)
     squared = arguments["activation_func"] == _ACTIVATIONS["squared_relu"]
     sections = {name: python_call(kind, values, 8) for name, (kind, values) in _sections(job, layout, steps).items()}
     text = _TEMPLATE.format(
         head=as_comment(head),
         provider=provider,
-        module="mla_provider" if _latent(job) else "gpt_provider",
+        module="mla_provider" if _is_latent(job) else "gpt_provider",
         squared=_SQUARED if squared else "",
         model=python_call(provider, arguments, 8),
         **sections,
@@ -62,7 +62,7 @@ def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
     return {_FILE: text}
 
 
-def _latent(job: Job) -> bool:
+def _is_latent(job: Job) -> bool:
     return isinstance(job.model.first_attention, LatentAttention)
 
 
@@ -90,7 +90,7 @@ def _positions(job: Job) -> dict[str, Any]:
     rope = job.model.first_attention.rope
     if rope is None:
         return {"position_embedding_type": "learned_absolute" if job.model.learned_positions else "none"}
-    if _latent(job):
+    if _is_latent(job):
         return {"position_embedding_type": "rope"}
     fields: dict[str, Any] = {
         "position_embedding_type": "rope",

@@ -21,18 +21,18 @@ def unsupported_by_megatron(job: Job, layout: Layout) -> list[str]:
     """Return all reasons why Megatron-Core does not support `layout` for `job`."""
     return [
         *megatron_model.unsupported_by_megatron(job.model),
-        *_schedule(job, layout),
-        *_states(job, layout),
-        *_recompute(layout),
-        *_offload(job, layout),
-        *_degrees(job, layout),
-        *_experts(job, layout),
+        *_unsupported_schedule(job, layout),
+        *_unsupported_states(job, layout),
+        *_unsupported_recompute(layout),
+        *_unsupported_offload(job, layout),
+        *_unsupported_degrees(job, layout),
+        *_unsupported_experts(job, layout),
         *unsupported_optimizer(job, OPTIMIZERS, _NAME),
         *unsupported_precision(job, _NAME, ("bfloat16", "float16", "float32")),
     ]
 
 
-def _schedule(job: Job, layout: Layout) -> Iterator[str]:
+def _unsupported_schedule(job: Job, layout: Layout) -> Iterator[str]:
     if layout.pp == 1:
         return
     why = "has 1F1B, plain or interleaved"
@@ -46,7 +46,7 @@ def _schedule(job: Job, layout: Layout) -> Iterator[str]:
         )
 
 
-def _states(job: Job, layout: Layout) -> Iterator[str]:
+def _unsupported_states(job: Job, layout: Layout) -> Iterator[str]:
     if layout.zero > 1 and layout.pp > 1:
         yield (
             f"zero={layout.zero} with pp={layout.pp}: Megatron-FSDP supports tp, cp and ep, not pp; "
@@ -56,7 +56,7 @@ def _states(job: Job, layout: Layout) -> Iterator[str]:
         yield f"zero={layout.zero} with muon: Megatron-FSDP supports adam and sgd; set zero = 1"
 
 
-def _recompute(layout: Layout) -> Iterator[str]:
+def _unsupported_recompute(layout: Layout) -> Iterator[str]:
     if layout.recompute_layers is None:
         return
     if layout.recompute == "selective":
@@ -68,7 +68,7 @@ def _recompute(layout: Layout) -> Iterator[str]:
         )
 
 
-def _offload(job: Job, layout: Layout) -> Iterator[str]:
+def _unsupported_offload(job: Job, layout: Layout) -> Iterator[str]:
     yield from unsupported_offload(layout, _NAME, ("optimizer", "activations"))
     if layout.offload == "optimizer" and layout.zero != 1:
         yield f"offload=optimizer with zero={layout.zero}: {_NAME} offloads the distributed optimizer; set zero = 1"
@@ -81,17 +81,17 @@ def _offload(job: Job, layout: Layout) -> Iterator[str]:
         )
 
 
-def _degrees(job: Job, layout: Layout) -> Iterator[str]:
+def _unsupported_degrees(job: Job, layout: Layout) -> Iterator[str]:
     if layout.cp > 1 and job.batch.seq_len % (2 * layout.cp):
         yield f"seq_len={job.batch.seq_len}: {_NAME} splits it into 2 x cp = {2 * layout.cp} parts; use a multiple"
     if layout.ep > 1 and layout.dp_shard * layout.cp * layout.tp % (layout.ep * layout.expert_tp):
         yield (
             f"ep={layout.ep} x expert_tp={layout.expert_tp} does not divide dp_shard x cp x tp = "
-            f"{layout.dp_shard * layout.cp * layout.tp}; {_NAME} distributes experts over these"
+            f"{layout.dp_shard * layout.cp * layout.tp}; {_NAME} distributes experts over these ranks"
         )
 
 
-def _experts(job: Job, layout: Layout) -> Iterator[str]:
+def _unsupported_experts(job: Job, layout: Layout) -> Iterator[str]:
     if not has_experts(job.model):
         return
     if layout.tp > 1 and not layout.sequence_parallel:

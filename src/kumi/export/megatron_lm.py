@@ -33,10 +33,10 @@ _LAYER_PATTERNS = ("moe_layer_freq", "window_attn_skip_freq")
 
 def unsupported(job: Job, layout: Layout) -> list[str]:
     """Return all reasons why Megatron-LM does not support `layout` for `job`."""
-    return [*megatron.unsupported_by_megatron(job, layout), *_rope_problems(job)]
+    return [*megatron.unsupported_by_megatron(job, layout), *_unsupported_rope(job)]
 
 
-def _rope_problems(job: Job) -> Iterator[str]:
+def _unsupported_rope(job: Job) -> Iterator[str]:
     layers = uniform_layers(job.model)
     if layers is None or layers.attention.rope is None:
         return
@@ -73,8 +73,8 @@ def argument_groups(job: Job, layout: Layout, steps: int) -> dict[str, dict[str,
     recompute = {name: parallel.pop(name) for name in list(parallel) if name.startswith("recompute")}
     return {
         "model": {**_model(job), **_vocabulary(job)},
-        "parallelism": {**_named(parallel), **_data_parallel(job, layout)},
-        "recomputation and offload": {**_named(recompute), **_offload(layout)},
+        "parallelism": {**_argument_names(parallel), **_data_parallel(job, layout)},
+        "recomputation and offload": {**_argument_names(recompute), **_offload(layout)},
         "batch": {
             "seq-length": job.batch.seq_len,
             "micro-batch-size": layout.microbatch,
@@ -97,7 +97,7 @@ def argument_groups(job: Job, layout: Layout, steps: int) -> dict[str, dict[str,
     }
 
 
-def _named(fields: dict[str, Any]) -> dict[str, Any]:
+def _argument_names(fields: dict[str, Any]) -> dict[str, Any]:
     """Return fields of TransformerConfig under the names of their command-line arguments."""
     arguments = {}
     for name, value in fields.items():
@@ -115,7 +115,7 @@ def _model(job: Job) -> dict[str, Any]:
     for name in ("rotary_base", *MLA_DEFAULTS):
         fields.pop(name, None)
     return {
-        **_named(fields),
+        **_argument_names(fields),
         "group-query-attention": not latent and kv != fields["num_attention_heads"],
         "num-query-groups": kv if not latent and kv != fields["num_attention_heads"] else None,
         "swiglu": gated,

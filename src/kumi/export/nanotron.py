@@ -35,23 +35,23 @@ _ROPE_THETA_04 = 10_000.0
 def unsupported(job: Job, layout: Layout) -> list[str]:
     """Return all reasons why nanotron does not support `layout` for `job`."""
     return [
-        *_model(job.model),
+        *_unsupported_model(job.model),
         *unsupported_value("zero", layout.zero, (0, 1), _NAME, "shards optimizer states at most"),
-        *_degrees(layout),
-        *_pipeline(layout),
-        *_recompute(layout),
+        *_unsupported_degrees(layout),
+        *_unsupported_pipeline(layout),
+        *_unsupported_recompute(layout),
         *unsupported_offload(layout, _NAME, ()),
         *unsupported_optimizer(job, ("adamw",), _NAME),
         *unsupported_precision(job, _NAME, ("bfloat16", "float32")),
     ]
 
 
-def _model(model: ModelSpec) -> Iterator[str]:
+def _unsupported_model(model: ModelSpec) -> Iterator[str]:
     layers = uniform_layers(model)
     if layers is None or layers.moe is not None or not isinstance(layers.attention, Attention):
         yield (
             "experts, latent attention, or layers that differ or are not attention with an mlp each: kumi exports to "
-            "nanotron's Llama, with equal layers"
+            "nanotron's Llama, whose layers are all the same"
         )
         return
     lacking = [
@@ -85,7 +85,7 @@ def _unsupported_features(model: ModelSpec, layers: UniformLayers, attention: At
     }
 
 
-def _degrees(layout: Layout) -> Iterator[str]:
+def _unsupported_degrees(layout: Layout) -> Iterator[str]:
     for axis in ("cp", "ep"):
         if getattr(layout, axis) > 1:
             yield f"{axis}={getattr(layout, axis)}: {_NAME}'s Llama does not support it; set {axis} = 1"
@@ -96,7 +96,7 @@ def _degrees(layout: Layout) -> Iterator[str]:
         )
 
 
-def _pipeline(layout: Layout) -> Iterator[str]:
+def _unsupported_pipeline(layout: Layout) -> Iterator[str]:
     if layout.pp == 1:
         return
     yield from unsupported_value(
@@ -105,16 +105,16 @@ def _pipeline(layout: Layout) -> Iterator[str]:
     if layout.stages > 1:
         yield f"stages={layout.stages}: {_NAME} has one stage per rank; set stages = 1"
     if layout.stage_layers:
-        yield f"stage_layers={layout.stage_layers}: {_NAME} divides layers by its own cost model; leave it empty"
+        yield f"stage_layers={layout.stage_layers}: {_NAME} splits the layers by its own cost model; leave it empty"
 
 
-def _recompute(layout: Layout) -> Iterator[str]:
+def _unsupported_recompute(layout: Layout) -> Iterator[str]:
     yield from unsupported_value("recompute", layout.recompute, ("none", "full"), _NAME, "recomputes whole layers")
     if layout.recompute == "full" and layout.recompute_layers is not None:
         yield f"recompute_layers={layout.recompute_layers}: {_NAME} recomputes all layers or none"
 
 
-def _missing_in_04(job: Job, layout: Layout) -> list[str]:
+def _unsupported_by_04(job: Job, layout: Layout) -> list[str]:
     """Return why release 0.4 does not support the plan; `unsupported` is about the current repository."""
     rope = job.model.first_attention.rope
     missing = []
@@ -127,12 +127,12 @@ def _missing_in_04(job: Job, layout: Layout) -> list[str]:
 
 def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
     """Return the configuration for the repository and, if it supports the plan, for release 0.4."""
-    missing = _missing_in_04(job, layout)
+    missing = _unsupported_by_04(job, layout)
     head = [
         plan_title(job, layout, _NAME),
         SYNTHETIC_DATA,
         *(
-            ["Stages: nanotron divides layers by its own cost model, perhaps not as the plan does."]
+            ["Stages: nanotron splits the layers by its own cost model, perhaps not as the plan does."]
             if layout.pp > 1
             else []
         ),
@@ -154,7 +154,7 @@ def _configuration(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
     adam = {"name": "adamW", **_adam(job)}
     model = {**_llama(job.model), "rope_theta": None if rope is None else rope.rope_theta, "rope_interleaved": False}
     return {
-        **_shared(job, layout, steps, model),
+        **_common_sections(job, layout, steps, model),
         "parallelism": {**_parallelism(job, layout), "recompute_layer": layout.recompute == "full"},
         "optimizer": {
             **_optimizer(job, layout, steps),
@@ -168,14 +168,14 @@ def _configuration(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
 def _configuration_04(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
     """Return the configuration file for release 0.4, as data."""
     return {
-        **_shared(job, layout, steps, _llama(job.model)),
+        **_common_sections(job, layout, steps, _llama(job.model)),
         "parallelism": _parallelism(job, layout),
         "optimizer": {**_optimizer(job, layout, steps), **_adam(job)},
         "data": _data(),
     }
 
 
-def _shared(job: Job, layout: Layout, steps: int, model: dict[str, Any]) -> dict[str, Any]:
+def _common_sections(job: Job, layout: Layout, steps: int, model: dict[str, Any]) -> dict[str, Any]:
     return {
         "general": {"project": "kumi", "run": "planned", "seed": 42, "ignore_sanity_checks": True},
         "model": {

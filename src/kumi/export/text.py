@@ -13,10 +13,10 @@ _WIDTH = 100
 
 def as_comment(lines: Iterable[str]) -> str:
     """Return `lines` as comments of a shell, YAML or Python file, wrapped at `_WIDTH` except commands ("$ ...")."""
-    return "".join(f"# {part}\n" for line in lines for part in ([line] if line.startswith("$") else _wrapped(line)))
+    return "".join(f"# {part}\n" for line in lines for part in ([line] if line.startswith("$") else _wrap(line)))
 
 
-def _wrapped(line: str) -> list[str]:
+def _wrap(line: str) -> list[str]:
     lines, current = [], ""
     for word in line.split(" "):
         if current and len(current) + 1 + len(word) > _WIDTH:
@@ -29,7 +29,7 @@ def _wrapped(line: str) -> list[str]:
 
 def to_yaml(data: Mapping[str, Any], head: Iterable[str]) -> str:
     """Return `data` as YAML in its order, below the comment `head`."""
-    yaml: Any = import_module("yaml")  # imported late to start the planner faster
+    yaml: Any = import_module("yaml")  # imported here, so that the planner starts faster
 
     dumper: Any = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
     # YAML 1.1 reads 1e-08 as text: a number needs a dot before the exponent.

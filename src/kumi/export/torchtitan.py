@@ -50,9 +50,9 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
         *unsupported_value(
             "zero", layout.zero, _RESHARD, _NAME, "shards gradients whenever it shards optimizer states (FSDP2)"
         ),
-        *_schedule(job, layout),
-        *_degrees(job, layout),
-        *_recompute(layout),
+        *_unsupported_schedule(job, layout),
+        *_unsupported_degrees(job, layout),
+        *_unsupported_recompute(layout),
         *unsupported_offload(layout, _NAME, ("states",)),
         *unsupported_optimizer(job, ("adamw",), _NAME),
         *unsupported_precision(job, _NAME, ("bfloat16", "float32")),
@@ -62,7 +62,7 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
     ]
 
 
-def _schedule(job: Job, layout: Layout) -> Iterator[str]:
+def _unsupported_schedule(job: Job, layout: Layout) -> Iterator[str]:
     if layout.pp == 1:
         return
     if layout.schedule not in _SCHEDULES:
@@ -79,20 +79,23 @@ def _schedule(job: Job, layout: Layout) -> Iterator[str]:
             f"stages={layout.stages} with schedule={layout.schedule}: {_NAME} needs {schedule.stages} or more; "
             f"set schedule = '1f1b'"
         )
-    yield from _microbatches(job.batch.microbatches(layout), layout)
+    yield from _unsupported_microbatches(job.batch.microbatches(layout), layout)
     if job.model.tie_word_embeddings:
-        yield f"pp={layout.pp} with tied embeddings: {_NAME} does not keep them equal on different stages; set pp = 1"
+        yield f"pp={layout.pp} with tied embeddings: {_NAME} does not keep their copies identical; set pp = 1"
 
 
-def _microbatches(count: int, layout: Layout) -> Iterator[str]:
+def _unsupported_microbatches(count: int, layout: Layout) -> Iterator[str]:
     rounds = max(1, count // layout.pp)
     if layout.schedule == "interleaved" and count % rounds:
-        yield f"{count} microbatches: {_NAME} interleaves {rounds} equal rounds; use a multiple of pp={layout.pp}"
+        yield (
+            f"{count} microbatches: {_NAME} interleaves {rounds} rounds of the same size; use a multiple of "
+            f"pp={layout.pp}"
+        )
     if layout.schedule == "dualpipe" and count < 2 * layout.pp:
         yield f"{count} microbatches: {_NAME}'s DualPipeV needs at least one for each of {2 * layout.pp} stages"
 
 
-def _degrees(job: Job, layout: Layout) -> Iterator[str]:
+def _unsupported_degrees(job: Job, layout: Layout) -> Iterator[str]:
     heads = {layer.attends.num_key_value_heads for layer in job.model.layers if layer.attends is not None}
     if any(count % layout.tp for count in heads):
         yield f"tp={layout.tp} does not divide num_key_value_heads={min(heads)}, as {_NAME} requires; use a divisor"
@@ -108,7 +111,7 @@ def _degrees(job: Job, layout: Layout) -> Iterator[str]:
         )
 
 
-def _recompute(layout: Layout) -> Iterator[str]:
+def _unsupported_recompute(layout: Layout) -> Iterator[str]:
     if layout.recompute != "none" and layout.recompute_layers is not None:
         yield f"recompute_layers={layout.recompute_layers}: {_NAME} recomputes in all layers or in none"
 

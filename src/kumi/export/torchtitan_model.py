@@ -1,4 +1,4 @@
-"""A model as Python code that builds it from torchtitan's layers, and the models that this does not support.
+"""A model as Python code that builds it from torchtitan's layers, and the reasons why a model is not supported.
 
 Checked against torchtitan 0.3.0: models/common/{config_utils,decoder,rope}.py, models/llama3, models/qwen3.
 """
@@ -28,7 +28,7 @@ def unsupported_model(model: ModelSpec) -> Iterator[str]:
     ]
     if lacking:
         yield f"torchtitan's Llama 3 and Qwen 3 have no {', '.join(lacking)}"
-    yield from _rope_problems(layers.attention)
+    yield from _unsupported_rope(layers.attention)
 
 
 def _unsupported_features(model: ModelSpec, layers: UniformLayers, attention: Attention) -> dict[str, bool]:
@@ -47,17 +47,17 @@ def _unsupported_features(model: ModelSpec, layers: UniformLayers, attention: At
         "norm over all heads together": attention.qk_norm_whole,
         "attention sinks": attention.sinks,
         "experts unlike Qwen 3's (softmax of the scores, no shared expert, QK norm)": moe is not None
-        and (not _qwen_experts(moe) or not attention.qk_norm),
+        and (not _is_qwen_moe(moe) or not attention.qk_norm),
         **traits_beyond_llama(model, layers),
     }
 
 
-def _qwen_experts(moe: MoE) -> bool:
+def _is_qwen_moe(moe: MoE) -> bool:
     plain = moe.scoring_func == "softmax" and moe.n_group == 1 and moe.routed_scaling_factor == 1.0
     return plain and not moe.shared_intermediate_size and not moe.bias and moe.hidden_act == "silu"
 
 
-def _rope_problems(attention: Attention) -> Iterator[str]:
+def _unsupported_rope(attention: Attention) -> Iterator[str]:
     scaling = None if attention.rope is None else attention.rope.scaling
     if scaling in ("linear", "longrope"):
         yield f"rope scaling '{scaling}': torchtitan has plain RoPE, llama3 and yarn"
