@@ -9,7 +9,7 @@ from measured import CPU, measurements, transfers
 
 from kumi.bench.cluster_toml import node_toml
 from kumi.bench.describe_machine import node_of
-from kumi.bench.refit import LEAST_STEPS, WARM_UP, read_run, recalibrate, render_calibration
+from kumi.bench.refit import MIN_STEPS, WARM_UP, read_run, recalibrate, render_calibration
 from kumi.cli import main
 from kumi.config import dump, load, open_run, resolve
 from kumi.config.cluster_source import cluster_spec
@@ -31,7 +31,7 @@ def cluster_file(folder, ranks=2):
     return str(file)
 
 
-def run_folder(folder, *, seconds=0.5, steps=WARM_UP + LEAST_STEPS, ranks=2, peak=2**20):
+def run_folder(folder, *, seconds=0.5, steps=WARM_UP + MIN_STEPS, ranks=2, peak=2**20):
     """A quickstart run after `steps` steps; the first ones and every fourth took ten times as long."""
     folder.mkdir()
     # "auto" would be another precision on CPUs that multiply bfloat16 slowly.
@@ -132,25 +132,25 @@ def test_a_run_is_refitted_with_its_own_layout(tmp_path):
             line = {"step": 99, "layout": layout.words, "perf/step_s": seconds, "mem/peak_bytes": 1}
             file.write(json.dumps(line) + "\n")
     run = read_run(folder, cluster_file(tmp_path))
-    assert (run.layout, run.seconds, run.steps) == (own.layout, 0.8, LEAST_STEPS + 1)
+    assert (run.layout, run.seconds, run.steps) == (own.layout, 0.8, MIN_STEPS + 1)
     assert run.job.precision == own.precision
     calibrated = recalibrate([folder], cluster_file(tmp_path), tmp_path / "calibrated.toml")
     cluster = cluster_spec(ClusterSection(source=str(tmp_path / "calibrated.toml"), devices_per_node=2))
     assert estimate(replace(run.job, cluster=cluster), own.layout).step_seconds == pytest.approx(0.8, rel=0.01)
-    assert calibrated.runs[0].steps == LEAST_STEPS + 1
+    assert calibrated.runs[0].steps == MIN_STEPS + 1
 
 
 def test_a_run_is_its_median_step_after_the_warm_up(tmp_path):
     run = read_run(run_folder(tmp_path / "run", seconds=0.25), cluster_file(tmp_path))
-    assert (run.name, run.seconds, run.steps) == ("quickstart", 0.25, LEAST_STEPS)
-    assert run.peak_memory == 2**20 + WARM_UP + LEAST_STEPS
+    assert (run.name, run.seconds, run.steps) == ("quickstart", 0.25, MIN_STEPS)
+    assert run.peak_memory == 2**20 + WARM_UP + MIN_STEPS
     assert run.layout.dp == 2
 
 
 @pytest.mark.parametrize(
     ("change", "ranks", "words"),
     [
-        ({"steps": WARM_UP + LEAST_STEPS - 1}, 2, "9 measured steps after the first 5"),
+        ({"steps": WARM_UP + MIN_STEPS - 1}, 2, "9 measured steps after the first 5"),
         (
             {"ranks": 4},
             2,

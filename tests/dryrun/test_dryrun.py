@@ -13,7 +13,7 @@ import pytest
 
 from grids import sampled
 from kumi.cli import main
-from kumi.dryrun import chosen_ranks, dry_run
+from kumi.dryrun import dry_run, select_ranks
 from kumi.dryrun.compare import compare_rank, model_flops
 from kumi.dryrun.program import dry_step, microbatches_to_run, run_step, track_head, track_states
 from kumi.dryrun.track import Tracker
@@ -205,11 +205,11 @@ def test_ranks_are_chosen_and_refused():
 
     job, layout = replace(_job("deep"), cluster=ClusterSpec("test", CPU, 4)), Layout(pp=2, dp_shard=2, zero=1)
     estimated = estimate(job, layout)
-    assert chosen_ranks(estimated, "all-stages") == [0, 2]
-    assert chosen_ranks(estimated, "3") == [3]
-    assert chosen_ranks(estimated, None)[0] in (0, 2)
+    assert select_ranks(estimated, "all-stages") == [0, 2]
+    assert select_ranks(estimated, "3") == [3]
+    assert select_ranks(estimated, None)[0] in (0, 2)
     with pytest.raises(LayoutError, match="--rank first is not a rank; give a number"):
-        chosen_ranks(estimated, "first")
+        select_ranks(estimated, "first")
     with pytest.raises(LayoutError, match="rank 4 is not in the layout; give a rank from 0 to 3"):
         dry_run(job, layout, [4])
     with pytest.raises(LayoutError, match=r"dry run: .*tp.?5"):

@@ -54,7 +54,7 @@ def _summary(measured: Measurements, node: NodeFile) -> Table:
     if measured.numerics:
         table.add_row("numerics", measured.numerics)
     table.add_row("peak", peak)
-    table.add_row("products", ", ".join(f"{dtype} {share:.1%}" for dtype, share in (device.matmul or {}).items()))
+    table.add_row("products", ", ".join(f"{dtype} {fraction:.1%}" for dtype, fraction in (device.matmul or {}).items()))
     if device.attention:
         attention = device.attention
         table.add_row("attention", f"{attention.forward:.1%} of the peak forward, {attention.backward:.1%} backward")
@@ -93,7 +93,7 @@ def _kernels(measured: Measurements) -> Table:
 
 
 def _collectives(measured: Measurements) -> Table:
-    """Return one row per kind and group size: a line fitted to all sizes, and the time of the largest size."""
+    """Return one row per kind and group size: a line that is fitted to all sizes, and the time of the largest size."""
     table = _table("collectives", "kind", "ranks", "latency", "bandwidth", "error", "largest", "time")
     for kind, degree in sizes_of(measured):
         timed = [transfer for transfer in measured.transfers if (transfer.kind, transfer.degree) == (kind, degree)]

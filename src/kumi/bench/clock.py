@@ -1,4 +1,4 @@
-"""Time a function on this rank while the other ranks run the same one."""
+"""Time a function on this rank while the other ranks run the same function."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 Work = Callable[[], object]
 
-# The least seconds of a sample. If ranks outnumber cores, the scheduler gives a core to one of them for a few
-# milliseconds at a time: a shorter sample would have the core for itself or not at all, a longer one has its share.
+# The minimum duration of a sample, in seconds. If ranks outnumber cores, the scheduler gives a core to one of them for
+# a few milliseconds at a time: a shorter sample would have the core all the time or never, a longer one has its part.
 SAMPLE_S = 0.03
-_LEAST_SAMPLES = 3
+_MIN_SAMPLES = 3
 
 
 def synchronize(device: torch.device) -> None:
@@ -31,7 +31,7 @@ def seconds_of(work: Work, device: torch.device, budget: float) -> float:
         calls = max(calls + 1, min(8 * calls, int(1.2 * calls * SAMPLE_S / elapsed)))
     samples = [elapsed]
     until = time.perf_counter() + budget - elapsed
-    while len(samples) < _LEAST_SAMPLES or time.perf_counter() < until:
+    while len(samples) < _MIN_SAMPLES or time.perf_counter() < until:
         samples.append(elapsed_seconds(work, calls, device))
     return median(samples) / calls
 

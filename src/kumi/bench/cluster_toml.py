@@ -51,7 +51,7 @@ def _texts(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_existing(out: Path, flag: str) -> None:
-    """Raise RefusedError unless `out` ends in .toml, does not exist, and its folder does."""
+    """Raise RefusedError unless `out` is a new file with a name that ends in .toml, in an existing folder."""
     if out.suffix != ".toml":
         raise RefusedError(
             f"{flag} {out}: cluster.source takes files whose names end in .toml; name a new file such as {out}.toml"
@@ -63,7 +63,7 @@ def refuse_existing(out: Path, flag: str) -> None:
 
 
 def write_new(out: Path, text: str, flag: str) -> None:
-    """Write `text` to the new file `out`. Raise RefusedError if the file exists by now."""
+    """Write `text` to the new file `out`. Raise RefusedError if another process has created it."""
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -71,6 +71,6 @@ def write_new(out: Path, text: str, flag: str) -> None:
         refuse_existing(out, flag)
 
 
-def four_digits(value: float) -> float:
-    """Round `value` to four significant digits; measurements are no more precise."""
+def round_to_four_digits(value: float) -> float:
+    """Round `value` to four significant digits, because measurements are no more precise."""
     return float(f"{value:.4g}")

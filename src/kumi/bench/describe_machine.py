@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import harmonic_mean
 from typing import Any
 
-from kumi.bench.cluster_toml import four_digits
+from kumi.bench.cluster_toml import round_to_four_digits
 from kumi.bench.fit_links import fit_link
 from kumi.bench.measurements import Measurements, Timing, rate
 from kumi.config.cluster_file import NodeFile
@@ -15,15 +15,16 @@ from kumi.report.phrases import plural
 from kumi.spec.cluster import Device
 from kumi.units import write_bandwidth, write_bytes, write_duration, write_flops
 
-# Element-wise kinds whose rates are averaged for the share of the bandwidth. Others are fused on CUDA and move fewer
-# bytes than the planner counts.
+# Element-wise kinds whose rates are averaged for the fraction of the bandwidth. Other kinds are fused on CUDA and move
+# fewer bytes than the planner counts.
 STREAMED = {"cpu": ("add", "gate", "norm", "rope", "logits"), "cuda": ("add", "gate")}
 
 
 def node_of(measured: Measurements, base: Device, ranks: int) -> NodeFile:
-    """Return a node of `ranks` devices like `base` with the measured figures.
+    """Return a node of `ranks` devices like `base`, with measured numbers.
 
-    Figures of `base` from a data sheet stay: memory, and for a known GPU peak and bandwidth. Shares refer to those.
+    Numbers of `base` from a data sheet stay: memory, and of a known GPU the peak and the bandwidth. Measured fractions
+    are relative to these.
     """
     device = _device(measured, base, ranks)
     links = [_link(measured, base.kind, ranks)] if ranks > 1 else []
@@ -38,11 +39,11 @@ def peaks(measured: Measurements, base: Device) -> dict[str, float]:
     return best | (dict(base.peak) if base.kind == "cuda" else {})
 
 
-def matmul_share(measured: Measurements, dtype: str, peak: float) -> float:
-    """Return the share of `peak` that matmuls reach.
+def matmul_fraction(measured: Measurements, dtype: str, peak: float) -> float:
+    """Return the fraction of `peak` that matmuls reach.
 
-    On a GPU it is that of the large squares; the planner derives other shapes from their tiles. On a CPU it is the
-    harmonic mean over linear layers, forward and backward.
+    On a GPU it is the fraction of the largest square products; the planner derives that of other shapes from their
+    tiles. On a CPU it is the harmonic mean over linear layers, forward and backward.
     """
     if not measured.processors:
         return min(1.0, harmonic_mean([timing.rate for timing in measured.of("linear", dtype)]) / peak)
@@ -65,7 +66,9 @@ def bandwidth(measured: Measurements, base: Device) -> float:
 def _device(measured: Measurements, base: Device, ranks: int) -> dict[str, Any]:
     peak, dtype, memory = peaks(measured, base), main_dtype(base), bandwidth(measured, base)
     shares = {
-        name: four_digits(matmul_share(measured, name, peak[name])) for name in peak if measured.of("product", name)
+        name: round_to_four_digits(matmul_fraction(measured, name, peak[name]))
+        for name in peak
+        if measured.of("product", name)
     }
     streamed = [
         timing.rate for timing in measured.of("element-wise", dtype) if timing.what.split()[0] in STREAMED[base.kind]
@@ -77,11 +80,11 @@ def _device(measured: Measurements, base: Device, ranks: int) -> dict[str, Any]:
         "kind": base.kind,
         "memory": write_bytes(base.memory),
         "dtypes": list(base.dtypes),
-        "peak_flops": {name: write_flops(four_digits(flops)) for name, flops in peak.items()},
-        "memory_bandwidth": write_bandwidth(four_digits(memory)),
-        "stream": min(1.0, four_digits(harmonic_mean(streamed) / memory)),
+        "peak_flops": {name: write_flops(round_to_four_digits(flops)) for name, flops in peak.items()},
+        "memory_bandwidth": write_bandwidth(round_to_four_digits(memory)),
+        "stream": min(1.0, round_to_four_digits(harmonic_mean(streamed) / memory)),
         "matmul": shares,
-        "launch": write_duration(four_digits(launch.seconds)),
+        "launch": write_duration(round_to_four_digits(launch.seconds)),
         "reserved": write_bytes(measured.reserved),
         "sources": _sources(base, dtype, ranks),
     }
@@ -89,7 +92,7 @@ def _device(measured: Measurements, base: Device, ranks: int) -> dict[str, Any]:
 
 
 def _attention(measured: Measurements, dtype: str, peak: float) -> dict[str, float]:
-    """Return the shares of `peak` that attention reaches forward and backward, the harmonic mean over the shapes.
+    """Return the fractions of `peak` that attention reaches forward and backward, the harmonic mean over the shapes.
 
     The result is empty if attention was not measured.
     """
@@ -97,7 +100,11 @@ def _attention(measured: Measurements, dtype: str, peak: float) -> dict[str, flo
         direction: [timing.rate for timing in measured.of("attention", dtype) if timing.what.startswith(direction)]
         for direction in ("forward", "backward")
     }
-    return {direction: min(1.0, four_digits(harmonic_mean(each) / peak)) for direction, each in rates.items() if each}
+    return {
+        direction: min(1.0, round_to_four_digits(harmonic_mean(each) / peak))
+        for direction, each in rates.items()
+        if each
+    }
 
 
 def _nonzero(**figures: Any) -> dict[str, Any]:
@@ -131,15 +138,15 @@ def _link(measured: Measurements, kind: str, ranks: int) -> dict[str, Any]:
     return {
         "name": backend,
         "span": ranks,
-        "bandwidth": write_bandwidth(four_digits(link.bandwidth)),
-        "latency": write_duration(four_digits(link.latency)),
+        "bandwidth": write_bandwidth(round_to_four_digits(link.bandwidth)),
+        "latency": write_duration(round_to_four_digits(link.latency)),
         "efficiency": 1.0,
         "sources": {"bandwidth, latency, efficiency": provenance},
     }
 
 
 def remarks(measured: Measurements, base: Device, ranks: int, load: float) -> list[str]:
-    """Return comments for the cluster file: how it was measured, and the products behind the shares.
+    """Return comments for the cluster file: how the machine was measured, and the speed of each matrix product.
 
     `load` is the system's load average before the ranks started.
     """

@@ -27,7 +27,7 @@ class FittedLine:
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> FittedLine:
-    """Fit a line to (`sizes`, `seconds`) with the least squared relative error; neither coefficient is negative."""
+    """Fit a line to (`sizes`, `seconds`) with the smallest squared relative error; neither coefficient is negative."""
     x, t = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
     columns = np.stack([1 / t, x / t], axis=1)
     latency, slope = np.linalg.lstsq(columns, np.ones_like(t), rcond=None)[0]

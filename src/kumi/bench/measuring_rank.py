@@ -30,7 +30,8 @@ class BenchRequest:
     """The measurements to make.
 
     `device_type`: cpu or cuda.
-    `dtypes`: the dtypes to measure; training uses `main`.
+    `dtypes`: the dtypes to measure.
+    `main`: the one of them in which training computes.
     `quick`: measure fewer shapes and sizes.
     `numerics`: how a CPU computes.
     """

@@ -8,7 +8,7 @@ from math import exp, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kumi.bench.cluster_toml import four_digits, node_toml, refuse_existing, write_new
+from kumi.bench.cluster_toml import node_toml, refuse_existing, round_to_four_digits, write_new
 from kumi.config import job, load_plan, resolve
 from kumi.config.cluster_file import DeviceFile, LinkFile, MeasuredFile, NetworkFile, NodeFile
 from kumi.config.local_machine import this_node
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 AnyLink = TypeVar("AnyLink", LinkFile, NetworkFile)
 
-LEAST_STEPS = 10
+MIN_STEPS = 10
 # The name of the new cluster file in the first run folder.
 DEFAULT_OUT = "calibrated.toml"
 
@@ -43,7 +43,7 @@ def recalibrate(folders: Sequence[Path], cluster: str, out: Path) -> Calibration
     refuse_existing(out, "--out")
     runs = [read_run(folder, cluster) for folder in folders]
     calibration = calibrate(runs)
-    node = refitted(_node(cluster, runs[0].job.cluster.devices_per_node), calibration)
+    node = refit_node(_node(cluster, runs[0].job.cluster.devices_per_node), calibration)
     origin = "this machine" if cluster == "auto" else cluster
     write_new(out, node_toml(node, [f"{origin}, {calibration.source}."]), "--out")
     return calibration
@@ -88,11 +88,11 @@ def read_run(folder: Path, cluster: str) -> MeasuredRun:
     # Folders of earlier versions have no stored plan: assume the one that would be chosen today.
     plan = read_plan(folder) or resolve(config, snapshots, read_stored_run(config)).plan
     measured = measured_steps(folder, plan.layout)
-    if measured is None or measured.count < LEAST_STEPS:
+    if measured is None or measured.count < MIN_STEPS:
         raise ConfigError(
             f"calibrate: {folder} has {0 if measured is None else measured.count} measured steps after the first "
             f"{WARM_UP}, too few for a median; "
-            f"train for at least {WARM_UP + LEAST_STEPS} steps"
+            f"train for at least {WARM_UP + MIN_STEPS} steps"
         )
     section = config.cluster.model_copy(update={"source": cluster, "devices_per_node": plan.made_for.devices_per_node})
     _check_same_machine(folder, plan.made_for.device_kind, section, cluster)
@@ -133,17 +133,17 @@ def _check_same_machine(folder: Path, kind: str, section: ClusterSection, cluste
         )
 
 
-def refitted(node: NodeFile, calibration: Calibration) -> NodeFile:
+def refit_node(node: NodeFile, calibration: Calibration) -> NodeFile:
     """Return `node` with the constants that `calibration` changed and their provenance."""
     # Constants of devices are replaced; `device.reserved` may have been 0.
     factors = {
         name: after / before for name, (before, after) in calibration.moved.items() if not name.startswith("device.")
     }
-    network = None if node.network is None else _refitted_link(node.network, factors, calibration.source)
+    network = None if node.network is None else _refit_link(node.network, factors, calibration.source)
     return node.model_copy(
         update={
             "device": _device(node.device, calibration),
-            "links": tuple(_refitted_link(link, factors, calibration.source) for link in node.links),
+            "links": tuple(_refit_link(link, factors, calibration.source) for link in node.links),
             "network": network,
             "measured": _measured(node.device.reserved or 0, calibration),
         }
@@ -168,7 +168,7 @@ def _mean_ratio(ratios: Sequence[float]) -> float:
 
 def _device(file: DeviceFile, calibration: Calibration) -> DeviceFile:
     moved = {
-        name.removeprefix("device."): four_digits(after)
+        name.removeprefix("device."): round_to_four_digits(after)
         for name, (_, after) in calibration.moved.items()
         if name.startswith("device.")
     }
@@ -181,10 +181,10 @@ def _device(file: DeviceFile, calibration: Calibration) -> DeviceFile:
     return file.model_copy(update={**update, "sources": _sources(file.sources, list(update), calibration.source)})
 
 
-def _refitted_link(file: AnyLink, factors: Mapping[str, float], source: str) -> AnyLink:
+def _refit_link(file: AnyLink, factors: Mapping[str, float], source: str) -> AnyLink:
     names = [name for name in ("bandwidth", "latency") if f"{file.name}: {name}" in factors]
     update: dict[str, Any] = {
-        name: four_digits(getattr(file, name) * factors[f"{file.name}: {name}"]) for name in names
+        name: round_to_four_digits(getattr(file, name) * factors[f"{file.name}: {name}"]) for name in names
     }
     return file.model_copy(update={**update, "sources": _sources(file.sources, names, source)})
 

@@ -24,7 +24,7 @@ from kumi.spec.cluster import ClusterSpec
 from kumi.spec.numerics import REFERENCE, Numerics
 from kumi.train.measure_numerics import measure_here
 
-# Default number of ranks on a machine without GPUs: the fewest that communicate.
+# Default number of ranks on a machine without GPUs: the smallest number that communicates.
 _CPU_RANKS = 2
 
 # A load average above this before the start makes the measurements unreliable.
@@ -65,7 +65,7 @@ def bench(*, out: Path | None, ranks: int | None, quick: bool, write_json: Calla
 
 
 def machine_to_measure(ranks: int | None) -> ClusterSpec:
-    """Return this machine as `ranks` devices; by default its GPUs, or `_CPU_RANKS` shares of its CPU."""
+    """Return this machine as `ranks` devices; by default its GPUs, or its CPU in `_CPU_RANKS` parts."""
     if is_rank(os.environ):
         raise ConfigError(
             "bench: this process is one rank of a launcher (RANK and WORLD_SIZE are set), but bench starts its own "
@@ -97,7 +97,7 @@ def _choose_numerics(machine: ClusterSpec) -> tuple[Numerics, ClusterSpec]:
 
 
 def _measure(machine: ClusterSpec, numerics: Numerics, *, quick: bool) -> tuple[int, Measurements | None]:
-    """Return the exit code of the ranks and their measurements, None if they did not finish."""
+    """Return the exit code of the ranks and their measurements; None if they did not finish."""
     from kumi.bench.measuring_rank import BenchRequest, measure_rank
     from kumi.launch import local
 

@@ -17,8 +17,8 @@ from kumi.spec.divisibility import divisors
 
 # Bytes of the full tensor. The smallest is dominated by latency, the largest by bandwidth.
 _MIN_BYTES, _MAX_BYTES = 2**12, {"cpu": 2**25, "cuda": 2**30}
-# The most and the least consecutive calls per sample; ranks may be out of step in the first call.
-_MOST_CALLS, _LEAST_CALLS, _SAMPLES = 100, 2, 3
+# The largest and the smallest number of consecutive calls per sample; ranks may be out of step in the first call.
+_MAX_CALLS, _MIN_CALLS, _SAMPLES = 100, 2, 3
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class CollectiveCase:
 
 
 def cases(world_size: int, device_type: str, *, quick: bool) -> Iterator[CollectiveCase]:
-    """Yield the collectives to time: per group size, powers of 4 (16 if `quick`) from LEAST to MOST bytes."""
+    """Yield the collectives to time: per group size, `_MIN_BYTES` times powers of 4 (16 if `quick`) up to
+    `_MAX_BYTES`."""
     for degree in divisors(world_size)[1:]:
         if quick and 2 < degree < world_size:
             continue
@@ -47,26 +48,26 @@ def cases(world_size: int, device_type: str, *, quick: bool) -> Iterator[Collect
 
 def groups(world_size: int, rank: int) -> dict[int, dist.ProcessGroup]:
     """Create this rank's group of every size that divides the world. All ranks must call this together."""
-    own: dict[int, dist.ProcessGroup] = {}
+    by_degree: dict[int, dist.ProcessGroup] = {}
     for degree in divisors(world_size)[1:]:
         for first in range(0, world_size, degree):
             group = dist.new_group(list(range(first, first + degree)))
             if first <= rank < first + degree:
                 assert group is not None, "a member gets its group"
-                own[degree] = group
-    return own
+                by_degree[degree] = group
+    return by_degree
 
 
 def seconds_of_case(case: CollectiveCase, group: dist.ProcessGroup, mesh: Mesh, budget: float) -> float:
     """Return the median seconds of `case` on the slowest rank; all ranks return the same."""
     work = KINDS[case.kind](case.size, group, mesh)
     work()
-    calls, seconds = _LEAST_CALLS, []
+    calls, seconds = _MIN_CALLS, []
     for _ in range(_SAMPLES):
         barrier(mesh)
         elapsed = torch.tensor(elapsed_seconds(work, calls, mesh.device), dtype=torch.float64)
         seconds.append(float(all_reduce_max(elapsed, mesh)) / calls)
-        calls = max(_LEAST_CALLS, min(_MOST_CALLS, int(budget / (_SAMPLES * seconds[-1]))))
+        calls = max(_MIN_CALLS, min(_MAX_CALLS, int(budget / (_SAMPLES * seconds[-1]))))
     return median(seconds)
 
 
@@ -94,7 +95,7 @@ def _all_to_all(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:
 
 
 def _send(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:
-    """Send from each even rank to the next odd one. In a group of odd size the last rank does nothing."""
+    """Send from each even rank to the next odd one. In a group of odd size, the last rank does nothing."""
     full, rank, group_size = _full(size, mesh), group.rank(), group.size()
     peer = dist.get_global_rank(group, min(rank ^ 1, group_size - 1))
     if rank ^ 1 >= group_size:
@@ -118,6 +119,6 @@ def _full(size: int, mesh: Mesh) -> Tensor:
 
 
 def _full_and_shard(size: int, group: dist.ProcessGroup, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """Return a tensor of about `size` bytes, and one rank's equal shard of it."""
+    """Return a tensor of about `size` bytes, and one rank's shard of it. All shards have the same size."""
     count = size // 4 // group.size()
     return torch.zeros(count * group.size(), device=mesh.device), torch.zeros(count, device=mesh.device)

@@ -1,6 +1,6 @@
 """The kernels of a train step to time on a device: matmuls, element-wise operations, attention, launches, the update.
 
-They call the same functions as training (`kumi.nn`, `kumi.parallel.optim`), on tensors of realistic sizes.
+The kernels call the same functions as training (`kumi.nn`, `kumi.parallel.optim`), on tensors of realistic sizes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Kernel:
     """A kernel to time.
 
     `kind`: product, linear, element-wise, attention, copy, update or launch.
-    `dtype`: the dtype it computes in.
-    `what`: its shape or variant, for display.
+    `dtype`: the dtype of the computation.
+    `what`: the shape or variant, for display.
     `amount`: FLOPs per call of products, layers and attention, bytes of others, 1 for a launch.
     `prepare`: allocate the tensors and return the function to time.
     """
@@ -122,9 +122,10 @@ SIZES = {
 
 
 def kernels(device: torch.device, dtypes: tuple[str, ...], main: str, *, quick: bool) -> Iterator[Kernel]:
-    """Yield the kernels to time on `device` in each of `dtypes`; training uses `main`.
+    """Yield the kernels to time on `device` in each of `dtypes`.
 
-    `quick` leaves out most shapes of products, and in dtypes other than `main` all but products and linear layers.
+    `main`: the dtype in which training computes.
+    `quick`: leave out most shapes of products; in dtypes other than `main`, time only products and linear layers.
     """
     sizes = SIZES[device.type]
     yield _launch(device)
@@ -278,7 +279,7 @@ ELEMENT_WISE: dict[str, Callable[[Tensor], Forward]] = {"add": _add, "gate": _ga
 def _forward_backward(
     make: Callable[[Tensor], Forward], device: torch.device, dtype: str, shape: tuple[int, ...]
 ) -> Work:
-    """Return a function that runs forward and backward; each call replaces the gradients of the one before."""
+    """Return a function that runs forward and backward; each call replaces the gradients of the previous call."""
     x = _random(device, dtype, *shape, grad=True)
     forward = make(x)
     grad = torch.ones_like(forward())

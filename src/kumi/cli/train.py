@@ -58,11 +58,11 @@ def _train(arguments: Namespace) -> int:
 
 
 def _dry_run(arguments: Namespace) -> int:
-    from kumi.dryrun import chosen_ranks, dry_run
+    from kumi.dryrun import dry_run, select_ranks
     from kumi.report.run_description import estimate_run_file, print_content
 
     job, estimate = estimate_run_file(arguments.run, arguments.overrides)
-    result = dry_run(job, estimate.layout, chosen_ranks(estimate, arguments.rank))
+    result = dry_run(job, estimate.layout, select_ranks(estimate, arguments.rank))
     if arguments.json:
         arguments.write_json(result)
     else:

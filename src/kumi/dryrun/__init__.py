@@ -1,7 +1,7 @@
 """Dry runs: run one rank's training step on fake tensors, and compare it with the planner.
 
 result = dry_run(job, layout, [rank])    # plain data: memory by kind, FLOPs, messages, measured and planned
-show(render(result))
+dry_run_tables(result)                   # the same as tables (`kumi.dryrun.dryrun_tables`)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def dry_run(job: Job, layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:
     """Return the memory, FLOPs and messages of each of `ranks` in a step as plain data (see `kumi.dryrun.compare`).
 
-    Raise LayoutError if `layout` is illegal, is not trained by this version, or offloads, or if a rank is not in it.
+    Raise LayoutError if `layout` is illegal, if this version cannot train it, if it offloads, or if it lacks a rank.
     """
     wrong = illegal(job.model, layout, job.cluster, job.batch) or unsupported_by_trainer(job, layout)
     if wrong:
@@ -53,11 +53,11 @@ def dry_run(job: Job, layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def chosen_ranks(estimate: Estimate, selection: str | None) -> list[int]:
+def select_ranks(estimate: Estimate, selection: str | None) -> list[int]:
     """Return the ranks of the `--rank` option.
 
-    `selection` is a number, "all-stages" for one rank of every pipeline rank, or None for one of the fullest ranks by
-    the estimate. Raise LayoutError for anything else.
+    `selection` is a number, "all-stages" for one rank of every pipeline rank, or None for a rank with the largest
+    estimated memory. Raise LayoutError for anything else.
     """
     layout = estimate.layout
     if selection == "all-stages":

@@ -51,10 +51,10 @@ def compare_rank(job: Job, layout: Layout, rank: int, measured: Measured) -> dic
 
 
 def model_flops(job: Job, layout: Layout, pp_rank: int) -> float:
-    """Return a rank's share of the ledger's FLOPs of a step in the stages of `pp_rank`.
+    """Return one rank's part of the ledger's FLOPs of a step in the stages of `pp_rank`.
 
-    The ranks that share the stages have equal shares. Counted are a forward and a backward of twice its FLOPs, with
-    full attention and no recomputation.
+    All ranks that have these stages compute the same number. The backward counts as twice the forward, with full
+    attention and no recomputation. (The ledger is the list of the model's operations, `kumi.spec.ledger`.)
     """
     bounds = stage_bounds(layout, job.model.num_hidden_layers)
     stages = stage_assignment(layout.schedule, layout.pp, layout.stages)[pp_rank]
@@ -77,7 +77,7 @@ def compare_messages(measured: Measured, job: Job, layout: Layout, pp_rank: int)
         row = listed.setdefault((item.kind, item.axis, round(item.bytes)), [0, item.degree, []])
         row[0] += item.count
         row[2] += [item.what] if item.what not in row[2] else []
-    sent = _sent(measured.messages, measured.groups, set(listed))
+    sent = _count_sent(measured.messages, measured.groups, set(listed))
     rows, unmatched = [], dict[tuple[str, str], list[_Key]]()
     for key in dict.fromkeys([*listed, *sent]):
         count, _, what = listed.get(key, (0, 0, []))
@@ -109,9 +109,10 @@ def _bytes(counts: Mapping[_Key, int]) -> int:
 
 
 def _row(key: _Key, sent: int, sent_bytes: int, listed: int, listed_bytes: int, what: str) -> dict[str, Any]:
-    """Return a row of `messages`.
+    """Return a row of `compare_messages`.
 
-    `agrees` is True if counts and bytes are equal, or for a row of various sizes if the bytes differ by less than 1 %.
+    `agrees` is True if dry run and planner have the same counts and bytes; for a row of various sizes, if their bytes
+    differ by less than 1 %.
     """
     same = sent == listed and sent_bytes == listed_bytes
     near = key[2] == 0 and listed_bytes > 0 and abs(sent_bytes / listed_bytes - 1) < 0.01
@@ -128,7 +129,9 @@ def _row(key: _Key, sent: int, sent_bytes: int, listed: int, listed_bytes: int, 
     }
 
 
-def _sent(counts: Mapping[Message, int], groups: Mapping[str, tuple[str, ...]], listed: set[_Key]) -> dict[_Key, int]:
+def _count_sent(
+    counts: Mapping[Message, int], groups: Mapping[str, tuple[str, ...]], listed: set[_Key]
+) -> dict[_Key, int]:
     """Return how often each message was sent.
 
     Several axes may share a group; a message is then attributed to the axis for which the planner lists it.

@@ -1,8 +1,9 @@
-"""Fake GPU kernels for a model of fake CPU tensors: they return and save tensors of the right shapes.
+"""Fake GPU kernels for a model of fake CPU tensors: the kernels return and save tensors of the right shapes.
 
-kumi calls different kernels on a CPU and on a GPU. These replacements save for the backward what a GPU saves: attention
-its queries, keys, values, output and log-sum-exp (flash attention), norms their input and 1 / rms, the loss the logits
-of a GPU's chunks. Routed experts get equally many tokens, because fake routing cannot say how many they would get.
+kumi calls different kernels on a CPU and on a GPU. These replacements save the same tensors for the backward as a
+GPU's: attention saves queries, keys, values, output and log-sum-exp (flash attention), a norm its input and 1 / rms,
+the loss the logits of a GPU's chunks. Every routed expert gets the same number of tokens, because fake scores choose no
+experts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kumi.parallel.ulysses import ulysses_attention_fn
 
 
 def use_fake_kernels(decoder: nn.Module, mesh: Mesh, kind: str) -> None:
-    """Replace kernels of `decoder` so that it saves for the backward what it saves on a device of `kind`."""
+    """Replace kernels of `decoder` so that it saves the same tensors for the backward as on a device of `kind`."""
     assert isinstance(decoder, Decoder)
     for module in decoder.modules():
         if isinstance(module, MoE) and isinstance(module.exchange, ExpertExchange):
@@ -42,10 +43,10 @@ def use_fake_kernels(decoder: nn.Module, mesh: Mesh, kind: str) -> None:
             module.function = _norm
     decoder.weighted_sum = partial(decoder.weighted_sum, device_kind=kind)
     if kind == "cuda":
-        _attention(decoder, mesh)
+        _use_flash(decoder, mesh)
 
 
-def _attention(decoder: Decoder, mesh: Mesh) -> None:
+def _use_flash(decoder: Decoder, mesh: Mesh) -> None:
     group = mesh.group("cp")
     if group is None:
         decoder.make_attention = lambda tokens, document_ids: _flash
@@ -57,7 +58,7 @@ def _attention(decoder: Decoder, mesh: Mesh) -> None:
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None, scores: Scores = PLAIN_SCORES
 ) -> Tensor:
-    """Flash attention, (B, S, H, E) -> (B, S, H, E'). It needs one head size: shorter values are padded."""
+    """Flash attention, (B, S, H, E) -> (B, S, H, E'). Shorter values are padded to the head size of the keys."""
     if sinks is not None or not scores.fused:
         # Blockwise attention saves the same tensors as flash attention.
         return chunked_attention(q, k, v, list(range(0, q[..., 0, 0].numel() + 1, q.shape[1])), window, sinks, scores)
@@ -88,7 +89,7 @@ class _Norm(torch.autograd.Function):
 
 
 class BalancedExchange(ExpertExchange):
-    """An expert exchange in which every rank sends equally many rows to every other."""
+    """An expert exchange in which every rank sends the same number of rows to every rank."""
 
     rows = 0
 
@@ -108,8 +109,8 @@ class BalancedExchange(ExpertExchange):
 def ring_without_attention(flops: Counter[str]) -> dict[Any, Callable[..., Any]]:
     """Return replacements of the ring attention operators that send and allocate like them, without attention.
 
-    Fake tensors have no document boundaries, so the attended blocks are unknown. `flops` receives those of attention
-    over full sequences.
+    Fake tensors have no document boundaries, so the attended blocks are unknown. The FLOPs of attention over full
+    sequences are added to `flops`.
     """
     backward_operator = torch.ops.kumi.ring_attention_backward.default
 

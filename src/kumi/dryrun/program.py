@@ -56,8 +56,9 @@ class Measured:
 def dry_step(job: Job, layout: Layout, rank: int) -> Measured:
     """Measure the step of `rank` of `layout`.
 
-    Of a step with many microbatches only the first are run. Once the pipeline is full, all microbatches cost the same,
-    so FLOPs and messages of the rest are extrapolated from one more.
+    Of a step with many microbatches, only the first are run. Once the pipeline is full, all microbatches cost the same.
+    A second run has one more round of microbatches; the difference of the two runs gives the FLOPs and messages of the
+    remaining rounds.
     """
     with fake_rank(layout, rank) as mesh:
         model = assemble(job.model, mesh, job.precision)
@@ -75,10 +76,10 @@ def dry_step(job: Job, layout: Layout, rank: int) -> Measured:
             track_head(wrapped, tracker)
             optimizer = build_optimizer(wrapped, mesh, job.optim)
             track_states(wrapped, optimizer, tracker)
-            return _measured(wrapped, mesh, job, optimizer, tracker)
+            return _measure(wrapped, mesh, job, optimizer, tracker)
 
 
-def _measured(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, tracker: Tracker) -> Measured:
+def _measure(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, tracker: Tracker) -> Measured:
     total = job.batch.microbatches(mesh.layout)
     # DDP rebuilds its buckets after the first step, which needs real tensors: run all microbatches in one step.
     first, more = (total, 0) if isinstance(model, DistributedDataParallel) else microbatches_to_run(mesh.layout, total)
@@ -102,12 +103,12 @@ def microbatches_to_run(layout: Layout, microbatches: int) -> tuple[int, int]:
 
     The second number is 0 if one run of all microbatches is cheaper, or if their memory grows with their number.
     """
-    unit = layout.pp if layout.schedule in IN_ROUNDS else 1
+    round_size = layout.pp if layout.schedule in IN_ROUNDS else 1
     first = 2 * layout.pp * layout.stages if layout.pp > 1 else 2
-    first = -(-first // unit) * unit
-    if layout.schedule in FORWARDS_FIRST or 2 * first + unit >= microbatches:
+    first = -(-first // round_size) * round_size
+    if layout.schedule in FORWARDS_FIRST or 2 * first + round_size >= microbatches:
         return microbatches, 0
-    return first, unit
+    return first, round_size
 
 
 def track_head(model: nn.Module, tracker: Tracker) -> None:

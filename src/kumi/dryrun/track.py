@@ -29,9 +29,9 @@ from kumi.dryrun.observed_messages import Message, message_of
 from kumi.parallel.stage_modules import local_shard
 from kumi.parallel.token_collectives import IMPLEMENTATIONS
 
-# Final kinds: a storage of one of these never changes its kind.
+# A storage of one of these kinds never changes its kind.
 STATES = ("params", "grads", "optimizer")
-# Composite operators that reach the dispatcher undecomposed without autograd; they are decomposed here.
+# Without autograd, these composite operators reach the dispatcher in one piece; the tracker decomposes them.
 _COMPOSITE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 # In-place matmuls, which PyTorch's FLOP formulas lack -> the operator with the same formula.
 _IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
@@ -40,7 +40,10 @@ _NUMBERS: dict[torch.dtype, float | bool] = {torch.bool: True}
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that tracks the operations inside it. `fake`: tensors have no values, `.item()` returns 0.5."""
+    """A dispatch mode that tracks the operations inside it.
+
+    `fake`: tensors have no values, and `.item()` returns 0.5.
+    """
 
     def __init__(self, *, fake: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -172,7 +175,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weakref.finalize(storage, self._freed, key)
 
     def _update(self, storage: torch.UntypedStorage, kind: str | None) -> None:
-        """Record the new size of a tracked storage, and change its kind unless that is final."""
+        """Record the new size of a tracked storage, and change its kind unless the old kind is in `STATES`."""
         number, size = self._sizes[storage._cdata]
         new_size = storage.nbytes()
         if new_size != size:
@@ -182,7 +185,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kinds[number] = kind
 
     def _mark(self, tensor: Tensor, kind: str) -> None:
-        """Change the kind of the storage of `tensor`, also for the past, unless it is final."""
+        """Change the kind of the storage of `tensor`, also in past events, unless the old kind is in `STATES`."""
         entry = self._sizes.get(tensor.untyped_storage()._cdata)
         if entry is not None and self._kinds[entry[0]] not in STATES:
             self._kinds[entry[0]] = kind
