@@ -48,6 +48,8 @@ _NONE, _FULL = (CHOICES["recompute"].index(name) for name in ("none", "full"))
 # on B200 (SimuMax 1.2).
 ALLOCATOR_OVERHEAD = {"eager": 0.18, "fused": 0.10, "compiled": 0.10}
 _STATES = ("params", "grads", "optimizer")
+# The kinds whose bytes differ between the moments of a step, in the order in which they are added up.
+_KINDS_OF_MOMENTS = ("grads", "gathered", "optimizer", "activations", "head")
 
 # Bytes of NCCL's buffers for a process group, outside the allocator: 544 MB for two A100 and 688 MB for more
 # (NVIDIA/nccl issue 964). A group that runs all-to-all takes 3.3 GB on eight H100 (issue 1685).
@@ -103,29 +105,39 @@ def stage_memory(
     `invariant` is the result of `invariant_memory`, computed here if not given.
     """
     invariant = invariant or invariant_memory(job, layouts, share)
-    params, activations, unsharded = invariant.params, invariant.activations, invariant.unsharded
-    resident = _resident_activations(job, layouts, share, activations)
-    backward = _backward_peak(job, layouts, share, activations)
-    logits, head_gradient = _logits(job, layouts, share), _head_gradient(job, layouts, share)
-    grads, optimizer, none = invariant.states["grads"], invariant.states["optimizer"], np.zeros(len(layouts))
-    sizes = invariant.states | _largest_moment(
-        {
-            # Bytes at the loss, in the backward pass of a layer, and at the end of the backward pass.
-            "grads": (np.where(_no_grads_at_loss(job, layouts), 0.0, grads), grads, grads),
-            "gathered": (unsharded.at_loss, unsharded.at_layer, unsharded.at_end),
-            "optimizer": (optimizer, optimizer, optimizer + invariant.update),
-            "activations": (resident, resident + backward, none),
-            "head": (logits + head_gradient, _deferred_logits(job, layouts, logits), none),
-        }
-    )
-    sizes["weights"] = _weight_casts(job, layouts, params, share)
+    params, activations = invariant.params, invariant.activations
+    resident = resident_activations(job, layouts, share, activations)
+    backward = backward_peak(job, layouts, share, activations)
+    moments = moments_without_activations(job, layouts, share, invariant)
+    moments["activations"] = (resident, resident + backward, np.zeros(len(layouts)))
+    sizes = invariant.states | _largest_moment({kind: moments[kind] for kind in _KINDS_OF_MOMENTS})
+    sizes["weights"] = weight_casts(job, layouts, params, share.layers.sum(axis=0))
     sizes["buffers"] = invariant.buffers
     if layouts.offload.any():
-        moved = np.maximum(0.0, resident - _two_layers(job, layouts, activations))
+        moved = np.maximum(0.0, resident - two_layers(job, layouts, activations))
         sizes |= _after_offload(job, layouts, params, sizes, moved)
     transient = np.sum([size for kind, size in sizes.items() if kind not in _STATES], axis=0)
-    sizes["reserved"] = invariant.libraries + _allocator_overhead(job) * transient
+    sizes["reserved"] = invariant.libraries + allocator_overhead(job) * transient
     return sizes
+
+
+def moments_without_activations(
+    job: Job, layouts: LayoutBatch, share: RankStages, invariant: InvariantMemory
+) -> dict[str, tuple[Floats, Floats, Floats]]:
+    """Return the bytes by kind at the loss, in the backward pass of a layer, and at the end of the backward pass.
+
+    They depend neither on recomputation nor on offloading.
+    """
+    unsharded, logits = invariant.unsharded, _logits(job, layouts, share)
+    grads, optimizer = invariant.states["grads"], invariant.states["optimizer"]
+    none = np.zeros(len(layouts))
+    at_loss = logits + _head_gradient(job, layouts, share)
+    return {
+        "grads": (np.where(_no_grads_at_loss(job, layouts), 0.0, grads), grads, grads),
+        "gathered": (unsharded.at_loss, unsharded.at_layer, unsharded.at_end),
+        "optimizer": (optimizer, optimizer, optimizer + invariant.update),
+        "head": (at_loss, _deferred_logits(job, layouts, logits), none),
+    }
 
 
 def _largest_moment(moments: dict[str, tuple[Floats, ...]]) -> dict[str, Floats]:
@@ -150,8 +162,9 @@ def _microbatch_tokens(job: Job, layouts: LayoutBatch) -> Floats:
     return np.asarray(layouts.microbatch * job.batch.seq_len / layouts.cp)
 
 
-def _weight_casts(job: Job, layouts: LayoutBatch, params: RankParams, share: RankStages) -> Floats:
-    """Return the bytes of weight copies in the compute dtype that are kept for the backward pass.
+def weight_casts(job: Job, layouts: LayoutBatch, params: RankParams, layers: Floats) -> Floats:
+    """Return the bytes of weight copies in the compute dtype that a rank with `layers` layers keeps for the backward
+    pass.
 
     With recomputation only one layer's copies are alive. Weights that are stored or gathered in the compute dtype need
     no copies. With quantized weights, the largest quantized matrix has an unpacked copy.
@@ -159,7 +172,7 @@ def _weight_casts(job: Job, layouts: LayoutBatch, params: RankParams, share: Ran
     unpacked = np.full(len(layouts), float(job.itemsize * _largest_quantized(job)))
     if job.engine.half_weights or job.precision.compute == job.precision.param:
         return unpacked
-    recomputed = _share_recomputed(layouts, share)
+    recomputed = _share_recomputed(layouts, layers)
     copies = (1 - recomputed) * params.total.matmul_weights + np.where(recomputed > 0, params.layer.matmul_weights, 0.0)
     return np.asarray(unpacked + job.itemsize * np.where(num_shards(layouts) > 1, 0.0, copies))
 
@@ -176,17 +189,17 @@ def recomputed_share(layouts: LayoutBatch, layers: Floats) -> Floats:
     return np.where(layouts.recompute_layers < 0, 1.0, partial)
 
 
-def _share_recomputed(layouts: LayoutBatch, share: RankStages) -> Floats:
-    """Return the share of a rank's layers that are recomputed, 0 without recomputation."""
-    return np.where(layouts.recompute == _NONE, 0.0, recomputed_share(layouts, share.layers.sum(axis=0)))
+def _share_recomputed(layouts: LayoutBatch, layers: Floats) -> Floats:
+    """Return the share of a rank's `layers` that are recomputed, 0 without recomputation."""
+    return np.where(layouts.recompute == _NONE, 0.0, recomputed_share(layouts, layers))
 
 
-def _resident_activations(job: Job, layouts: LayoutBatch, share: RankStages, activations: ModelActivations) -> Floats:
+def resident_activations(job: Job, layouts: LayoutBatch, share: RankStages, activations: ModelActivations) -> Floats:
     """Return the bytes of saved activations of all microbatches in flight.
 
     The head's activations are freed before the next microbatch, unless all forward passes come first.
     """
-    recomputed = _share_recomputed(layouts, share)
+    recomputed = _share_recomputed(layouts, share.layers.sum(axis=0))
     per_token = share.embedding * activations.embedding
     for count, layer in zip(share.layers, activations.layers, strict=True):
         saved = np.where(layouts.recompute == _FULL, layer.full, layer.selective)
@@ -202,7 +215,7 @@ def _heads_in_flight(layouts: LayoutBatch, share: RankStages) -> Floats:
     return np.where(layouts.one_of("schedule", FORWARDS_FIRST), share.in_flight, 1.0)
 
 
-def _backward_peak(job: Job, layouts: LayoutBatch, share: RankStages, activations: ModelActivations) -> Floats:
+def backward_peak(job: Job, layouts: LayoutBatch, share: RankStages, activations: ModelActivations) -> Floats:
     """Return the transient bytes of one layer's backward pass: its gradients and recomputed activations."""
     per_token = np.zeros(len(layouts))
     for count, layer in zip(share.layers, activations.layers, strict=True):
@@ -306,7 +319,7 @@ def _libraries(job: Job, layouts: LayoutBatch) -> Floats:
     return np.asarray(device.reserved + _GROUP_BYTES * (axes + others) + _ALL_TO_ALL_GROUP_BYTES * (layouts.ep > 1))
 
 
-def _allocator_overhead(job: Job) -> float:
+def allocator_overhead(job: Job) -> float:
     """Return the allocator's overhead as a share of transient memory, 0 on a CPU."""
     return ALLOCATOR_OVERHEAD[job.engine.kernels] if job.cluster.device.kind == "cuda" else 0.0
 
@@ -325,7 +338,7 @@ def memory_reading(job: Job, layout: Layout, reading: str) -> float:
     return fullest.total - outside
 
 
-def _two_layers(job: Job, layouts: LayoutBatch, activations: ModelActivations) -> Floats:
+def two_layers(job: Job, layouts: LayoutBatch, activations: ModelActivations) -> Floats:
     """Return the saved activations of two layers for one microbatch: the layer in use and the layer in transfer."""
     largest = np.max([_saved_per_token(layouts, layer) for layer in activations.layers], axis=0)
     return np.asarray(2 * _microbatch_tokens(job, layouts) * largest)
@@ -356,11 +369,16 @@ def _after_offload(
     states = kind == "states"
     absent = {"params": states, "grads": states, "weights": states, "optimizer": states | (kind == "optimizer")}
     result = {name: np.where(where, 0.0, sizes[name]) for name, where in absent.items()}
-    in_use = job.itemsize * (2 * params.root.unsharded + 3 * params.largest_unsharded)
+    in_use = bytes_in_use_of_offloaded_states(job, params)
     result["gathered"] = np.where(states, np.maximum(in_use, sizes["gathered"]), sizes["gathered"])
     remaining = np.maximum(0.0, sizes["activations"] - moved)
     result["activations"] = np.where(kind == "activations", remaining, sizes["activations"])
     return result
+
+
+def bytes_in_use_of_offloaded_states(job: Job, params: RankParams) -> Floats:
+    """Return the bytes of offloaded states that stay on the device: see `_after_offload`."""
+    return np.asarray(job.itemsize * (2 * params.root.unsharded + 3 * params.largest_unsharded))
 
 
 def host_memory(job: Job, layouts: LayoutBatch, share: RankStages, invariant: InvariantMemory | None = None) -> Floats:
@@ -373,6 +391,9 @@ def host_memory(job: Job, layouts: LayoutBatch, share: RankStages, invariant: In
     invariant = invariant or invariant_memory(job, layouts, share)
     params, sizes = invariant.params, invariant.states
     kind, to_nvme = _offload_target(layouts)
+    offloads_activations = kind == "activations"
+    if offloads_activations.all():
+        return _offloaded_activations(job, layouts, share, invariant.activations)
     every = sizes["params"] + sizes["grads"] + sizes["optimizer"]
     states = np.where(kind == "optimizer", sizes["optimizer"], every)
     if job.engine.nvme_params:
@@ -380,9 +401,17 @@ def host_memory(job: Job, layouts: LayoutBatch, share: RankStages, invariant: In
         states = np.where(to_nvme, np.minimum(1.0, two_units), 1.0) * states
     else:
         states = np.where(to_nvme, states - sizes["optimizer"], states) + _staging_buffers(job, layouts, params)
-    resident = _resident_activations(job, layouts, share, invariant.activations)
-    activations = np.maximum(0.0, resident - _two_layers(job, layouts, invariant.activations))
-    return np.where(kind == "none", 0.0, np.where(kind == "activations", activations, states))
+    states = np.where(kind == "none", 0.0, states)
+    if not offloads_activations.any():
+        return states
+    activations = _offloaded_activations(job, layouts, share, invariant.activations)
+    return np.where(offloads_activations, activations, states)
+
+
+def _offloaded_activations(job: Job, layouts: LayoutBatch, share: RankStages, activations: ModelActivations) -> Floats:
+    """Return the bytes of saved activations that leave the device where activations are offloaded."""
+    resident = resident_activations(job, layouts, share, activations)
+    return np.maximum(0.0, resident - two_layers(job, layouts, activations))
 
 
 def _staging_buffers(job: Job, layouts: LayoutBatch, params: RankParams) -> Floats:

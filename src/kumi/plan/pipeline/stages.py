@@ -10,6 +10,7 @@ import numpy as np
 
 from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
 from kumi.plan.pipeline.timeline import in_flight
+from kumi.plan.unique_rows import unique_rows
 from kumi.spec.ledger import unique_layer_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.schedule import stage_of
@@ -46,33 +47,42 @@ def rank_stages(
 
     `stage_layers`: the number of layers of each stage, for all rows; empty for an even division.
     """
-    firsts = np.concatenate([[0], np.cumsum(stage_layers)]).astype(np.int64)
-    v_shaped, last_stage = layouts.one_of("schedule", V_SHAPED), layouts.pp * layouts.stages - 1
-    kinds, of_layer = model.unique_layers()
-    if len(kinds) == 1 and not len(stage_layers):
-        layers = rank_layers(layouts, len(of_layer), rank)[None, :].astype(np.float64)
-        last = np.minimum(layers, 1.0)
-    else:
-        before, kind_of = _kinds_before(len(kinds), of_layer), np.array(of_layer)
-        even = even_stages(len(of_layer), last_stage + 1)
-        layers, last_kind = np.zeros((len(kinds), len(layouts))), np.full(len(layouts), -1)
-        for chunk in range(int(layouts.stages.max(initial=1))):
-            stage = np.minimum(stage_of(v_shaped, layouts.pp, rank, chunk), last_stage)
-            if len(stage_layers):
-                first, end = firsts[stage], firsts[stage + 1]
-            else:
-                first, end = (_first_layer(*even, number) for number in (stage, stage + 1))
-            layers += np.where(chunk < layouts.stages, before[:, end] - before[:, first], 0)
-            last_kind = np.where((chunk < layouts.stages) & (end > first), kind_of[end - 1], last_kind)
-        last = (last_kind == np.arange(len(kinds))[:, None]).astype(np.float64)
+    v_shaped = layouts.one_of("schedule", V_SHAPED)
+    # Millions of layouts share a few divisions of the layers.
+    unique, index = unique_rows(layouts.pp, layouts.stages, v_shaped.astype(np.int64), rank)
+    layers, last = _layers_by_kind(model, layouts.take(unique), rank[unique], stage_layers)
     head = np.where(v_shaped, rank == 0, rank == layouts.pp - 1)
     return RankStages(
-        layers,
+        layers[:, index],
         (rank == 0).astype(np.float64),
         head.astype(np.float64),
         in_flight(layouts.schedule, layouts.pp, layouts.stages, microbatches, rank),
-        last,
+        last[:, index],
     )
+
+
+def _layers_by_kind(
+    model: ModelSpec, layouts: LayoutBatch, rank: Ints, stage_layers: Sequence[int]
+) -> tuple[Floats, Floats]:
+    """Return the number of layers of each kind on pp rank `rank`, and 1 for the kind of its last layer, else 0."""
+    kinds, of_layer = model.unique_layers()
+    if len(kinds) == 1 and not len(stage_layers):
+        layers: Floats = rank_layers(layouts, len(of_layer), rank)[None, :].astype(np.float64)
+        return layers, np.minimum(layers, 1.0)
+    firsts = np.concatenate([[0], np.cumsum(stage_layers)]).astype(np.int64)
+    v_shaped, last_stage = layouts.one_of("schedule", V_SHAPED), layouts.pp * layouts.stages - 1
+    before, kind_of = _kinds_before(len(kinds), of_layer), np.array(of_layer)
+    even = even_stages(len(of_layer), last_stage + 1)
+    layers, last_kind = np.zeros((len(kinds), len(layouts))), np.full(len(layouts), -1)
+    for chunk in range(int(layouts.stages.max(initial=1))):
+        stage = np.minimum(stage_of(v_shaped, layouts.pp, rank, chunk), last_stage)
+        if len(stage_layers):
+            first, end = firsts[stage], firsts[stage + 1]
+        else:
+            first, end = (_first_layer(*even, number) for number in (stage, stage + 1))
+        layers += np.where(chunk < layouts.stages, before[:, end] - before[:, first], 0)
+        last_kind = np.where((chunk < layouts.stages) & (end > first), kind_of[end - 1], last_kind)
+    return layers, (last_kind == np.arange(len(kinds))[:, None]).astype(np.float64)
 
 
 def embedding_and_head_units(model: ModelSpec, stages: RankStages) -> list[tuple[FsdpUnit, Floats]]:

@@ -306,7 +306,7 @@ def in_flight(schedule: Ints, pp: Ints, stages: Ints, microbatches: Ints, rank: 
     """
     peak: Floats = np.zeros(len(pp))
     for number, record in enumerate(SCHEDULES.values()):
-        rows = schedule == number
-        if rows.any():
-            peak = np.where(rows, record.in_flight(np, pp, stages, microbatches, rank), peak)
+        rows = np.flatnonzero(schedule == number)
+        if len(rows):
+            peak[rows] = record.in_flight(np, *(column[rows] for column in (pp, stages, microbatches, rank)))
     return peak / stages

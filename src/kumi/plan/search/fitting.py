@@ -10,6 +10,7 @@ import numpy as np
 from kumi.plan.estimate import rank_share, representative_ranks
 from kumi.plan.layout_batch import CHOICES, Bools, Floats, Ints, LayoutBatch
 from kumi.plan.memory import device_memory
+from kumi.plan.memory.total_memory import TotalMemory
 from kumi.plan.pipeline.stages import RankStages
 from kumi.plan.search.candidates import Pins
 from kumi.spec.job import Job
@@ -26,7 +27,7 @@ class Candidates:
 
     `layouts`: one row per layout.
     `per_rank`: the rows of `layouts` repeated for each of the ranks.
-    `stages`, `content`: the layers, and the tensors, of each row of `per_rank`.
+    `stages`, `content`, `memory`: the layers, the tensors, and the device memory of each row of `per_rank`.
     `rank_layers`: the number of layers of each rank, (ranks, rows).
     `max_rank_layers`: the largest number of layers of a rank, at least 1, (rows,).
     """
@@ -36,17 +37,13 @@ class Candidates:
     per_rank: LayoutBatch
     stages: RankStages
     content: device_memory.InvariantMemory
+    memory: TotalMemory
     rank_layers: Floats
     most_layers: Ints
 
     def device_bytes(self, recompute: int, layers: int, offload: int) -> Floats:
         """Return the bytes of each rank, (ranks, rows), if `layers` of its layers recompute (-1: all)."""
-        ones = np.ones(len(self.per_rank), np.int64)
-        rows = self.per_rank.replaced(
-            recompute=recompute * ones, recompute_layers=layers * ones, offload=offload * ones
-        )
-        sizes = device_memory.stage_memory(self.job, rows, self.stages, self.content).values()
-        return np.asarray(sum(sizes)).reshape(self.rank_layers.shape)
+        return self.memory.total(recompute, layers, offload).reshape(self.rank_layers.shape)
 
     def host_bytes(self, offload: int) -> Floats:
         """Return the largest number of bytes that a rank offloads, (rows,)."""
@@ -89,19 +86,26 @@ class Variant:
 
 def make_candidates(job: Job, layouts: LayoutBatch) -> Candidates:
     """Return `layouts` with the content of their first, an inner and their last pipeline rank."""
-    ranks = representative_ranks(job.model, layouts)[0]
+    ranks = _distinct_ranks(representative_ranks(job.model, layouts)[0])
     per_rank = layouts.take(np.tile(np.arange(len(layouts)), len(ranks)))
     stages = rank_share(job, per_rank, ranks.ravel())
     rank_layers = stages.layers.sum(axis=0).reshape(ranks.shape)
+    content = device_memory.invariant_memory(job, per_rank, stages)
     return Candidates(
         job,
         layouts,
         per_rank,
         stages,
-        device_memory.invariant_memory(job, per_rank, stages),
+        content,
+        TotalMemory(job, per_rank, stages, content),
         rank_layers,
         np.maximum(rank_layers.max(axis=0), 1).astype(np.int64),
     )
+
+
+def _distinct_ranks(ranks: Ints) -> Ints:
+    """Return `ranks`, (ranks, rows), without those that equal an earlier one in all rows, as in short pipelines."""
+    return ranks[[not any(np.array_equal(rank, other) for other in ranks[:place]) for place, rank in enumerate(ranks)]]
 
 
 def variants(candidates: Candidates, pinned: Pins) -> Iterator[Variant]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from itertools import islice
 from operator import attrgetter
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from kumi.plan.estimate import estimate, representative_ranks
 from kumi.plan.estimates import Estimate
-from kumi.plan.layout_batch import CHOICES, Floats, LayoutBatch, concat_layouts
+from kumi.plan.layout_batch import CHOICES, Bools, Floats, LayoutBatch, concat_layouts
 from kumi.plan.memory import device_memory
 from kumi.plan.pipeline.stages import balance_stages
 from kumi.plan.search.candidates import CHUNK_ROWS, Pins, layout_chunks
@@ -31,6 +31,7 @@ from kumi.plan.search.fitting import (
     variants,
 )
 from kumi.plan.search.ranking import TIE_TOLERANCE, cautious_seconds, complexity, rank_plans
+from kumi.plan.time.least_time import least_step_seconds
 from kumi.plan.time.step_time import step_times
 from kumi.plan.unique_rows import unique_rows
 from kumi.spec.checks import illegal
@@ -45,7 +46,7 @@ AcceptFn = Callable[[Layout], bool]
 _ESTIMATED = 8
 # The number of fastest arrangements whose neighbours are estimated as well.
 _REFINED = 3
-# Arrangements slower than the fastest of their chunk by more than this factor are dropped.
+# Arrangements slower than the fastest by more than this factor are dropped.
 _KEPT_FACTOR = 5.0
 
 # The search shows one plan for each combination of the first fields. It keeps the best layout for each combination of
@@ -62,7 +63,7 @@ class SearchResult:
     `plans`: the fastest layouts that fit, fastest first.
     `pareto`: the layouts that no other one beats in both time and memory, fastest first.
     `count`, `fitting`: the number of layouts considered, and of those that fit.
-    `timed`: the number of layouts whose time was computed, since they may be faster than all others.
+    `timed`: the number of layouts whose time was computed, because no bound rules them out; it depends on the order.
     `smallest`: the layout with the least memory, whether it fits or not; None if no layout is legal.
     """
 
@@ -70,7 +71,7 @@ class SearchResult:
     pareto: tuple[Estimate, ...]
     count: int
     fitting: int
-    timed: int
+    timed: int = field(compare=False)
     smallest: Layout | None
 
 
@@ -82,37 +83,50 @@ def search(
     front: bool = True,
     accept: AcceptFn | None = None,
     progress: Callable[[float], None] | None = None,
+    bounds: bool = True,
 ) -> SearchResult:
     """Return the `top` fastest layouts of `job` that fit, agree with `pinned` and are accepted by `accept`.
 
     `front`: include the Pareto front of time and memory.
     `progress`: called with the fraction done, 0 to 1.
+    `bounds`: leave out layouts that a lower bound of their time proves to be too slow for the result.
+
+    The memory of every layout is decided.
     """
-    best, tally = _Best(), _Tally()
+    count, accept = max(_ESTIMATED, top + 3), accept and lru_cache(maxsize=None)(accept)
+    best, tally = _Best(with_front=front), _Tally()
     chunks, workers = layout_chunks(job, pinned, CHUNK_ROWS), os.cpu_count() or 1
     # Threads work in parallel because numpy releases the GIL. Results are merged in the order of the chunks.
     with ThreadPoolExecutor(max_workers=workers) as pool:
         while batch := list(islice(chunks, 2 * workers)):
-            for chunk_best, chunk_tally in pool.map(partial(_search_chunk, job, pinned), [chunk for _, chunk in batch]):
+            rivals = best.rivals(count, accept) if bounds else None
+            search_one = partial(_search_chunk, job, pinned, rivals)
+            for chunk_best, chunk_tally in pool.map(search_one, [chunk for _, chunk in batch]):
                 best.merge(chunk_best)
                 tally.merge(chunk_tally)
             if progress:
                 progress(batch[-1][0])
-    plans = _refine(job, best.fastest(max(_ESTIMATED, top + 3), accept), pinned, accept, top)
+    plans = _refine(job, best.fastest(count, accept), pinned, accept, top)
     if not plans and tally.smallest is not None and (accept is None or accept(tally.smallest)):
         plans = _refine(job, [tally.smallest], pinned, accept, top)
     pareto = tuple(estimate(job, layout) for layout in best.front()) if front else ()
     return SearchResult(plans, pareto, tally.count, tally.fitting, tally.timed, tally.smallest)
 
 
-def _search_chunk(job: Job, pinned: Pins, chunk: LayoutBatch) -> tuple[_Best, _Tally]:
-    """Return the best layouts of `chunk`, and the counts."""
+def _search_chunk(job: Job, pinned: Pins, rivals: _Rivals | None, chunk: LayoutBatch) -> tuple[_Best, _Tally]:
+    """Return the best layouts of `chunk`, without those that lose against `rivals`, and the counts."""
     best, tally = _Best(), _Tally()
     parts = list(_layouts_to_time(make_candidates(job, chunk), pinned, tally))
-    if parts:
-        layouts, peak = concat_layouts([layouts for layouts, _ in parts]), np.concatenate([peak for _, peak in parts])
+    if not parts:
+        return best, tally
+    layouts, peak = concat_layouts([layouts for layouts, _ in parts]), np.concatenate([peak for _, peak in parts])
+    ranks = representative_ranks(job.model, layouts)
+    if rivals is not None and np.isfinite(rivals.limit):
+        index = np.flatnonzero(rivals.may_win(least_step_seconds(job, layouts, *ranks), peak))
+        layouts, peak, ranks = layouts.take(index), peak[index], (ranks[0][:, index], ranks[1][:, index])
+    if len(layouts):
         tally.timed += len(layouts)
-        best.add(layouts, step_times(job, layouts, *representative_ranks(job.model, layouts)).seconds, peak)
+        best.add(layouts, step_times(job, layouts, *ranks).seconds, peak)
     return best, tally
 
 
@@ -173,7 +187,8 @@ class _Tally:
 class _Best:
     """The fastest layout of every arrangement (see `_ranked_key`) so far, and the Pareto front of time and memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_front: bool = True) -> None:
+        self._with_front = with_front
         self.fastest_of: dict[tuple[object, ...], tuple[float, Layout]] = {}
         self.on_front: list[tuple[float, float, Layout]] = []
 
@@ -184,8 +199,7 @@ class _Best:
             (getattr(layouts, name)[order] > 1).astype(np.int64) for name in ("cp", "dp_replicate", "dp_shard")
         ]
         firsts, _ = unique_rows(*(getattr(layouts, name)[order] for name in _RANKED_FIELDS), *uses_axis)
-        fastest = order[np.sort(firsts)]
-        for index in fastest[seconds[fastest] <= _KEPT_FACTOR * seconds[order[0]]]:
+        for index in order[np.sort(firsts)]:
             self._add_layout(float(seconds[index]), layouts.row(int(index)))
         falling = np.minimum.accumulate(peak[order])
         on_front = order[np.flatnonzero(np.diff(falling, prepend=np.inf) < 0)]
@@ -208,21 +222,49 @@ class _Best:
             if row[1] < least:
                 self.on_front, least = [*self.on_front, row], row[1]
 
-    def fastest(self, count: int, accept: AcceptFn | None) -> list[Layout]:
-        """Return the `count` fastest layouts accepted by `accept`, one for each combination of `_SHOWN_FIELDS`.
+    def rivals(self, count: int, accept: AcceptFn | None) -> _Rivals:
+        """Return the layouts that others have to beat to change `fastest(count, accept)` or the Pareto front.
 
-        Ties within a combination go to the simplest layout. Of the combinations after the first `count`, add the
-        `_REFINED` simplest that tie with the fastest.
+        Layouts that are too slow for `fastest` are dropped.
+        """
+        groups, limit = self._groups(accept), np.inf
+        if groups:
+            (least, _), *_ = groups[0]
+            tied = (1 + TIE_TOLERANCE) ** 2 * least
+            last = groups[count - 1][0][0] if len(groups) >= count else np.inf
+            limit = min(_KEPT_FACTOR * least, (1 + TIE_TOLERANCE) * max(tied, last))
+            self.fastest_of = {key: row for key, row in self.fastest_of.items() if row[0] <= limit}
+        seconds, peak, _ = zip(*self.on_front, strict=True) if self.on_front else ((), (), ())
+        return _Rivals(limit, np.array(seconds), np.array(peak), self._with_front)
+
+    def _groups(self, accept: AcceptFn | None) -> list[list[tuple[float, Layout]]]:
+        """Return the layouts accepted by `accept`, fastest first, with their `cautious_seconds`.
+
+        There is a list for each combination of `_SHOWN_FIELDS`, with those that tie with its fastest.
         """
         groups: dict[object, list[tuple[float, Layout]]] = {}
         rows = [(cautious_seconds(layout, seconds), layout) for seconds, layout in self.fastest_of.values()]
         for seconds, layout in sorted(rows, key=lambda row: row[0]):
+            # A trainer that cannot recompute in some layers only may recompute in all: that fits, too.
+            in_all_layers = replace(layout, recompute_layers=None)
+            accepted = [item for item in (layout, in_all_layers) if accept is None or accept(item)][:1]
+            if not accepted:
+                continue
             group = groups.setdefault(_shown_key(layout), [])
             if not group or seconds <= (1 + TIE_TOLERANCE) * group[0][0]:
-                # A trainer that cannot recompute in some layers only may recompute in all: that fits, too.
-                in_all_layers = replace(layout, recompute_layers=None)
-                group += [(seconds, item) for item in (layout, in_all_layers) if accept is None or accept(item)][:1]
-        simplest = [min(group, key=lambda row: (complexity(row[1]), row[0])) for group in groups.values() if group]
+                group += [(seconds, item) for item in accepted]
+        return list(groups.values())
+
+    def fastest(self, count: int, accept: AcceptFn | None) -> list[Layout]:
+        """Return the `count` fastest layouts accepted by `accept`, one for each combination of `_SHOWN_FIELDS`.
+
+        Ties within a combination go to the simplest layout. Of the combinations after the first `count`, add the
+        `_REFINED` simplest that tie with the fastest. Layouts slower than the fastest by more than `_KEPT_FACTOR` are
+        left out.
+        """
+        groups = self._groups(accept)
+        near = [group for group in groups if group[0][0] <= _KEPT_FACTOR * groups[0][0][0]]
+        simplest = [min(group, key=lambda row: (complexity(row[1]), row[0])) for group in near]
         ties = [row for row in simplest[count:] if row[0] <= (1 + TIE_TOLERANCE) * simplest[0][0]]
         ties.sort(key=lambda row: (complexity(row[1]), row[0]))
         return [layout for _, layout in (*simplest[:count], *ties[:_REFINED])]
@@ -231,6 +273,28 @@ class _Best:
         """Return at most `most` layouts of the Pareto front, evenly spread."""
         picks = np.unique(np.linspace(0, len(self.on_front) - 1, min(most, len(self.on_front))).round().astype(int))
         return [self.on_front[index][2] for index in picks]
+
+
+@dataclass(frozen=True)
+class _Rivals:
+    """The best layouts of a search so far.
+
+    `limit`: seconds above which a layout cannot be among the fastest.
+    `seconds`, `peak`: the Pareto front, fastest first; it counts only if `with_front`.
+    """
+
+    limit: float
+    seconds: Floats
+    peak: Floats
+    with_front: bool
+
+    def may_win(self, least: Floats, peak: Floats) -> Bools:
+        """Return whether layouts that take at least `least` seconds, with `peak` bytes, may change the result."""
+        wins: Bools = least <= self.limit
+        if self.with_front and len(self.seconds):
+            faster = np.searchsorted(self.seconds, least, side="left") - 1
+            wins |= (faster < 0) | (peak < self.peak[faster])
+        return wins
 
 
 def _ranked_key(layout: Layout) -> tuple[object, ...]:
