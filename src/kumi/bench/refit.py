@@ -163,7 +163,7 @@ def _measured(reserved: int, calibration: Calibration) -> MeasuredFile:
 
 def _mean_ratio(ratios: Sequence[float]) -> float:
     """Return the geometric mean of `ratios`."""
-    return four_digits(exp(sum(map(log, ratios)) / len(ratios)))
+    return round_to_four_digits(exp(sum(map(log, ratios)) / len(ratios)))
 
 
 def _device(file: DeviceFile, calibration: Calibration) -> DeviceFile:
