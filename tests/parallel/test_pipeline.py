@@ -52,7 +52,8 @@ BESIDE = [(data, schedule) for data, (_, schedules) in DATA.items() for schedule
 @pytest.mark.parametrize(("data", "schedule"), BESIDE)
 def test_data_axes_beside_it(ranks, data, schedule):
     microbatches = 6 if schedule in ("dualpipe", "interleaved") else 3
-    compare(ranks, piped(2, schedule, **DATA[data][0]), "deep-tied", microbatches)
+    layout = piped(2, schedule, **DATA[data][0])
+    compare(ranks, layout, "qwen" if layout.stages == 1 else "deep-tied", microbatches)
 
 
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
@@ -65,7 +66,8 @@ def test_hybrid_sharding_beside_it(ranks, zero):
     sampled(list(product(("1f1b", "zb-v"), ("selective", "full"))), lambda place: place in (1, 2)),
 )
 def test_recomputation_inside_of_stages(ranks, schedule, recompute):
-    compare(ranks, piped(2, schedule, recompute=recompute), "deep", 6)
+    layout = piped(2, schedule, recompute=recompute)
+    compare(ranks, layout, "llama" if layout.stages == 1 else "deep", 6)
 
 
 @pytest.mark.parametrize(
