@@ -11,7 +11,7 @@ import pytest
 
 from forked import run_forked
 from kumi.data import Source, prepare
-from kumi.data.binfile import open_file, token_dtype, writing
+from kumi.data.binfile import open_file, open_writer, token_dtype
 
 pytestmark = pytest.mark.skipif(
     find_spec("megatron") is None, reason="megatron-core is not installed: pip install -e '.[export-check]'"
@@ -52,7 +52,7 @@ def read_and_write(read: str, write: list[tuple[str, int, list[list[list[int]]]]
 
 def test_both_write_and_read_the_same(tokens, tmp_path: Path) -> None:
     whole = [[token for one in sequences for token in one] for sequences in DOCUMENTS]
-    with writing(tmp_path / "ours", token_dtype(600)) as append:
+    with open_writer(tmp_path / "ours", token_dtype(600)) as append:
         append(np.concatenate(whole).astype(token_dtype(600)), np.array([len(ids) for ids in whole]))
     small, large, same = (str(tmp_path / name) for name in ("small", "large", "same"))
     write = [(small, 600, DOCUMENTS), (large, 70_000, DOCUMENTS), (same, 600, [[ids] for ids in whole])]
