@@ -4,8 +4,9 @@ python benchmarks/planner_accuracy.py RUNS.csv [--failures FAILURES.csv] [--json
 
 RUNS.csv has the columns of tests/published/runs.csv (torchtitan.csv and megatron.csv there are read, too),
 FAILURES.csv layouts that did not run. What a row leaves out is completed by benchmarks/planner_defaults.py. Printed for
-every source and over all: the mean absolute and the signed error of a step's time, the error of the simplest model (one
-median FLOP/s for each GPU and precision, fitted on the same source), Spearman's correlation among layouts for one job,
+every source, every experiment (a campaign; small ones are pooled) and over all: the mean absolute and the signed error
+of a step's time, the error of the simplest model (one median FLOP/s for each GPU and precision, fitted on the same
+source) and of the same with a constant from the other experiments, Spearman's correlation among layouts for one job,
 the regret of taking the layout predicted to be fastest, the error of peak memory, and how many layouts are rightly said
 to fit or not.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,15 +40,12 @@ from planner_scores import (
 # Sources whose runs were looked at when constants of devices and links were set; all others only check them.
 FIT = ("sc21t1", "hag", "vtrain-m", "vtrain-s", "dgxc", "mbridge", "nano")
 
-COUNTS = (
-    "time_rows",
-    "spearman_rows",
-    "top1_regret_groups",
-    "memory_rows",
-    "unstated_memory_rows",
-    "fits_rows",
-    "oom_rows",
-    "soft_oom_rows",
+# Scores whose mean over experiments is in the summary.
+EXPERIMENT_MEANS = (
+    "time_mean_abs_error",
+    "one_constant_mean_abs_error",
+    "others_constant_mean_abs_error",
+    "memory_mean_abs_error",
 )
 
 
@@ -61,8 +59,10 @@ def accuracy(
     refused += impossible
     failed, refused_failures = cases(failures, measured=False) if failures is not None else ([], [])
     scored, missed = predict(ran, estimator), predict(failed, estimator)
+    experiments = experiments_of([case.run for case in (*scored.cases, *missed.cases)])
+    scored = scored.with_others(experiments)
     if rows is not None:
-        write_rows(rows, scored, missed, experiments_of([case.run for case in (*scored.cases, *missed.cases)]))
+        write_rows(rows, scored, missed, experiments)
     by_source = sources_of(scored) | {name: scored.where([]) for name, _ in refused if name not in sources_of(scored)}
     unused = reasons(refused)
     sources = [
@@ -75,6 +75,13 @@ def accuracy(
         }
         for name, some in by_source.items()
     ]
+    by_experiment = [
+        {
+            "experiment": name,
+            **scores(of_experiment(scored, experiments, name), of_experiment(missed, experiments, name)),
+        }
+        for name in dict.fromkeys(experiments.values())
+    ]
     parts = {
         name: scores(
             scored.where([part(c.run.source) == name for c in scored.cases]),
@@ -82,17 +89,30 @@ def accuracy(
         )
         for name in ("fit", "check")
     }
-    summary = scores(scored, missed) | {
-        "rows": len(ran) + len(refused),
-        "used_rows": len(ran),
-        "unused_rows": len(refused),
-        "unused": reasons(refused),
-        "failure_rows": len(failed) + len(refused_failures),
-        "unused_failures": reasons(refused_failures),
-        "source_mean_abs_error": mean_of(sources, "time_mean_abs_error"),
-        "source_one_constant_mean_abs_error": mean_of(sources, "one_constant_mean_abs_error"),
-    }
-    return {"sources": sources, "parts": parts, "summary": summary}
+    better = [one for one in by_experiment if one.get("others_constant_mean_abs_error") is not None]
+    summary = (
+        scores(scored, missed)
+        | {
+            "rows": len(ran) + len(refused),
+            "used_rows": len(ran),
+            "unused_rows": len(refused),
+            "unused": reasons(refused),
+            "failure_rows": len(failed) + len(refused_failures),
+            "unused_failures": reasons(refused_failures),
+            "source_mean_abs_error": mean_of(sources, "time_mean_abs_error"),
+            "source_one_constant_mean_abs_error": mean_of(sources, "one_constant_mean_abs_error"),
+            "experiments": len(better),
+            "experiments_better_than_others_constant": sum(
+                one["time_mean_abs_error"] < one["others_constant_mean_abs_error"] for one in better
+            ),
+        }
+        | {f"experiment_{name}": mean_of(by_experiment, name) for name in EXPERIMENT_MEANS}
+    )
+    return {"sources": sources, "experiments": by_experiment, "parts": parts, "summary": summary}
+
+
+def of_experiment(scored: Scored, experiments: Mapping[str, str], name: str) -> Scored:
+    return scored.where([experiments[case.run.id] == name for case in scored.cases])
 
 
 def cases(path: Path, *, measured: bool) -> tuple[list[Case], list[tuple[str, str]]]:
@@ -143,6 +163,7 @@ def report(result: dict) -> str:
             "error",
             "signed",
             "1 const",
+            "others'",
             "rank",
             "(rows)",
             "regret",
@@ -157,6 +178,8 @@ def report(result: dict) -> str:
     rows += [_line(source["source"], source["part"], source) for source in result["sources"]]
     rows += [_line(f"all {name}", "", some) for name, some in result["parts"].items()]
     rows += [_line("all", "", result["summary"])]
+    rows += [("experiment", *rows[0][1:])]
+    rows += [_line(one["experiment"], "", one) for one in result["experiments"]]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(
@@ -166,7 +189,15 @@ def report(result: dict) -> str:
         for row in rows
     ]
     summary = result["summary"]
+    lines.insert(len(rows) - len(result["experiments"]) - 1, "")
     lines.append("")
+    lines.append(
+        f"{summary['experiments']} experiments, each counted once: error "
+        f"{_percent(summary['experiment_time_mean_abs_error'])}, one constant of their own "
+        f"{_percent(summary['experiment_one_constant_mean_abs_error'])}, one constant of the others "
+        f"{_percent(summary['experiment_others_constant_mean_abs_error'])}; the planner is better than the latter in "
+        f"{summary['experiments_better_than_others_constant']} of {summary['experiments']}"
+    )
     lines.append(
         f"{summary['used_rows']} of {summary['rows']} runs used; every source counted once: error "
         f"{_percent(summary['source_mean_abs_error'])}, one constant "
@@ -190,6 +221,7 @@ def _line(name: str, which: str, some: dict) -> tuple[str, ...]:
         _percent(some.get("time_mean_abs_error")),
         _percent(some.get("time_signed_error")),
         _percent(some.get("one_constant_mean_abs_error")),
+        _percent(some.get("others_constant_mean_abs_error")),
         "-" if rank is None else f"{rank:.3f}",
         str(some.get("spearman_rows", 0)),
         _percent(some.get("top1_regret")),

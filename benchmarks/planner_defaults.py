@@ -7,8 +7,9 @@ counts, of `TRAITS` the first that says something of a trait. Nothing here was f
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from planner_readings import Reading
 from planner_rows import Run
 
 from kumi.plan.engines import ENGINES
@@ -78,6 +79,17 @@ EXPERIMENT_OF = (
 
 # Attention of runs that deny flash attention, where nothing else is said of their kernels.
 NO_FLASH = "fused-softmax"
+
+# How memory was read, by the trainer that printed it, where a table does not say: (tool, rank of the pipeline).
+READING_OF = (
+    # nanotron prints what rank 0 has in use, and what its allocator reserves (helpers.log_throughput, by rank 0 alone).
+    # The playbook's figures are the latter: repeats of one program, without ZeRO and with gradient accumulation, differ
+    # by more than 1 % in 31 of 39 groups without a pipeline, and in eight of 839 pairs more sequences need less
+    # (tests/published/README.md).
+    (r"nanotron|ultra-scale", ("reserved", 0)),
+    # torchtitan prints max_reserved_gib of its DeviceMemoryMonitor (torchtitan/components/metrics.py).
+    (r"torchtitan", ("reserved", None)),
+)
 
 # GPU, by words of its column -> the node preset it comes in, and the network where the row does not name one.
 NODE_OF = (
@@ -158,19 +170,40 @@ GLOBAL_BATCH_OF = ((r"ultra-scale", 256),)
 # Vocabulary of GPT models whose table leaves it out: GPT-2's 50,257, padded to a multiple of 1,024.
 GPT_VOCAB = 51200
 
-# FLOPs that a source's TFLOP/s count besides a forward and a backward with attention in full: True with recomputation.
-COUNTS_RECOMPUTE = (
-    # SC'21, equation 3, whose factor 96 has four forwards; BigScience's script is the same.
-    (r"2104\.04473|jan ?2021|sep ?2020|cases_(april|jan)2021|bigscience", True),
+
+@dataclass(frozen=True)
+class Counted:
+    """FLOPs that a table's TFLOP/s count: matmuls of forward and backward with the logits, `attention` as a share of
+    all S x S pairs, and with `recomputed` a second forward pass of layers that recompute in full."""
+
+    recomputed: bool = False
+    attention: float = 1.0
+
+
+# The FLOPs behind TFLOP/s, by source. Where a table also prints tokens or seconds, tests/published checks them against
+# each other.
+FLOPS_COUNTED = (
+    # SC'21, equation 3, whose factor 96 has four forwards; BigScience's script and MT-NLG's figures are the same.
+    (r"2104\.04473|jan ?2021|sep ?2020|cases_(april|jan)2021|bigscience|mt-nlg", Counted(recomputed=True)),
     # The FSDP paper's 186 TFLOP/s are "hardware" FLOP/s with activation checkpointing.
-    (r"2304\.11277", True),
-    (r"", False),
+    (r"2304\.11277", Counted(recomputed=True)),
+    # Megatron-Bridge counts the causal half of attention (training/utils/flop_utils.py), as Megatron-LM has since 2025.
+    (r"megatron-bridge", Counted(attention=0.5)),
+    # Megatron-LM until core_r0.12: num_floating_point_operations has all pairs, and no recomputation. So have NeMo's,
+    # llm-foundry's and Hagemann's formulas (6 N + 12 L H Q T).
+    (r"", Counted()),
 )
 
 
 def first(table, text: str):
     """The value of the first entry of `table` whose pattern is found in `text`; None where there is none."""
     return next((value for pattern, value in table if re.search(pattern, text)), None)
+
+
+def reading_of(run: Run) -> Reading:
+    """How the memory of a run was read: as its notes state, else as its trainer prints it."""
+    tool, pp_rank = first(READING_OF, run.text) or ("", None)
+    return Reading(run.reading or tool, pp_rank)
 
 
 def engine_of(run: Run) -> Engine:
@@ -186,19 +219,26 @@ def engine_of(run: Run) -> Engine:
     return engine
 
 
-def zero_of(run: Run, engine: Engine, dp: int) -> tuple[int, int] | None:
+def zero_of(run: Run, engine: Engine, dp: int, in_node: int) -> tuple[int, int] | None:
     """(ZeRO stage, how many ranks share), from the column; where that is blank, what the trainer does by itself.
 
-    Megatron-Core's recipes and "DDP" in NVIDIA's tables divide optimizer states (the distributed optimizer); Megatron
-    before 2022, and Megatron-DeepSpeed without a word, do not.
+    Of hybrid sharding, the number of ranks that share: "HSDP=8", or the second of "HSDP 4x8", replicas first. Without a
+    number, the `in_node` data-parallel ranks of a node share and nodes are replicas, as PyTorch's HYBRID_SHARD does by
+    default. Megatron-Core's recipes and "DDP" in NVIDIA's tables divide optimizer states (the distributed optimizer);
+    Megatron before 2022, and Megatron-DeepSpeed without a word, do not.
     """
     sharding = run.sharding.lower()
-    number = re.search(r"zero-?(\d)", sharding)
-    group = re.search(r"fsdp=(\d+)|hsdp=(\d+)", sharding)
+    number = re.search(r"zero[- _]?(\d)", sharding)
+    stage = int(number.group(1)) if number else 2 if re.search(r"shard_grad_op|zero2", sharding) else 3
+    group = re.search(r"(?:fsdp|hsdp)[ =(]+(?:\d+ *[x,] *)?(\d+)", sharding)
     if group:
-        return 3, int(group.group(1) or group.group(2))
-    if number:
-        return int(number.group(1)), dp
+        return stage, int(group.group(1))
+    if re.search(r"hsdp|hybrid", sharding):
+        return stage, min(dp, in_node)
+    if number or stage == 2:
+        return stage, dp
+    if "no_shard" in sharding:
+        return 0, dp
     if "fsdp" in sharding or (not sharding and not engine.half_weights and engine.name != "kumi"):
         return 3, dp
     if sharding and sharding != "ddp":

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import log
 from pathlib import Path
 
+from planner_defaults import reading_of
 from planner_jobs import Case, stated_microbatch, stated_recompute
 from planner_scores import Scored, is_hard, noticed
 
@@ -44,6 +45,7 @@ COLUMNS = (
     "log_time",
     "time_counts",
     "memory_reading",
+    "memory_rank",
     "measured_bytes",
     "predicted_reading_bytes",
     "log_memory",
@@ -72,8 +74,8 @@ def _rows(scored: Scored, is_failure: bool, experiments: Mapping[str, str]) -> I
     for case, seconds, size in zip(scored.cases, scored.seconds, scored.memory, strict=True):
         run, job, layout = case.run, case.job, case.layout
         reserved, allocated = (memory_reading(job, layout, reading) for reading in ("reserved", "allocated"))
-        readings = {"nvidia-smi": float(size), "reserved": reserved, "allocated": allocated}
-        read_as = readings.get(run.reading, reserved)
+        reading = reading_of(run)
+        read_as = memory_reading(job, layout, reading.tool or "reserved", reading.pp_rank)
         yield {
             "id": run.id,
             "source": run.source,
@@ -101,7 +103,8 @@ def _rows(scored: Scored, is_failure: bool, experiments: Mapping[str, str]) -> I
             "predicted_seconds": _number(float(seconds)),
             "log_time": _number(case.seconds and log(case.seconds / seconds)),
             "time_counts": _yes(case.seconds is not None and not is_failure and noticed(case)),
-            "memory_reading": run.reading,
+            "memory_reading": reading.tool,
+            "memory_rank": "fullest" if reading.pp_rank is None else reading.pp_rank,
             "measured_bytes": _number(run.memory),
             "predicted_reading_bytes": _number(read_as),
             "log_memory": _number(run.memory and log(run.memory / read_as)),

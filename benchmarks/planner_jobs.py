@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-from planner_defaults import (
-    COUNTS_RECOMPUTE,
-    GLOBAL_BATCH_OF,
-    NETWORK_OF,
-    NODE_OF,
-    RECOMPUTE_OF,
-    SC21_MICRO_BATCH,
-    SC21_STAGES,
-    engine_of,
-    first,
-    zero_of,
-)
+from planner_clusters import cluster_of, devices_of_node
+from planner_defaults import GLOBAL_BATCH_OF, RECOMPUTE_OF, SC21_MICRO_BATCH, SC21_STAGES, engine_of, first, zero_of
+from planner_flops import measured_seconds, model_flops, repeated_flops
 from planner_models import model_of, positions_of
 from planner_rows import Run
 
-from kumi.config.assemble import assemble_cluster
-from kumi.config.presets import preset_names, read_node
-from kumi.config.schema import ClusterSection
-from kumi.errors import KumiError
 from kumi.spec import ledger
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec
@@ -91,14 +77,11 @@ def case_of(run: Run, *, measured: bool = True) -> Case | str:
     layout = replace(layout, stage_layers=stage_layers_of(run, model, layout))
     batch = BatchSpec(run.seq_len, sequences * run.seq_len)
     job = Job(model, cluster, batch, precision, Optim(), engine_of(run))
-    whole, _ = flops_per_token(model, batch.seq_len)
-    model_flops = 3 * whole * batch.tokens_per_step
-    flops = model_flops + repeated_flops(job, layout)
-    counted = flops if first(COUNTS_RECOMPUTE, run.text) else model_flops
-    seconds = measured_seconds(run, batch, layout, counted)
+    seconds = measured_seconds(run, job, layout)
     if measured and seconds is None and run.memory is None:
         return "measured: no step time, tokens/s, TFLOP/s or memory"
-    return Case(run, job, layout, seconds, flops, model_flops, choices_of(run, job, layout))
+    flops = model_flops(job)
+    return Case(run, job, layout, seconds, flops + repeated_flops(job, layout), flops, choices_of(run, job, layout))
 
 
 def layout_of(run: Run) -> Layout | str:
@@ -109,7 +92,7 @@ def layout_of(run: Run) -> Layout | str:
     dp, rest = divmod(world, tp * pp * cp)
     if rest or dp < 1 or (run.dp is not None and run.dp != dp):
         return "layout: tp x pp x dp x cp is not the number of GPUs"
-    zero = zero_of(run, engine, dp)
+    zero = zero_of(run, engine, dp, max(1, devices_of_node(run) // (tp * cp)))
     if zero is None:
         return f"layout: sharding {run.sharding!r} is not known"
     stage, shard = zero[0], min(zero[1], dp)
@@ -247,81 +230,3 @@ def precision_of(run: Run, cluster: ClusterSpec) -> Precision | str:
     if not cluster.device.peak_flops(precision.matmul_dtype):
         return f"precision: no peak FLOP/s of {cluster.device.name} in {precision.matmul_dtype}"
     return precision
-
-
-def repeated_flops(job: Job, layout: Layout) -> float:
-    """FLOPs that a step computes again: the layers' forward passes where recomputation is full."""
-    layers = flops_per_token(job.model, job.batch.seq_len)[1]
-    return layers * job.batch.tokens_per_step if layout.recompute == "full" else 0.0
-
-
-@lru_cache(maxsize=1024)
-def flops_per_token(model: ModelSpec, seq_len: int) -> tuple[float, float]:
-    """FLOPs of a forward pass for a token: of the whole model, and of its layers, which full recomputation repeats."""
-    each = [sum(op.forward_flops(seq_len, seq_len) for op in ops) / seq_len for ops in ledger.unique_layer_ops(model)]
-    layers = float(sum(each[kind] for kind in model.unique_layers()[1]))
-    return layers + sum(op.forward_flops(seq_len, seq_len) for op in ledger.head_ops(model)) / seq_len, layers
-
-
-def measured_seconds(run: Run, batch: BatchSpec, layout: Layout, counted: float) -> float | None:
-    """Seconds of a step: the column, from tokens/s, or from TFLOP/s, which count `counted` FLOPs."""
-    if run.seconds:
-        return run.seconds
-    if run.tokens_per_s_per_gpu:
-        return batch.tokens_per_step / (run.tokens_per_s_per_gpu * layout.world_size)
-    return counted / (run.flops_per_gpu * layout.world_size) if run.flops_per_gpu else None
-
-
-def cluster_of(run: Run, world: int) -> ClusterSpec | str:
-    """The machines of a run: its GPU's preset, with the network that the row or its text names."""
-    preset = first(NODE_OF, run.gpu.lower())
-    if preset is None or preset not in _presets("nodes"):
-        return f"gpu: nothing is known of {run.gpu or 'a blank one'!r}"
-    network = first(NETWORK_OF, f"{run.inter} {run.text} {run.gpu}".lower())
-    network = network if network in _presets("networks") else None
-    per_node = min(run.gpus_per_node or _node_devices(preset), world, _node_devices(preset))
-    try:
-        cluster = machines(preset, per_node, -(-world // per_node), network)
-    except KumiError as error:
-        return f"cluster: {error}"
-    return with_bandwidth(cluster, run)
-
-
-@lru_cache(maxsize=1024)
-def machines(preset: str, per_node: int, nodes: int, network: str | None) -> ClusterSpec:
-    """`nodes` of a preset with `per_node` devices each, joined by `network` where it is given."""
-    section = ClusterSection(source=preset, nodes=nodes, devices_per_node=per_node, network=network)
-    return assemble_cluster(section, read_node(preset), preset)
-
-
-@lru_cache(maxsize=2)
-def _presets(kind: str) -> tuple[str, ...]:
-    return tuple(preset_names(kind))
-
-
-@lru_cache(maxsize=64)
-def _node_devices(preset: str) -> int:
-    return read_node(preset).devices_per_node
-
-
-def with_bandwidth(cluster: ClusterSpec, run: Run) -> ClusterSpec:
-    """`cluster` with the bandwidths that the row states: of a device's NVLink both ways together, as vendors do, and
-    of the network for each node, or each GPU where it says so or names a card's speed alone."""
-    links = list(cluster.links)
-    intra, inter = bytes_per_second(run.intra), bytes_per_second(run.inter)
-    if intra and links and links[0].span <= cluster.devices_per_node:
-        links[0] = replace(links[0], bandwidth=intra / 2)
-    if inter and cluster.nodes > 1 and len(links) > 1:
-        shared = cluster.devices_per_node if "per node" in run.inter.lower() else 1
-        links[-1] = replace(links[-1], bandwidth=inter / shared)
-    return replace(cluster, links=tuple(links))
-
-
-def bytes_per_second(text: str) -> float | None:
-    """The bandwidth that `text` states ("NVLink 600 GB/s", "400 Gb/s per GPU"); None where it states none."""
-    match = re.search(r"([\d.]+)\s*(gb/s|gbps|gb/s|tb/s)", text, re.IGNORECASE)
-    if match is None:
-        return None
-    unit = match.group(2)
-    scale = 1e12 if unit[0] in "tT" else 1e9
-    return float(match.group(1)) * scale / (8 if "b" in unit[1:] and "B" not in unit else 1)

@@ -1,4 +1,4 @@
-"""The scores of the planner: errors, rank correlation, regret."""
+"""The scores of the planner: errors, rank correlation, regret, and how honest intervals and probabilities are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 def mean_abs_error(predicted: Floats, measured: Floats) -> float:
@@ -71,4 +72,54 @@ def one_constant(flops: Floats, measured: Floats, keys: Sequence[Hashable]) -> F
     predicted = np.empty_like(measured)
     for members in grouped(keys, 1):
         predicted[members] = flops[members] / np.median(flops[members] / measured[members])
+    return predicted
+
+
+def coverage(low: Floats, high: Floats, measured: Floats, experiments: Sequence[Hashable]) -> float:
+    """Share of the measured values that lie in [low, high], in the mean over experiments: each counts once, however
+    many rows it has, as the rows of one err alike."""
+    inside = (low <= measured) & (measured <= high)
+    return float(np.mean([np.mean(inside[members]) for members in grouped(experiments, 1)]))
+
+
+def brier(probability: Floats, outcome: Bools) -> float:
+    """Mean of (probability - outcome)^2 (Brier, 1950): 0 for certain and right, 0.25 for always a half."""
+    return float(np.mean((probability - outcome) ** 2))
+
+
+def reliability(probability: Floats, outcome: Bools, bins: int = 10) -> list[dict[str, float | int]]:
+    """Rows with probabilities in each of `bins` equal parts of [0, 1] that has any: `low` and `high` of the part, how
+    many `rows`, the mean `probability`, and the `share` of them that came true."""
+    part = np.minimum((probability * bins).astype(np.int64), bins - 1)
+    return [
+        {
+            "low": index / bins,
+            "high": (index + 1) / bins,
+            "rows": int(np.sum(part == index)),
+            "probability": float(np.mean(probability[part == index])),
+            "share": float(np.mean(outcome[part == index])),
+        }
+        for index in range(bins)
+        if np.any(part == index)
+    ]
+
+
+def constant_of_others(
+    flops: Floats, measured: Floats, peaks: Floats, devices: Sequence[Hashable], experiments: Sequence[Hashable]
+) -> Floats:
+    """Seconds that one constant predicts which was taken from other experiments: the median FLOP/s, over all others'
+    medians, of the same device and precision (`devices`); where no other has it, `peaks` (FLOP/s of the device) times
+    the others' median share of the peak. NaN where there is no other experiment."""
+    shares = flops / measured / peaks
+    medians = [
+        (experiments[members[0]], devices[members[0]], float(np.median(shares[members])))
+        for members in grouped(list(zip(experiments, devices, strict=True)), 1)
+    ]
+    predicted = np.full_like(measured, np.nan)
+    for members in grouped(list(zip(experiments, devices, strict=True)), 1):
+        experiment, device = experiments[members[0]], devices[members[0]]
+        others = [(which, share) for name, which, share in medians if name != experiment]
+        share = [share for which, share in others if which == device] or [share for _, share in others]
+        if share:
+            predicted[members] = flops[members] / (np.median(share) * peaks[members])
     return predicted

@@ -13,20 +13,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner_readings import stated_tool
+
 NEEDED = ("id", "source", "model_name", "gpu", "gpus", "tp", "pp", "seq_len")
 GIB = 2**30
 # nvidia-smi prints MiB: "80GB" of an A100 are 80 thousand of its 81,920, for 80 GiB are more than programs get.
 SMI_GB = 1000 * 2**20
-# How the memory of a run was read, by words of its notes; the first that is found counts.
-READINGS = (("not stated", ""), ("nvidia-smi", "nvidia-smi"), ("reserved", "reserved"), ("allocated", "allocated"))
 
 
 @dataclass(frozen=True)
 class Run:
     """One published run, in base units: bytes, seconds, FLOP/s, parameters; None where the source does not say.
 
-    `source` is the set it belongs to, `text` all that its source and notes say, in lower case. `reading` says how
-    memory was read: "nvidia-smi", "reserved" or "allocated" by PyTorch's allocator, "" where that is not stated.
+    `source` is the set it belongs to, `text` all that its source and notes say, in lower case. `reading` is the
+    tool that the notes say memory was read with (`planner_readings.TOOLS`), "" where they do not.
     """
 
     id: str
@@ -92,7 +92,7 @@ def run_of(cells: dict[str, str]) -> Run:
     """A run from the cells of a row in the columns of runs.csv."""
     get = {name: (value or "").strip() for name, value in cells.items()}.get
     text = f"{get('source', '')} {get('model_name', '')} {get('notes', '')}".lower()
-    reading = next((reading for words, reading in READINGS if words in text), "")
+    reading = stated_tool(text, get("peak_mem_gb", ""))
     names = (
         "layers",
         "hidden",
@@ -178,8 +178,7 @@ def _torchtitan(cells: dict[str, str]) -> dict[str, str]:
     default = re.search(r"default LBS (\d+)", cells["notes"])
     local = cells["local_batch"] or (default.group(1) if default else "")
     notes = [cells["notes"], compiled, f"async_tp={cells['async_tp']}", cells["pp_schedule"]]
-    notes += [f"local batch {local}" if pipeline else "", "reserved memory"]
-    notes += [f"torchtitan of {cells['date']}"]
+    notes += [f"local batch {local}" if pipeline else "", f"torchtitan of {cells['date']}"]
     degrees = [int(cells[name] or 1) for name in ("dp_replicate", "fsdp")]
     return same | {
         "id": f"torchtitan-{cells['row_id']}",

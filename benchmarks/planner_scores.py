@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from planner_defaults import reading_of
 from planner_jobs import Case
-from planner_metrics import grouped, mean_abs_error, one_constant, signed_error, spearman, top1_regrets
+from planner_metrics import (
+    constant_of_others,
+    grouped,
+    mean_abs_error,
+    one_constant,
+    signed_error,
+    spearman,
+    top1_regrets,
+)
 from planner_models import parameters
 
 from kumi.plan.estimate import estimate_many, memory_by_rank
@@ -25,8 +34,8 @@ Floats = NDArray[np.float64]
 LEAST_TOKENS_PER_S = 200.0
 # Sets whose slow rows are noise.
 NOISY = ("nano",)
-# How the memory of a run was read where its error counts; elsewhere it is reported beside.
-STATED = ("nvidia-smi", "reserved", "allocated")
+# FLOPs of a case that one constant may count: with those computed again, or of the model alone.
+FLOPS = ("flops", "model_flops")
 # Notes of layouts that ran out of memory; other failures may have had other reasons.
 HARD = r"\boom\b|out of memory"
 
@@ -39,15 +48,35 @@ Estimator = Callable[[Job, Sequence[Layout]], tuple[Floats, Floats]]
 
 @dataclass(frozen=True)
 class Scored:
-    """Cases with the seconds and bytes that are predicted for them, (rows,) each."""
+    """Cases with the seconds and bytes that are predicted for them, (rows,) each.
+
+    `others`: seconds that one constant of the other experiments predicts, of all FLOPs and of the model's, (2, rows);
+    NaN where there is none.
+    """
 
     cases: tuple[Case, ...]
     seconds: Floats
     memory: Floats
+    others: Floats
 
     def where(self, mask: Sequence[bool]) -> Scored:
         index = np.flatnonzero(np.asarray(mask, bool))
-        return Scored(tuple(self.cases[i] for i in index), self.seconds[index], self.memory[index])
+        cases = tuple(self.cases[i] for i in index)
+        return Scored(cases, self.seconds[index], self.memory[index], self.others[:, index])
+
+    def with_others(self, experiments: Mapping[str, str]) -> Scored:
+        """The same with `others`, from the experiment of every run by its id."""
+        index = np.flatnonzero([case.seconds is not None and noticed(case) for case in self.cases])
+        timed = [self.cases[i] for i in index]
+        others = self.others.copy()
+        measured = np.array([case.seconds for case in timed])
+        peaks = np.array([case.job.cluster.device.peak_flops(case.job.precision.matmul_dtype) for case in timed])
+        devices = [(case.job.cluster.device.name, case.job.precision.kind) for case in timed]
+        names = [experiments[case.run.id] for case in timed]
+        for row, name in enumerate(FLOPS):
+            flops = np.array([getattr(case, name) / case.layout.world_size for case in timed])
+            others[row, index] = constant_of_others(flops, measured, peaks, devices, names)
+        return replace(self, others=others)
 
     def __len__(self) -> int:
         return len(self.cases)
@@ -74,7 +103,7 @@ def predict(cases: Sequence[Case], estimator: Estimator = planner) -> Scored:
     seconds, memory = np.empty(len(cases)), np.empty(len(cases))
     for members in by_job(cases):
         seconds[members], memory[members] = estimator(cases[members[0]].job, [cases[i].layout for i in members])
-    return Scored(tuple(cases), seconds, memory)
+    return Scored(tuple(cases), seconds, memory, np.full((len(FLOPS), len(cases)), np.nan))
 
 
 def by_job(cases: Sequence[Case]) -> list[list[int]]:
@@ -149,13 +178,22 @@ def time_scores(scored: Scored) -> dict[str, float | int | None]:
         "time_rows": len(scored),
         "time_mean_abs_error": mean_abs_error(scored.seconds, measured),
         "time_signed_error": signed_error(scored.seconds, measured),
-        "one_constant_mean_abs_error": min(simplest(scored, measured, name) for name in ("flops", "model_flops")),
+        "one_constant_mean_abs_error": min(simplest(scored, measured, name) for name in FLOPS),
+        "others_constant_rows": int(np.sum(np.isfinite(scored.others[0]))),
+        "others_constant_mean_abs_error": constant_error(scored.others, measured),
         "spearman": rho,
         "spearman_rows": rho_rows,
         "top1_regret": float(np.mean(regrets)) if len(regrets) else None,
         "top1_regret_median": float(np.median(regrets)) if len(regrets) else None,
         "top1_regret_groups": len(regrets),
     }
+
+
+def constant_error(others: Floats, measured: Floats) -> float | None:
+    """Error of the constant of other experiments, of all FLOPs or of the model's, whichever is better; None without
+    one."""
+    given = np.isfinite(others[0])
+    return min(mean_abs_error(row[given], measured[given]) for row in others) if given.any() else None
 
 
 def simplest(scored: Scored, measured: Floats, name: str) -> float:
@@ -169,19 +207,20 @@ def simplest(scored: Scored, measured: Floats, name: str) -> float:
 def predicted_memory(scored: Scored) -> Floats:
     """Predicted bytes as each run's were read: all of the device's, or only what PyTorch's allocator holds, which is
     what runs that do not say are taken to mean."""
-    stated = [case.run.reading in STATED for case in scored.cases]
     predictions = [
-        memory_reading(case.job, case.layout, case.run.reading) if known else size - case.job.cluster.device.reserved
-        for case, size, known in zip(scored.cases, scored.memory, stated)
+        memory_reading(case.job, case.layout, reading.tool, reading.pp_rank)
+        if reading.tool
+        else size - case.job.cluster.device.reserved
+        for case, size, reading in zip(scored.cases, scored.memory, map(reading_of, (c.run for c in scored.cases)))
     ]
     return np.array(predictions)
 
 
 def memory_scores(scored: Scored) -> dict[str, float | int | None]:
-    """Errors of peak memory: over runs that say how it was read, and over all others."""
+    """Errors of peak memory: over runs of which it is known how it was read, and over all others."""
     scores: dict[str, float | int | None] = {}
     for prefix, stated in (("", True), ("unstated_", False)):
-        some = scored.where([c.run.memory is not None and (c.run.reading in STATED) == stated for c in scored.cases])
+        some = scored.where([c.run.memory is not None and bool(reading_of(c.run).tool) == stated for c in scored.cases])
         scores[f"{prefix}memory_rows"] = len(some)
         if len(some):
             measured = np.array([case.run.memory for case in some.cases])
@@ -202,7 +241,7 @@ def known_to_fit(ran: Scored) -> Scored:
     least = predict([ran.cases[i].choosing(ran.cases[i].layout.microbatch, "full") for i in silent])
     memory = ran.memory.copy()
     memory[silent] = np.minimum(memory[silent], least.memory)
-    return Scored(ran.cases, ran.seconds, memory)
+    return replace(ran, memory=memory)
 
 
 def is_hard(case: Case) -> bool:

@@ -324,13 +324,13 @@ def allocator_overhead(job: Job) -> float:
     return ALLOCATOR_OVERHEAD[job.engine.kernels] if job.cluster.device.kind == "cuda" else 0.0
 
 
-def memory_reading(job: Job, layout: Layout, reading: str) -> float:
-    """Return the bytes that a tool would report for the fullest rank.
+def memory_reading(job: Job, layout: Layout, reading: str, pp_rank: int | None = None) -> float:
+    """Return the bytes that a tool would report for the ranks of `pp_rank`, or for the fullest rank if it is None.
 
     `reading`: "nvidia-smi" for all memory, "reserved" for the memory that PyTorch's allocator has reserved, or
     "allocated" for the memory in use.
     """
-    ranks = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
+    ranks = sorted({0, min(1, layout.pp - 1), layout.pp - 1}) if pp_rank is None else [pp_rank]
     fullest = max((rank_memory(job, layout, rank) for rank in ranks), key=lambda memory: memory.total)
     if reading == "allocated":
         return float(fullest.total - fullest.reserved)
