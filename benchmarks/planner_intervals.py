@@ -23,13 +23,13 @@ from pathlib import Path
 
 import numpy as np
 from planner_accuracy import cases
+from planner_defaults import reading_of
 from planner_experiments import experiments_of
 from planner_jobs import Case
-from planner_scores import STATED, complete, is_hard, known_to_fit, noticed, predict, predicted_memory
+from planner_scores import Scored, complete, is_hard, known_to_fit, noticed, predict, predicted_memory
 
 from kumi.plan.estimate import estimate_many
 from kumi.plan.layout_batch import Bools, Floats, batch_layouts
-from kumi.plan.time.kernel_times import peak_flops
 from kumi.plan.time.step_time import step_times
 from kumi.plan.uncertainty import error_table
 from kumi.plan.uncertainty.error_table import PublishedRun, csv_row, sample_of
@@ -56,8 +56,8 @@ class Memory:
     ran: Bools
 
 
-def published(paths: Sequence[Path], failures: Path) -> tuple[list[PublishedRun], list[Case], Memory]:
-    """Return the runs of `paths` with their errors and their cases, and what is known of who fitted."""
+def published(paths: Sequence[Path], failures: Path) -> tuple[list[PublishedRun], Scored, Memory]:
+    """Return the runs of `paths` with their errors and their estimates, and which layouts are known to have fitted."""
     ran = predict(complete([case for path in paths for case in cases(path, measured=True)[0]])[0])
     lost = predict([case for case in cases(failures, measured=False)[0] if is_hard(case)])
     every = (*ran.cases, *lost.cases)
@@ -75,13 +75,13 @@ def published(paths: Sequence[Path], failures: Path) -> tuple[list[PublishedRun]
         PublishedRun(case.run.id, names[case.run.id], case.run.model, trait, *errors(case, seconds, size))
         for case, trait, seconds, size in zip(ran.cases, traits, ran.seconds, sizes)
     ]
-    return runs, list(ran.cases), memory
+    return runs, ran, memory
 
 
 def errors(case: Case, seconds: float, size: float) -> tuple[float, float]:
     """Return log(measured / estimated) of a run's step time and memory; nan where it is not measured."""
     timed = case.seconds is not None and noticed(case)
-    stated = case.run.memory is not None and case.run.reading in STATED
+    stated = case.run.memory is not None and bool(reading_of(case.run).tool)
     return (log(case.seconds / seconds) if timed else np.nan, log(case.run.memory / size) if stated else np.nan)
 
 
@@ -112,36 +112,13 @@ def coverage(runs: Sequence[PublishedRun], quantity: str, level: float) -> dict[
     return result
 
 
-def constant_runs(runs: Sequence[PublishedRun], cases_of: Sequence[Case]) -> list[PublishedRun]:
-    """Return `runs` with the errors of one constant: the median FLOP/s of each GPU and precision in other experiments,
-    or their median share of the peak where no other experiment has that GPU."""
-    timed = [i for i, run in enumerate(runs) if not np.isnan(run.time_error)]
-    result = []
-    for name in sorted({runs[i].experiment for i in timed}):
-        others = [i for i in timed if runs[i].experiment != name]
-        for i in (i for i in timed if runs[i].experiment == name):
-            key = _gpu(cases_of[i])
-            same = [_rate(cases_of[k]) for k in others if _gpu(cases_of[k]) == key]
-            rate = (
-                np.median(same)
-                if same
-                else np.median([_rate(cases_of[k]) / _peak(cases_of[k]) for k in others]) * _peak(cases_of[i])
-            )
-            result.append(replace(runs[i], time_error=log(rate / _rate(cases_of[i]))))
-    return result
-
-
-def _gpu(case: Case) -> tuple[str, str]:
-    return case.job.cluster.device.name, case.job.precision.kind
-
-
-def _rate(case: Case) -> float:
-    """Return the FLOP/s of each GPU of a run."""
-    return case.flops / case.layout.world_size / case.seconds
-
-
-def _peak(case: Case) -> float:
-    return peak_flops(case.job.cluster.device, case.job.precision.matmul_dtype)
+def constant_runs(runs: Sequence[PublishedRun], ran: Scored) -> list[PublishedRun]:
+    """Return `runs` with the errors of one constant, which the other experiments give (`Scored.with_others`)."""
+    seconds = ran.with_others({run.id: run.experiment for run in runs}).others
+    return [
+        run if np.isnan(run.time_error) else replace(run, time_error=log(case.seconds / constant))
+        for run, case, constant in zip(runs, ran.cases, seconds[0])
+    ]
 
 
 def fit_scores(runs: Sequence[PublishedRun], memory: Memory) -> dict[str, float]:
@@ -200,14 +177,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--write", action="store_true", help="store the errors in the package")
     parser.add_argument("--json", type=Path, help="write the scores")
     options = parser.parse_args(arguments)
-    runs, cases_of, memory = published(options.runs, options.failures)
+    runs, ran, memory = published(options.runs, options.failures)
     table = stored(runs)
     if options.write:
         write(table)
     result: dict[str, object] = {}
     for label, some, quantity in (
         ("step time", table, "time"),
-        ("one constant", constant_runs(runs, cases_of), "time"),
+        ("one constant", constant_runs(runs, ran), "time"),
         ("memory", table, "memory"),
     ):
         for level in LEVELS:
