@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -23,6 +23,7 @@ from kumi.parallel import (
     unwrap,
 )
 from kumi.parallel.context_parallel import shard_sequence
+from kumi.parallel.mesh import FLATTENED_AXES, GROUP_NAMES
 from kumi.parallel.optim.optimizer import Optimizer
 from kumi.parallel.stage_modules import local_shard, params_by_name
 from kumi.parallel.state_tensors import local_pieces
@@ -31,6 +32,7 @@ from kumi.spec.ledger import decayed_names
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
+from kumi.spec.process_groups import members_of
 from kumi.storage.checkpoint import Piece
 
 VOCAB, SEQUENCES, LENGTH = 250, 12, 16  # 4 ranks do not divide the 250 rows
@@ -42,11 +44,11 @@ def _spec(family: str, *, tied: bool, bias: bool, qk_norm: bool, layers: int = 3
 
 
 def _sinks_spec() -> ModelSpec:
-    """Attention sinks, with a sliding window in every other layer."""
+    """Attention sinks, with a sliding window in one of two layers."""
     layers = [
         LayerSpec(Attention(4, 2, 6, Rope(10000.0), sliding_window=window, sinks=True), MLP(36)) for window in (5, None)
     ]
-    return ModelSpec("llama", VOCAB, 18, tuple(layers) * 2, 1e-5, 128)
+    return ModelSpec("llama", VOCAB, 18, tuple(layers), 1e-5, 128)
 
 
 def _scores_spec() -> ModelSpec:
@@ -138,7 +140,7 @@ def _gemma_spec() -> ModelSpec:
     ]
     scales = {"embedding_scale": 18**0.5, "residual_scale": 0.6, "logit_softcap": 2.0}
     return ModelSpec(
-        "llama", VOCAB, 18, tuple(layers) * 2, 1e-5, 128, tie_word_embeddings=True, zero_centered_norm=True, **scales
+        "llama", VOCAB, 18, tuple(layers), 1e-5, 128, tie_word_embeddings=True, zero_centered_norm=True, **scales
     )
 
 
@@ -148,7 +150,7 @@ def _biased_moe_spec() -> ModelSpec:
     clamped = MoE(8, 2, 12, bias=True, act_limit=0.05)
     plain = MoE(8, 2, 12, bias=True, hidden_act="relu2", gated=False, shared_intermediate_size=12, shared_gate=True)
     layers = (LayerSpec(attention, plain), LayerSpec(attention, clamped))
-    return ModelSpec("llama", VOCAB, 16, layers * 2, 1e-5, 128)
+    return ModelSpec("llama", VOCAB, 16, layers, 1e-5, 128)
 
 
 # All use grouped-query attention. A q_norm has 6 elements, so the last of 4 ranks has none of them. The deep specs have
@@ -193,8 +195,18 @@ class Trace:
 
 @cache
 def mesh_of(layout: Layout) -> Mesh:
-    """Return the mesh of `layout`. Each rank makes its process groups once and keeps them."""
-    return build_mesh(layout, init_distributed())
+    """Return the mesh of `layout`. Each rank makes its process groups once and keeps them.
+
+    Layouts whose groups have the same ranks share them, for every group leaves threads behind.
+    """
+    axes = [FLATTENED_AXES.get(name, (name,)) for name in GROUP_NAMES]
+    members = tuple(members_of(layout, names, rank) for names in axes for rank in range(layout.world_size))
+    if members not in _MESHES:
+        _MESHES[members] = build_mesh(layout, init_distributed())
+    return replace(_MESHES[members], layout=layout)
+
+
+_MESHES: dict[tuple[tuple[int, ...], ...], Mesh] = {}
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:

@@ -135,7 +135,7 @@ def test_a_dry_run_is_the_real_run_to_the_byte(ranks, layout):
     ids=["zero3", "1f1b", "interleaved"],
 )
 def test_a_step_that_is_not_carried_out_to_its_end_costs_what_all_of_it_does(layout, many, monkeypatch):
-    job = job_of(SPECS["sinks"], seq_len=LENGTH, sequences=many * layout.dp)
+    job = job_of(SPECS["llama" if layout.stages == 1 else "deep"], seq_len=LENGTH, sequences=many * layout.dp)
     some = dry_step(job, layout, 0)
     monkeypatch.setattr("kumi.dryrun.program.microbatches_to_run", lambda layout, microbatches: (microbatches, 0))
     every = dry_step(job, layout, 0)
