@@ -51,10 +51,11 @@ def uninterrupted(small, tmp_path_factory):
 
 
 class Child:
-    """The command in a child of this process, like a `subprocess.Popen`: PyTorch need not be imported once more."""
+    """The command in a child of this process, like a `subprocess.Popen`: PyTorch need not be imported once more. Under
+    torchrun's agent if `way` is "torchrun"."""
 
-    def __init__(self, folder):
-        self.pid = command(folder, None, "two", folder / "output.txt")
+    def __init__(self, folder, way="two"):
+        self.pid = command(folder, None, way, folder / "output.txt")
         self.returncode = None
 
     def poll(self):
@@ -85,9 +86,9 @@ def program(folder, run):
 
 
 @contextlib.contextmanager
-def training(folder):
+def training(folder, way="two"):
     """`kumi train run.toml` in a process group of its own."""
-    with ending(Child(folder)) as process:
+    with ending(Child(folder, way)) as process:
         yield process
 
 
@@ -155,7 +156,8 @@ def test_any_rank_killed_at_any_moment_costs_nothing_but_time(small, tmp_path, u
     assert losses(folder / "run") == uninterrupted
 
 
-# tests/launch shows the codes of all signals, a terminal's to all processes among them; here is one to one process.
+# tests/launch shows the codes of all signals, a terminal's to all processes among them; here is one to one process, a
+# child of this one by default.
 @pytest.mark.parametrize(
     ("number", "code"),
     [
@@ -168,12 +170,12 @@ def test_a_signal_saves_and_ends_the_run_which_then_goes_on(small, tmp_path, uni
     folder = small.copy(tmp_path)
     shutil.rmtree(folder / "run")
     run = long_run(folder)
-    with program(folder, run) as process:
+    with training(folder) if number == signal.SIGTERM else program(folder, run) as process:
         assert wait_for(lambda: last_step(folder) >= 4, process)
         if number == signal.SIGINT:
             os.killpg(process.pid, number)  # as a terminal does
         else:
-            process.send_signal(number)
+            os.kill(process.pid, number)
         assert process.wait(timeout=60) == code, (folder / "output.txt").read_text()
     stopped = last_step(folder)
     assert f"step_{stopped:06d}" in {path.name for path in (folder / "run" / "checkpoints").iterdir()}
@@ -183,6 +185,18 @@ def test_a_signal_saves_and_ends_the_run_which_then_goes_on(small, tmp_path, uni
     assert losses(folder / "run") == uninterrupted
 
 
+def test_ranks_of_an_outside_launcher_train_the_same(small, tmp_path, uninterrupted):
+    """The agent and the ranks of torchrun are forked, with what torchrun tells them."""
+    folder = small.copy(tmp_path)
+    shutil.rmtree(folder / "run")
+    long_run(folder)
+    with training(folder, "torchrun") as process:
+        assert process.wait(timeout=120) == 0, (folder / "output.txt").read_text()
+    assert losses(folder / "run") == uninterrupted
+    assert (folder / "run" / "hf" / "model.safetensors").exists()
+
+
+@pytest.mark.exhaustive
 def test_an_outside_launcher_starts_the_ranks(small, tmp_path, uninterrupted):
     folder = small.copy(tmp_path)
     shutil.rmtree(folder / "run")
