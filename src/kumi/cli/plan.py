@@ -98,7 +98,7 @@ def _plan(arguments: Namespace) -> int:
         print(f"{key}={value:_} by default; set it with {key}=VALUE")
     if arguments.days is not None:
         return print_sizes(arguments, job, asked.pinned, unsupported)
-    with show_progress("searching layouts", 1.0, "{:.0%}".format) as update:
+    with show_progress("searching layouts", 1.0, "{:.0%}".format, enabled=not arguments.json) as update:
         report = plan(
             job,
             asked.pinned,

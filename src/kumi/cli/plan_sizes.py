@@ -26,8 +26,8 @@ def print_sizes(arguments: Namespace, job: Job, pinned: Pins, unsupported: Unsup
 
     if arguments.trainable:
         pinned, unsupported = trainable_pins(job, pinned), unsupported_by_kumi(pinned)
-    with show_progress("trying numbers of nodes", 1.0):
-        tried = search_cluster_sizes(job, pinned, arguments.tokens, arguments.days, unsupported)
+    with show_progress("searching layouts", 1.0, "{:.0%}".format, enabled=not arguments.json) as update:
+        tried = search_cluster_sizes(job, pinned, arguments.tokens, arguments.days, unsupported, update)
     if arguments.json:
         arguments.write_json([_plain(size) for size in tried])
         return OK

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kumi.plan.context_traffic import kv_grad_itemsize
 from kumi.plan.estimates import MemoryEstimate
@@ -40,6 +39,7 @@ from kumi.spec.sharding import shard_size
 from kumi.spec.techniques import HOST_BUCKET_ELEMENTS, STAGING_BUFFERS
 
 _NONE, _FULL = (CHOICES["recompute"].index(name) for name in ("none", "full"))
+_NOT_OFFLOADED = CHOICES["offload"].index("none")
 
 # Memory that PyTorch's allocator reserves beyond the allocated memory, as a share of transient memory, by the engine's
 # kernels. Blocks are rounded up and free space between them is fragmented; states are allocated once and do not count.
@@ -350,11 +350,14 @@ def _saved_per_token(layouts: LayoutBatch, layer: LayerActivations) -> Floats:
     return np.where(layouts.recompute == _NONE, layer.none, recomputed)
 
 
-def _offload_target(layouts: LayoutBatch) -> tuple[NDArray[np.str_], Bools]:
-    """Return the offloaded kind ("none", "optimizer", "states", "activations"), and True where it goes to NVMe."""
-    kinds = np.array([name.removesuffix("-nvme") for name in CHOICES["offload"]])
-    to_nvme = np.array([name.endswith("-nvme") for name in CHOICES["offload"]])
-    return kinds[layouts.offload], to_nvme[layouts.offload]
+def _offloads(layouts: LayoutBatch, kind: str) -> Bools:
+    """Return True where `kind` ("optimizer", "states" or "activations") is offloaded, to the host or to NVMe."""
+    return layouts.one_of("offload", [name for name in CHOICES["offload"] if name.removesuffix("-nvme") == kind])
+
+
+def _to_nvme(layouts: LayoutBatch) -> Bools:
+    """Return True where what is offloaded goes to NVMe."""
+    return layouts.one_of("offload", [name for name in CHOICES["offload"] if name.endswith("-nvme")])
 
 
 def _after_offload(
@@ -365,14 +368,13 @@ def _after_offload(
     Offloaded states leave on the device, in the compute dtype, the layer in use with its gradient, the next layer, and
     the root with its gradient. Offloaded activations leave all but the `moved` bytes.
     """
-    kind, _ = _offload_target(layouts)
-    states = kind == "states"
-    absent = {"params": states, "grads": states, "weights": states, "optimizer": states | (kind == "optimizer")}
+    states, optimizer = _offloads(layouts, "states"), _offloads(layouts, "optimizer")
+    absent = {"params": states, "grads": states, "weights": states, "optimizer": states | optimizer}
     result = {name: np.where(where, 0.0, sizes[name]) for name, where in absent.items()}
     in_use = bytes_in_use_of_offloaded_states(job, params)
     result["gathered"] = np.where(states, np.maximum(in_use, sizes["gathered"]), sizes["gathered"])
     remaining = np.maximum(0.0, sizes["activations"] - moved)
-    result["activations"] = np.where(kind == "activations", remaining, sizes["activations"])
+    result["activations"] = np.where(_offloads(layouts, "activations"), remaining, sizes["activations"])
     return result
 
 
@@ -388,24 +390,24 @@ def host_memory(job: Job, layouts: LayoutBatch, share: RankStages, invariant: In
     """
     if not layouts.offload.any():
         return np.zeros(len(layouts))
-    invariant = invariant or invariant_memory(job, layouts, share)
-    params, sizes = invariant.params, invariant.states
-    kind, to_nvme = _offload_target(layouts)
-    offloads_activations = kind == "activations"
+    offloads_activations = _offloads(layouts, "activations")
     if offloads_activations.all():
-        return _offloaded_activations(job, layouts, share, invariant.activations)
+        activations = model_activations(job, layouts) if invariant is None else invariant.activations
+        return _offloaded_activations(job, layouts, share, activations)
+    invariant = invariant or invariant_memory(job, layouts, share)
+    params, sizes, to_nvme = invariant.params, invariant.states, _to_nvme(layouts)
     every = sizes["params"] + sizes["grads"] + sizes["optimizer"]
-    states = np.where(kind == "optimizer", sizes["optimizer"], every)
+    states = np.where(_offloads(layouts, "optimizer"), sizes["optimizer"], every)
     if job.engine.nvme_params:
         two_units = 2 * params.largest_unsharded / np.maximum(1.0, params.total.unsharded)
         states = np.where(to_nvme, np.minimum(1.0, two_units), 1.0) * states
     else:
         states = np.where(to_nvme, states - sizes["optimizer"], states) + _staging_buffers(job, layouts, params)
-    states = np.where(kind == "none", 0.0, states)
+    states = np.where(layouts.offload == _NOT_OFFLOADED, 0.0, states)
     if not offloads_activations.any():
         return states
-    activations = _offloaded_activations(job, layouts, share, invariant.activations)
-    return np.where(offloads_activations, activations, states)
+    moved = _offloaded_activations(job, layouts, share, invariant.activations)
+    return np.where(offloads_activations, moved, states)
 
 
 def _offloaded_activations(job: Job, layouts: LayoutBatch, share: RankStages, activations: ModelActivations) -> Floats:
@@ -420,9 +422,9 @@ def _staging_buffers(job: Job, layouts: LayoutBatch, params: RankParams) -> Floa
     Parameters and gradients pass through them where the host updates parameters, and two optimizer states where these
     are on NVMe.
     """
-    kind, to_nvme = _offload_target(layouts)
+    to_nvme = _to_nvme(layouts)
     shard = np.where(layouts.zero > 0, params.total.shard, params.total.unsharded)
-    tensors = np.where((kind == "optimizer") | to_nvme, np.where(to_nvme, 4, 2), 0)
+    tensors = np.where(_offloads(layouts, "optimizer") | to_nvme, np.where(to_nvme, 4, 2), 0)
     return np.asarray(
         STAGING_BUFFERS * tensors * ITEMSIZE[job.precision.param] * np.minimum(shard, HOST_BUCKET_ELEMENTS)
     )

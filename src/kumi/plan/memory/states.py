@@ -106,9 +106,19 @@ def num_shards(layouts: LayoutBatch, *, routed: bool = False) -> Ints:
 
 def rank_params(job: Job, layouts: LayoutBatch, share: RankStages) -> RankParams:
     """Return the parameters of the model's `share` on a rank of every row."""
+    zero_kind, shards = np.minimum(layouts.zero, 1) + (layouts.zero == 3), num_shards(layouts)
+    content = [column.astype(np.int64) for column in (*share.layers, share.embedding, share.head)]
+    first, index = unique_rows(layouts.tp, layouts.ep, layouts.expert_tp, shards, zero_kind, layouts.tiles, *content)
+    params = _rank_params(job, layouts.take(first), share.take(first))
+    return RankParams(*(getattr(params, field.name).take(index) for field in fields(params)))
+
+
+def _rank_params(job: Job, layouts: LayoutBatch, share: RankStages) -> RankParams:
+    """Return the same for layouts that differ."""
+    kinds = unique_layer_ops(job.model)
     zero_kind = np.minimum(layouts.zero, 1) + (layouts.zero == 3)
     first, index = unique_rows(layouts.tp, layouts.ep, layouts.expert_tp, num_shards(layouts), zero_kind, layouts.tiles)
-    unique, kinds = layouts.take(first), unique_layer_ops(job.model)
+    unique = layouts.take(first)
     layers = [param_shards(job, ops, unique).take(index) for ops in kinds]
     gathered_layers = layers
     if (layouts.tiles > 1).any():

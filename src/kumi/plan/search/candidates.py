@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -52,16 +53,18 @@ def layout_chunks(job: Job, pinned: Pins, max_rows: int) -> Iterator[tuple[float
             f"the cluster has {job.cluster.devices} devices, and a search takes at most {_MAX_DEVICES}; "
             f"use fewer cluster.nodes"
         )
-    experts, grids, rows = _expert_counts(job.model), [], 0
-    meshes = list(_meshes(job.cluster.devices, pinned))
-    for number, degrees in enumerate(meshes, 1):
-        mesh = dict(zip(_AXES, degrees, strict=True))
-        grids.append(_grid(mesh, _inner_values(job, mesh, experts, pinned)))
-        rows += len(grids[-1]["pp"])
+    experts = _expert_counts(job.model)
+    meshes = [dict(zip(_AXES, degrees, strict=True)) for degrees in _meshes(job.cluster.devices, pinned)]
+    inner = [_inner_values(job, mesh, experts, pinned) for mesh in meshes]
+    sizes = [prod(map(len, values.values())) for values in inner]
+    grids, rows, total, done = list[dict[str, Ints]](), 0, sum(sizes), 0
+    for number, (mesh, values, size) in enumerate(zip(meshes, inner, sizes, strict=True), 1):
+        grids.append(_grid(mesh, values))
+        rows, done = rows + size, done + size
         if rows >= 4 * max_rows or number == len(meshes):
             legal = _legal_rows(job, grids)
             for start in range(0, len(legal), max_rows):
-                yield number / len(meshes), legal.take(slice(start, start + max_rows))
+                yield done / max(1, total), legal.take(slice(start, start + max_rows))
             grids, rows = [], 0
 
 

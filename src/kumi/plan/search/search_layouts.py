@@ -31,6 +31,7 @@ from kumi.plan.search.fitting import (
     variants,
 )
 from kumi.plan.search.ranking import TIE_TOLERANCE, cautious_seconds, complexity, rank_plans
+from kumi.plan.time.layer_costs import cost_table
 from kumi.plan.time.least_time import least_step_seconds
 from kumi.plan.time.step_time import step_times
 from kumi.plan.unique_rows import unique_rows
@@ -98,14 +99,16 @@ def search(
     chunks, workers = layout_chunks(job, pinned, CHUNK_ROWS), os.cpu_count() or 1
     # Threads work in parallel because numpy releases the GIL. Results are merged in the order of the chunks.
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        while batch := list(islice(chunks, 2 * workers)):
+        batch = list(islice(chunks, 2 * workers))
+        while batch:
             rivals = best.rivals(count, accept) if bounds else None
-            search_one = partial(_search_chunk, job, pinned, rivals)
-            for chunk_best, chunk_tally in pool.map(search_one, [chunk for _, chunk in batch]):
+            results = pool.map(partial(_search_chunk, job, pinned, rivals), [chunk for _, chunk in batch])
+            done, batch = batch[-1][0], list(islice(chunks, 2 * workers))  # while the threads work
+            for chunk_best, chunk_tally in results:
                 best.merge(chunk_best)
                 tally.merge(chunk_tally)
             if progress:
-                progress(batch[-1][0])
+                progress(done)
     plans = _refine(job, best.fastest(count, accept), pinned, accept, top)
     if not plans and tally.smallest is not None and (accept is None or accept(tally.smallest)):
         plans = _refine(job, [tally.smallest], pinned, accept, top)
@@ -120,13 +123,15 @@ def _search_chunk(job: Job, pinned: Pins, rivals: _Rivals | None, chunk: LayoutB
     if not parts:
         return best, tally
     layouts, peak = concat_layouts([layouts for layouts, _ in parts]), np.concatenate([peak for _, peak in parts])
-    ranks = representative_ranks(job.model, layouts)
+    ranks, (table, costs) = representative_ranks(job.model, layouts), cost_table(job, layouts)
     if rivals is not None and np.isfinite(rivals.limit):
-        index = np.flatnonzero(rivals.may_win(least_step_seconds(job, layouts, *ranks), peak))
-        layouts, peak, ranks = layouts.take(index), peak[index], (ranks[0][:, index], ranks[1][:, index])
+        least = least_step_seconds(job, layouts, *ranks, (table, costs))
+        index = np.flatnonzero(rivals.may_win(least, peak))
+        layouts, peak, costs = layouts.take(index), peak[index], costs[index]
+        ranks = ranks[0][:, index], ranks[1][:, index]
     if len(layouts):
         tally.timed += len(layouts)
-        best.add(layouts, step_times(job, layouts, *ranks).seconds, peak)
+        best.add(layouts, step_times(job, layouts, *ranks, costs=(table, costs)).seconds, peak)
     return best, tally
 
 

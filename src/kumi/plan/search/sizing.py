@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from kumi.errors import FitError, LayoutError
 from kumi.plan.estimates import Estimate
@@ -14,6 +15,8 @@ from kumi.spec.cluster import ClusterSpec
 from kumi.spec.job import Job
 
 DAY_SECONDS = 86_400.0
+# Function that shows the fraction done and a note (`kumi.progress.Update`).
+ProgressFn = Callable[..., None]
 # The most devices to consider.
 _MAX_DEVICES = 65_536
 
@@ -49,11 +52,20 @@ class ClusterSize(TrainingCost):
 
 
 def plan_on_nodes(
-    job: Job, pinned: Pins, nodes: int, tokens: float, unsupported: UnsupportedFn | None = None
+    job: Job,
+    pinned: Pins,
+    nodes: int,
+    tokens: float,
+    unsupported: UnsupportedFn | None = None,
+    progress: ProgressFn | None = None,
 ) -> ClusterSize | None:
-    """Return the cost of `tokens` tokens on `nodes` nodes; None if no layout is legal, supported and fits."""
+    """Return the cost of `tokens` tokens on `nodes` nodes; None if no layout is legal, supported and fits.
+
+    `progress`: called with the fraction done, 0 to 1, and the number of nodes as text.
+    """
     job = job.on_nodes(nodes)
-    result = search(job, pinned, top=1, accept=accept_supported(job, unsupported))
+    show = None if progress is None else partial(progress, note=f"{nodes} nodes")
+    result = search(job, pinned, top=1, front=False, accept=accept_supported(job, unsupported), progress=show)
     if not result.plans:
         return None
     best = result.plans[0]
@@ -62,19 +74,24 @@ def plan_on_nodes(
 
 
 def search_cluster_sizes(
-    job: Job, pinned: Pins, tokens: float, days: float, unsupported: UnsupportedFn | None = None
+    job: Job,
+    pinned: Pins,
+    tokens: float,
+    days: float,
+    unsupported: UnsupportedFn | None = None,
+    progress: ProgressFn | None = None,
 ) -> list[ClusterSize]:
     """Return increasing cluster sizes; the last is the smallest that trains `tokens` tokens in `days` days.
 
     The number of nodes is doubled until it is large enough. A bisection follows, over the numbers of nodes that have a
-    legal layout.
+    legal layout. `progress`: as in `plan_on_nodes`, from 0 to 1 for each number of nodes.
 
     Raise FitError if the model fits on no number of nodes, and LayoutError if none is fast enough before the batch has
     fewer sequences than devices.
     """
     tried: dict[int, ClusterSize] = {}
     for nodes in _doubled_nodes(job):
-        size = plan_on_nodes(job, pinned, nodes, tokens, unsupported)
+        size = plan_on_nodes(job, pinned, nodes, tokens, unsupported, progress)
         if size is not None:
             tried[nodes] = size
             if size.days <= days:
@@ -85,7 +102,7 @@ def search_cluster_sizes(
     low, high = 0, len(choices) - 1
     while low < high:
         middle = (low + high) // 2
-        size = plan_on_nodes(job, pinned, choices[middle], tokens, unsupported)
+        size = plan_on_nodes(job, pinned, choices[middle], tokens, unsupported, progress)
         if size is not None:
             tried[choices[middle]] = size
         low, high = (low, middle) if size is not None and size.days <= days else (middle + 1, high)

@@ -9,7 +9,7 @@ import numpy as np
 from kumi.plan.layout_batch import CHOICES, Floats, Ints, LayoutBatch
 from kumi.plan.memory.device_memory import num_microbatches, recomputed_share
 from kumi.plan.pipeline.stages import rank_stages
-from kumi.plan.time.layer_costs import CostTable, cost_table
+from kumi.plan.time.layer_costs import CostTable
 from kumi.plan.time.op_costs import MicrobatchCost
 from kumi.plan.time.step_time import selective_recompute_seconds
 from kumi.plan.unique_rows import unique_rows
@@ -22,7 +22,9 @@ _NONE, _FULL = (CHOICES["recompute"].index(name) for name in ("none", "full"))
 _ROUNDING = 1e-9
 
 
-def least_step_seconds(job: Job, layouts: LayoutBatch, ranks: Ints, counts: Floats) -> Floats:
+def least_step_seconds(
+    job: Job, layouts: LayoutBatch, ranks: Ints, counts: Floats, costs: tuple[CostTable, Ints]
+) -> Floats:
     """Return a lower bound of the seconds that `step_times` returns for the same arguments, (rows,).
 
     It leaves out data-parallel communication, the update, transfers between stages and to the host, and launches of
@@ -30,7 +32,7 @@ def least_step_seconds(job: Job, layouts: LayoutBatch, ranks: Ints, counts: Floa
     backward passes, the pipeline also fills and drains, for the time of one stage of every other rank
     (`Schedule.bubble`, whose other terms are not negative).
     """
-    table, index = cost_table(job, layouts)
+    table, index = costs
     # Layouts with equal costs and stages have equal work, but for their recomputation.
     first, shared = unique_rows(index, layouts.pp, layouts.stages, layouts.schedule)
     rows = layouts.take(first)
