@@ -234,10 +234,11 @@ class _Best:
         """
         groups, limit = self._groups(accept), np.inf
         if groups:
-            (least, _), *_ = groups[0]
+            # Ties within a combination go to the simplest layout, and so do ties between combinations.
+            least = groups[0][0][0]
             tied = (1 + TIE_TOLERANCE) ** 2 * least
             last = groups[count - 1][0][0] if len(groups) >= count else np.inf
-            limit = min(_KEPT_FACTOR * least, (1 + TIE_TOLERANCE) * max(tied, last))
+            limit = (1 + TIE_TOLERANCE) * min(_KEPT_FACTOR * least, max(tied, last))
             self.fastest_of = {key: row for key, row in self.fastest_of.items() if row[0] <= limit}
         seconds, peak, _ = zip(*self.on_front, strict=True) if self.on_front else ((), (), ())
         return _Rivals(limit, np.array(seconds), np.array(peak), self._with_front)

@@ -69,7 +69,7 @@ class _RankWork:
 def _rank_work(job: Job, layouts: LayoutBatch, rank: Ints, table: CostTable, index: Ints) -> _RankWork:
     """Return the work of pp rank `rank` of every row; `index`: the rows of `table`."""
     share = rank_stages(job.model, layouts, rank, np.ones_like(rank))
-    computed, launched, full, selective = (np.zeros(len(layouts)) for _ in range(4))
+    computed, launched, full, selective = np.zeros((4, len(layouts)))
     work = _RankWork(computed, launched, full, selective, share.layers.sum(axis=0))
     for cost, count in zip(table.layers, share.layers, strict=True):
         _add_work(job, work, cost, index, count)
