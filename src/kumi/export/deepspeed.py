@@ -129,10 +129,7 @@ def _configuration(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _optimizer(job: Job) -> dict[str, Any]:
-    """Return the optimizer:
-
-    DeepSpeed's AdamW, which is fused and supports offloading. Other kinds are the Trainer's.
-    """
+    """Return DeepSpeed's AdamW, which is fused and supports offloading; for other kinds, the Trainer's optimizer."""
     optim = job.optim
     if optim.kind != "adamw":
         return {"zero_allow_untested_optimizer": True}

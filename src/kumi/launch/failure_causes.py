@@ -77,11 +77,10 @@ def root_cause_error(
         return CommunicationError(f"a rank ended without reporting a cause; see the logs in {log_dir}")
     cause = min(causes, key=lambda candidate: candidate[:2])[2]
     silent = {rank: state for rank, state in watch.killed.items() if rank not in reported}
-    words = (
-        _exception_message(log_path(log_dir, cause.rank))
-        if isinstance(cause, RankDeath)
-        else cause.secondary * cause.message
-    )
+    if isinstance(cause, RankDeath):
+        words = _exception_message(log_path(log_dir, cause.rank))
+    else:
+        words = cause.message if cause.secondary else ""
     if silent and is_timeout(words):  # on a timeout, NCCL aborts the rank and gloo raises
         return rank_timeout_error(silent, waiting=cause.rank)
     if isinstance(cause, RankDeath):
@@ -106,9 +105,8 @@ def _rank_error(failure: Failure, log_dir: Path) -> KumiError:
 def _death_error(death: RankDeath, log_dir: Path, *, out_of_memory: bool) -> KumiError:
     log = log_path(log_dir, death.rank)
     if death.code is None or death.code >= 0:
-        return CommunicationError(
-            f"rank {death.rank} ended with exit code {death.code} without reporting a cause; see {log}"
-        )
+        code = "an unknown exit code" if death.code is None else f"exit code {death.code}"
+        return CommunicationError(f"rank {death.rank} ended with {code} without reporting a cause; see {log}")
     try:
         name = signal.Signals(-death.code).name
     except ValueError:

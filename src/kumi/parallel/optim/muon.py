@@ -92,7 +92,6 @@ def nesterov(gradients: Sequence[Tensor], momenta: Sequence[Tensor], momentum: f
 
     The updates are in the dtype of `newton_schulz_dtype`.
 
-
     As in torch.optim.Muon, a momentum is a moving average. The update is the momentum's next value if the gradient
     repeated.
     """
