@@ -25,9 +25,11 @@ def test_verbs_and_flags_are_frozen():
         "init": ["--help", "--json", "--list", "--out", "-h"],
         "describe": ["--help", "--json", "--resolved", "--schema", "-h"],
         "plan": [
+            "--brief",
             "--calibrate",
             "--days",
             "--engine",
+            "--explain",
             "--export",
             "--gpus",
             "--help",

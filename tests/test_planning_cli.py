@@ -58,11 +58,13 @@ def test_json_has_every_figure(run, capsys):
     assert best["tokens_per_second"] == pytest.approx(131_072 / best["step_seconds"])
     assert len(printed["others"]) == 3
     assert printed["searched"] >= printed["fitting"] > 0
-    assert {"model", "cluster", "expected"} <= set(printed)
+    assert {"model", "cluster", "expected", "uncertainty"} <= set(printed)
+    assert [count["nodes"] for count in printed["node_counts"]] == [2]
+    assert printed["node_counts"][0]["best"]["step_seconds"] < best["step_seconds"]
 
 
 def test_the_report_names_the_layout_and_what_decides(run, capsys):
-    assert plan(run) == 0
+    assert plan(run, "--explain") == 0
     output = capsys.readouterr().out
     for heading in ("tokens/s", "memory", "time of a step", "runners-up", "standard layouts for comparison"):
         assert heading in output.lower(), heading
@@ -270,9 +272,13 @@ def test_what_is_no_run_file_is_said_to_be(words, text, capsys):
 def test_tokens_alone_say_days_hours_and_cost(run, priced, capsys):
     words = [] if priced else ["cluster.price_per_hour=0"]
     assert plan(run, *PINS, *words, "--tokens", "1T") == 0
+    line = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"cost 1T tokens take [\d.,]+ days \([\d.,]+ to [\d.,]+\), [\d.,]+ device hours, ", line)
+    assert ("at 2.5 per device hour" in line) == priced
+    assert ("cost unknown without cluster.price_per_hour" in line) != priced
+    assert plan(run, *PINS, *words, "--tokens", "1T", "--explain") == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("1T tokens take "))
     assert re.match(r"1T tokens take [\d.,]+ days, [\d.,]+ device hours, ", line)
-    assert ("at 2.5 per device hour" in line) == priced
     assert ("set cluster.price_per_hour to see the cost" in line) != priced
 
 

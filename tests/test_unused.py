@@ -35,7 +35,6 @@ ALLOWED = {
     ],
     "benchmarks/planner_scores.py calls it": ["memory_reading"],
     "benchmarks/planner_intervals.py calls it": ["csv_row"],
-    "a field of --json": ["extrapolated", "nearest", "machine_runs"],
     "a list of values, for readers of the fields that have them": ["OP_KINDS"],
     "tests read it": ["longest_rank_seconds", "bytes_moved"],
     "a parameter of a protocol, whose implementations use it": ["condition"],

@@ -49,8 +49,8 @@ def plan_run(
     from kumi.report.notebook import NotebookReport
 
     config, _ = load_plan_or_model(run, gpus, overrides)
-    planned = plan_input(config)
-    report = plan(planned.job, planned.pinned, top=top, trainable=trainable, tokens=tokens)
+    inputs = plan_input(config)
+    report = plan(inputs.job, inputs.pinned, top=top, trainable=trainable, tokens=tokens, other_nodes=True)
     return NotebookReport(**{field.name: getattr(report, field.name) for field in fields(report)})
 
 

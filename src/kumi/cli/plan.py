@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,9 @@ def add(verbs: Any) -> None:
         metavar="NxNAME",
         help="the machines, such as 16xh100-sxm, or a number and a cluster file; replaces [cluster]",
     )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--brief", action="store_true", help="print the answer in about twelve lines; the default")
+    form.add_argument("--explain", action="store_true", help="print all that explains the choice")
     parser.add_argument("--trainable", action="store_true", help="only layouts that this version of kumi trains itself")
     parser.add_argument("--top", type=positive, default=6, metavar="N", help="runners-up to show; default 6")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
@@ -107,23 +111,38 @@ def _plan(arguments: Namespace) -> int:
             trainable=arguments.trainable,
             unsupported=unsupported,
             tokens=arguments.tokens,
+            other_nodes=True,
             progress=update,
         )
-    _show(arguments, report, defaults)
+    _show(arguments, config, report, defaults)
     for file in write_files(arguments, config, report):
         print(f"wrote {file}")
     return OK
 
 
-def _show(arguments: Namespace, report: Report, defaults: dict[str, int]) -> None:
+def _show(arguments: Namespace, config: PlanConfig, report: Report, defaults: dict[str, int]) -> None:
     """Print the report before files are written, so that a failing write does not lose it."""
     if arguments.json:
         arguments.write_json(report.as_dict() | {"defaults": defaults})
         return
     from kumi.report.run_description import print_content
-    from kumi.report.terminal import render_report
+    from kumi.report.terminal import render_brief, render_report
 
-    print_content(render_report(report))
+    if arguments.explain:
+        print_content(render_report(report))
+    else:
+        print_content(render_brief(report, _command(arguments, config, report.job.cluster.nodes)))
+
+
+def _command(arguments: Namespace, config: PlanConfig, nodes: int) -> str:
+    """Return the commands that pin this plan in a run file and train with it on `nodes` nodes."""
+    file = arguments.save or "planned.toml"
+    gpus = [] if arguments.gpus is None else ["--gpus", arguments.gpus]
+    words = ["kumi", "plan", arguments.run, *arguments.overrides, *gpus]
+    steps = [] if arguments.save else [shlex.join([*words, "--save", file])]
+    missing = [f"[{name}]" for name in ("data", "train") if getattr(config, name) is None]
+    steps += [f"add {' and '.join(missing)} to it"] if missing else []
+    return ", ".join([*steps, f"kumi train {file}{' on every node, by torchrun or srun' if nodes > 1 else ''}"])
 
 
 def _check_adapters(config: PlanConfig, arguments: Namespace) -> None:

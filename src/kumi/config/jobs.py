@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from kumi.config.cluster_source import cluster_spec, cluster_with_nodes
-from kumi.config.model_source import read_hf_config
+from kumi.config.model_source import model_name, read_hf_config
 from kumi.config.numerics import choose_numerics
 from kumi.config.optim_section import choose_optim
 from kumi.config.schema import LoraSection, PlanConfig
@@ -54,6 +54,7 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
         engine=engine_for(comm_spec(config)),
         numerics=numerics,
         margin=None if config.plan.margin == "auto" else float(config.plan.margin),
+        model_name=model_name(config.model),
         cluster_of_nodes=partial(cluster_with_nodes, config.cluster),
     )
 

@@ -30,6 +30,14 @@ def local_folder(source: str) -> Path:
     return path.parent if path.is_file() else path
 
 
+def model_name(section: ModelSection) -> str:
+    """Return the model's name: the name of its local folder, or its hub id; "" for an inline config."""
+    source = section.source
+    if source is None or not Path(os.path.expanduser(source)).exists():
+        return source or ""
+    return local_folder(source).resolve().name
+
+
 def fetch_snapshot(source: str, key: str, out: Path | None = None) -> hub.Snapshot | None:
     """Return the hub's snapshot of `source`, the value of `key`, without weights; None if `source` is a local path.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kumi.plan.estimates import Estimate
+from kumi.plan.node_counts import NodeCount
 from kumi.plan.pipeline.timeline import Timeline
 from kumi.plan.search.sizing import TrainingCost
 from kumi.plan.uncertainty.intervals import Uncertainty
@@ -45,6 +47,8 @@ class Report:
     `lacking`: layouts faster than `best` that do not fit, fastest first.
     `training`: time and cost of training on the requested number of tokens.
     `uncertainty`: how far the estimate of `best` may be off.
+    `node_counts`: the fastest layouts like `best` on other numbers of nodes.
+    `pinned`: the fields of the layout that were pinned.
     """
 
     job: Job
@@ -58,12 +62,15 @@ class Report:
     lacking: tuple[Estimate, ...] = ()
     training: TrainingCost | None = None
     uncertainty: Uncertainty | None = None
+    node_counts: tuple[NodeCount, ...] = ()
+    pinned: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report without its timeline as plain data, for --json; the model as a summary."""
         model, cluster = self.job.model, self.job.cluster
         return {
             "model": {
+                "name": self.job.model_name,
                 "family": model.family,
                 "parameters": num_params(model),
                 "layers": model.num_hidden_layers,
@@ -83,6 +90,7 @@ class Report:
             "searched": self.searched,
             "fitting": self.fitting,
             "uncertainty": None if self.uncertainty is None else asdict(self.uncertainty),
+            "node_counts": [count.as_dict() for count in self.node_counts],
             "training": None if self.training is None else asdict(self.training),
         }
 

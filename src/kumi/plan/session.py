@@ -8,6 +8,7 @@ from dataclasses import replace
 from kumi.errors import FitError, LayoutError
 from kumi.plan.estimate import estimate, estimated_timeline
 from kumi.plan.estimates import Estimate
+from kumi.plan.node_counts import try_node_counts
 from kumi.plan.report import Report, StandardLayout
 from kumi.plan.search.candidates import Pins
 from kumi.plan.search.diagnose import (
@@ -41,6 +42,7 @@ def plan(
     front: bool = True,
     unsupported: UnsupportedFn | None = None,
     tokens: float | None = None,
+    other_nodes: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
     """Return the report on the fastest layout of `job` that fits and agrees with `pinned`.
@@ -48,6 +50,7 @@ def plan(
     `top`: the number of runners-up. `trainable`: search only layouts that this version of kumi trains itself.
     `unsupported`: reasons why a trainer does not support a layout; search only layouts without any. `front`: include
     the Pareto front. `tokens`: include the time and cost of training on this many.
+    `other_nodes`: include plans for other numbers of nodes.
 
     Raise LayoutError with the reasons if the pinned fields are illegal or unsupported, and FitError with the smallest
     change that would help if nothing fits.
@@ -76,6 +79,8 @@ def plan(
         front=result.pareto,
         lacking=_faster_but_too_large(job, result, best),
         training=None if tokens is None else training_cost(tokens, best, job.cluster),
+        node_counts=try_node_counts(job, pins, best.layout, unsupported) if other_nodes else (),
+        pinned=pinned,
         uncertainty=estimate_uncertainty(job, best),
     )
 

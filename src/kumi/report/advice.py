@@ -173,8 +173,7 @@ def _why(report: Report) -> Iterator[str]:
     runnable = [item for item in report.expected if item.fits and not item.problems]
     rivals = [(item, gap(best, item.estimate)) for item in runnable if item.estimate is not None]
     if not rivals:
-        if report.expected and best.fits:
-            yield "None of the standard layouts can run here; the chosen one can."
+        yield from _none_runs(report)
         return
     item, difference = min(rivals, key=lambda pair: pair[1].seconds)
     if same_sharding(item.layout, best.layout):
@@ -192,6 +191,13 @@ def _why(report: Report) -> Iterator[str]:
         )
     else:
         yield f"Of the standard layouts, {item.title} comes closest. {_tradeoff(best, difference)}"
+
+
+def _none_runs(report: Report) -> Iterator[str]:
+    """Say that the chosen layout runs and no standard one does, unless it is itself one of them."""
+    names = [item.title for item in report.expected if same_sharding(item.layout, report.best.layout)]
+    if report.expected and report.best.fits and not names:
+        yield "None of the standard layouts can run here; the chosen one can."
 
 
 def _tradeoff(best: Estimate, difference: Gap) -> str:

@@ -39,10 +39,11 @@ class Lever:
 
 def bottlenecks(report: Report) -> list[str]:
     """Return sentences on the bottleneck of time, on the use of memory, and on a faster layout that does not fit."""
-    return [_time(report.best), *_memory(report)]
+    return [time_limit(report.best), *_memory(report)]
 
 
-def _time(best: Estimate) -> str:
+def time_limit(best: Estimate) -> str:
+    """Return what takes most of a step: compute, another kind of time, or nothing by itself."""
     compute = seconds_spent(best, *phrases.COMPUTE)
     others = [(kind, value) for kind, value in time_kinds(best) if kind not in phrases.COMPUTE]
     compute_share = phrases.percent(compute / best.step_seconds)
@@ -72,16 +73,15 @@ def _memory(report: Report) -> Iterator[str]:
     memory = best.memory[fullest(best)]
     kind, value = max(memory_kinds(memory), key=lambda pair: pair[1])
     share = best.peak_memory / best.usable
-    too_large = _faster_but_too_large(report)
-    verdict = "Memory is a limit, too" if share > FULL or too_large else "Memory is not a limit"
+    faster = faster_with_memory(report)
     need, have = format_bytes(best.peak_memory), format_bytes(best.usable)
+    limit = _memory_verdict(share, faster is not None)
     part = "most of it is" if value > HALF * memory.total else "the largest part is"
     yield (
-        f"{verdict}: {phrases.holder(best.layout)} needs {need} of the {have} usable ({phrases.percent(share)}); "
+        f"{limit}: {phrases.holder(best.layout)} needs {need} of the {have} usable ({phrases.percent(share)}); "
         f"{part} {phrases.MEMORY[kind]} ({format_bytes(value)})."
     )
-    if too_large:
-        faster = min(too_large, key=lambda item: item.peak_memory)
+    if faster is not None:
         yield (
             f"With {format_bytes(faster.peak_memory - faster.usable)} more memory per device, "
             f"{phrases.layout_words(faster.layout)} would take {phrases.seconds(faster.step_seconds)} per step "
@@ -89,10 +89,22 @@ def _memory(report: Report) -> Iterator[str]:
         )
 
 
-def _faster_but_too_large(report: Report) -> list[Estimate]:
-    """Return searched and standard layouts that do not fit and would save more than `GAIN` of a step."""
-    estimates = [*report.lacking, *(item.estimate for item in report.expected if item.estimate is not None)]
-    return [item for item in estimates if not item.fits and item.step_seconds < (1 - GAIN) * report.best.step_seconds]
+def _memory_verdict(share: float, keeps_out: bool) -> str:
+    """Return whether memory is a limit; `share`: of the usable bytes. `keeps_out`: a faster layout does not fit."""
+    if share > FULL:
+        return "Memory is nearly full" if share <= 1 else "Memory is too small"
+    return "Memory has room, but not for a faster layout" if keeps_out else "Memory is not a limit"
+
+
+def faster_with_memory(report: Report) -> Estimate | None:
+    """Return the smallest layout that does not fit and would save more than `GAIN` of a step; None if there is none.
+
+    Searched and standard layouts are compared. A standard layout that the requested trainer lacks is left out.
+    """
+    standard = (item.estimate for item in report.expected if item.estimate is not None and not item.problems)
+    limit = (1 - GAIN) * report.best.step_seconds
+    too_large = [item for item in (*report.lacking, *standard) if not item.fits and item.step_seconds < limit]
+    return min(too_large, key=lambda item: item.peak_memory, default=None)
 
 
 def levers(report: Report) -> list[Lever]:
@@ -153,7 +165,7 @@ def _batch(report: Report) -> Iterator[Lever]:
     once = seconds_spent(best, "bubble", "pp", "optimizer", *transfers) + (
         seconds_spent(best, "dp") if layout.zero < 2 else update
     )
-    yield Lever("twice the tokens per step", once / 2, "costs paid once per step, per token")
+    yield Lever(phrases.TWICE_THE_TOKENS, once / 2, "costs paid once per step, per token")
 
 
 def links_apart(cluster: ClusterSpec) -> float:

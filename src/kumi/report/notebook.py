@@ -14,7 +14,8 @@ class NotebookReport(Report):
 
     def __repr__(self) -> str:
         return (
-            f"Report({self.job.model.family} on {self.job.cluster.devices} x {self.job.cluster.device.name}: "
+            f"Report({self.job.model_name or self.job.model.family} on {self.job.cluster.devices} x "
+            f"{self.job.cluster.device.name}: "
             f"{layout_words(self.best.layout)}; {self.best.step_seconds:.3g} s per step; {self.fitting} layouts fit)"
         )
 

@@ -10,10 +10,10 @@ from kumi.plan.report import Report
 from kumi.report import phrases
 from kumi.report.advice import advice, verdict
 from kumi.report.bottleneck import bottlenecks, levers
+from kumi.report.brief import brief, title
 from kumi.report.pictures import pictures
 from kumi.report.quantities import gap, savings_needed, stage_groups, time_kinds, traffic
 from kumi.report.rules_of_thumb import misleading
-from kumi.report.summary import headline
 from kumi.units import format_bytes
 
 _STYLE = """
@@ -24,7 +24,10 @@ _STYLE = """
 body { margin: 0 auto; padding: 1.5rem; max-width: 60rem; color: var(--ink); background: var(--paper);
        font: 16px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", Arial, sans-serif }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .5rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem }
-p.lead { margin: .15rem 0 } .soft { color: var(--soft) }
+dl { margin: .75rem 0 } dl div { display: grid; grid-template-columns: 8rem 1fr; padding: .2rem 0 }
+dl div { border-bottom: 1px solid var(--rule) } dt { color: var(--soft) } dd { margin: 0 }
+@media (max-width: 40rem) { dl div { grid-template-columns: 1fr } body { padding: 1rem } }
+.soft { color: var(--soft) }
 figure { margin: 1rem 0; overflow-x: auto }
 figure svg { width: 100%; min-width: 36rem; height: auto; color: var(--ink) }
 svg .paper { fill: none } svg .edge { stroke: var(--paper) }
@@ -47,20 +50,22 @@ li { margin: .25rem 0 }
 
 def page(report: Report) -> str:
     """Return the HTML document."""
-    lines = headline(report)
-    body = "\n".join([*_head(lines), *_sections(report)])
+    name = escape(phrases.arrangement(report.best.layout))
+    body = "\n".join([*_head(report), *_sections(report)])
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(lines[1])}: kumi plan</title>\n<style>{_STYLE}</style>\n</head>\n"
+        f"<title>{name}: kumi plan</title>\n<style>{_STYLE}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 
 
-def _head(lines: Sequence[str]) -> Iterator[str]:
-    yield f'<p class="soft">{escape(lines[0])}</p>'
-    yield f"<h1>{escape(lines[1])}</h1>"
-    yield from (f'<p class="lead">{escape(line)}</p>' for line in lines[2:])
+def _head(report: Report) -> Iterator[str]:
+    yield f'<p class="soft">{escape(title(report.job))}</p>'
+    yield f"<h1>{escape(phrases.arrangement(report.best.layout))}</h1>"
+    lines = (f"<div><dt>{escape(line.label)}</dt><dd>{escape(line.text)}</dd></div>" for line in brief(report))
+    yield f"<dl>{''.join(lines)}</dl>"
+    yield f'<p class="soft">MFU: {escape(phrases.MFU)}.</p>'
 
 
 def _sections(report: Report) -> Iterator[str]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 
+from kumi.plan.uncertainty.intervals import Interval
 from kumi.spec.cluster import ClusterSpec
+from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.spec.ledger import num_params
+from kumi.units import format_count
 
 # Display names of the fields of `MemoryEstimate`, and the letters that draw them in the terminal's stage bars.
 MEMORY = {
@@ -46,9 +50,18 @@ TIME = {
     "offload": "exposed offload transfers",
     "host": "waiting for kernel launches",
 }
+# Display names of the regimes of `Uncertainty.regime`.
+REGIMES = {
+    "": "models of all kinds",
+    "dense": "dense models",
+    "experts": "models with experts",
+    "communication-bound": "communication-bound runs",
+}
 COMPUTE, TRAFFIC = ("forward", "backward"), ("tp", "cp", "ep", "pp", "dp")
 # Fields that `layout_toml` always writes. It leaves out others at their defaults: a search over them finds those again.
 CORE = ("pp", "dp_replicate", "dp_shard", "tp", "zero", "microbatch", "recompute")
+TWICE_THE_TOKENS = "twice the tokens per step"
+NO_LINKS = "the cluster describes no links, so communication is estimated as free"
 MFU = "full attention counted, recomputation not counted"
 
 
@@ -190,3 +203,38 @@ def _toml(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(str, value))}]"
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+# Uncertainty, names and amounts
+
+
+def model_title(job: Job) -> str:
+    """Return the model's name, or its family if it has none, and its size."""
+    return f"{job.model_name or job.model.family}, {format_count(num_params(job.model))} parameters"
+
+
+def interval(bounds: Interval, text: Callable[[float], str]) -> str:
+    """Return both bounds formatted by `text`; a unit that they share is written once."""
+    low, high = text(bounds.low), text(bounds.high)
+    (first, unit), other = low.rsplit(" ", 1), high.rsplit(" ", 1)[1]
+    return f"{first if unit == other else low} to {high}"
+
+
+def probability(share: float) -> str:
+    """Format a probability: 92%, or a bound where rounding would make it certain."""
+    return "over 99%" if share > 0.99 else "under 1%" if share < 0.01 else f"{100 * share:.0f}%"
+
+
+def longer(share: float) -> str:
+    """Return a relative difference in time: 3% longer, 5% shorter."""
+    return f"{percent(abs(share))} {'longer' if share >= 0 else 'shorter'}"
+
+
+def ratio(factor: float) -> str:
+    """Format a ratio that may be below 1: 0.49x, 1.9x."""
+    return f"{factor:.2f}x" if factor < 9.95 else f"{factor:.0f}x"
+
+
+def amount(value: float) -> str:
+    """Format an amount with three digits and thousands separators."""
+    return f"{value:,.0f}" if value >= 999.5 else digits(value)

@@ -12,6 +12,7 @@ from kumi.report import phrases
 from kumi.spec.cluster import ClusterSpec, ranks_within
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.spec.model import MoE
 
 # Only the page's tables list communication that takes a smaller share of a step.
 NOTICEABLE = 2e-4
@@ -82,7 +83,7 @@ class Traffic:
     """The communication of one rank along `axis` over `link` in a step.
 
     `kinds`, `count`: the kinds and the number of messages.
-    `sent`: bytes.
+    `sent`: bytes over the link.
     `busy`: seconds of all messages; `exposed`: the seconds that compute does not hide.
     `bandwidth`: bytes/s of the group on the link, 0 if unknown. A group has the bandwidth of all its ranks in a node.
     `efficiency`: the share of `bandwidth` that large messages reach.
@@ -134,7 +135,7 @@ def traffic(job: Job, estimate: Estimate) -> tuple[Traffic, ...]:
                 axis,
                 tuple(dict.fromkeys(item.kind for item in items)),
                 sum(item.count for item in items),
-                sum(map(wire_bytes, items)),
+                sum(_link_bytes(job, estimate.layout, item) for item in items),
                 sum(item.seconds for item in items),
                 sum(item.exposed for item in items),
                 bandwidth,
@@ -142,6 +143,22 @@ def traffic(job: Job, estimate: Estimate) -> tuple[Traffic, ...]:
             )
         )
     return tuple(rows)
+
+
+def _link_bytes(job: Job, layout: Layout, item: Collective) -> float:
+    """Return the bytes that one rank sends over the slowest link of `item` in a step.
+
+    A ring passes all of its bytes over every link. All-to-alls send only what goes to ranks behind the link, and with
+    `Engine.tokens_once` a token once to each block of ranks there, as the planner counts them.
+    """
+    at = next((index for index, link in enumerate(job.cluster.links) if link.name == item.link), 0)
+    if item.kind != "all_to_all" or at == 0:
+        return wire_bytes(item)
+    inside = ranks_within(listed_stride(layout, item.axis), item.degree, job.cluster.links[at - 1].span)
+    copies = max((layer.mlp.num_experts_per_tok for layer in job.model.layers if isinstance(layer.mlp, MoE)), default=1)
+    copies, blocks = copies if job.engine.tokens_once else 1, item.degree / inside
+    share = blocks * (1 - (1 - 1 / blocks) ** copies) / copies
+    return share * item.bytes * item.count * (item.degree - inside) / item.degree
 
 
 def group_bandwidth(
@@ -202,3 +219,22 @@ def _needs(difference: Gap) -> Iterator[str]:
             return
         yield f"{phrases.seconds(min(left, value))} less {phrases.time_name(kind)}"
         left -= value
+
+
+def used_assumptions(cluster: ClusterSpec, estimate: Estimate) -> tuple[str, ...]:
+    """Return the assumed figures of `cluster` that change `estimate`."""
+    return tuple(name for name in cluster.assumed if _is_used(name, cluster, estimate))
+
+
+def _is_used(name: str, cluster: ClusterSpec, estimate: Estimate) -> bool:
+    """Return whether `estimate` depends on the figure `name`, such as "host.nvme" or "NVLink 3: latency"."""
+    part, _, figure = name.partition(".")
+    if part == "host":
+        needed = "-nvme" if figure.startswith("nvme") else ""
+        return estimate.layout.offload != "none" and estimate.layout.offload.endswith(needed)
+    if name == "device.launch":
+        return seconds_spent(estimate, "host") > 0
+    if part == "device":
+        return True
+    link = name.rpartition(": ")[0]
+    return any(item.link.startswith(link) for item in estimate.collectives)

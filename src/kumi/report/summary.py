@@ -8,8 +8,7 @@ from kumi.plan.estimates import Estimate
 from kumi.plan.report import Report
 from kumi.plan.search.sizing import training_cost
 from kumi.report import phrases
-from kumi.report.quantities import fullest
-from kumi.spec.ledger import num_params
+from kumi.report.quantities import fullest, used_assumptions
 from kumi.units import format_bytes, format_count
 
 
@@ -19,15 +18,15 @@ def headline(report: Report) -> list[str]:
     layout = best.layout
     batch = f"{format_count(best.tokens_per_step)} tokens per step, sequence length {job.batch.seq_len:,}"
     speed = f"{format_count(best.tokens_per_second)} tokens/s ({best.tokens_per_second_per_device:,.0f} per device)"
-    step = f"{phrases.seconds(best.step_seconds)} per step, +/- {phrases.percent(best.uncertainty)}"
+    step = f"{phrases.seconds(best.step_seconds)} per step, {_error(report)}"
     capacity = format_bytes(job.cluster.device.memory)
     where = f", on pp rank {fullest(best)} (the fullest)" if layout.pp > 1 else ""
     fits = "" if best.fits else ": DOES NOT FIT"
     counts = f"; {phrases.plural(report.searched, 'legal layout')} searched, {report.fitting:,} fit"
     searched = counts if report.searched else ""
-    model = f"{job.model.family}, {format_count(num_params(job.model))} parameters"
     lines = [
-        f"{model}, on {phrases.machines(job.cluster)}; {batch}; {job.precision.kind}; trained by {job.engine.name}",
+        f"{phrases.model_title(job)}, on {phrases.machines(job.cluster)}; {batch}; {job.precision.kind}; trained by "
+        f"{job.engine.name}",
         phrases.arrangement(layout),
         f"{phrases.details(layout)}, {phrases.plural(job.batch.microbatches(layout), 'microbatch')} per step{searched}",
         f"{speed}; {step}",
@@ -38,12 +37,19 @@ def headline(report: Report) -> list[str]:
     return [*lines, *_host(best), *_cost(report), *_remarks(report)]
 
 
+def _error(report: Report) -> str:
+    """Return the interval of the step time, or the planner's mean error."""
+    if report.uncertainty is None:
+        return f"+/- {phrases.percent(report.best.uncertainty)}"
+    return f"80% within {phrases.interval(report.uncertainty.time80, phrases.seconds)}"
+
+
 def _remarks(report: Report) -> Iterator[str]:
     """Yield the notes on the model, and the figures of the machines that are assumptions."""
     yield from (f"note: {note}" for note in report.job.model.notes)
     if report.job.cluster.devices > 1 and not report.job.cluster.links:
-        yield "note: the cluster describes no links, so communication is estimated as free"
-    assumed = report.job.cluster.assumed
+        yield f"note: {phrases.NO_LINKS}"
+    assumed = used_assumptions(report.job.cluster, report.best)
     if assumed:
         yield f"assumed, not measured: {'; '.join(assumed)}"
 

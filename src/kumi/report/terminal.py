@@ -14,6 +14,7 @@ from kumi.plan.report import Report
 from kumi.report import phrases
 from kumi.report.advice import advice, verdict
 from kumi.report.bottleneck import bottlenecks, levers
+from kumi.report.brief import brief, title
 from kumi.report.palette import MEMORY_COLOURS
 from kumi.report.quantities import (
     StageGroup,
@@ -73,6 +74,16 @@ def render_report(report: Report) -> RenderableType:
     return Group(*_sections(report))
 
 
+def render_brief(report: Report, command: str = "") -> RenderableType:
+    """Return the brief for a rich console; `command`: how to train with the plan."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    table.add_column("label", style="dim", no_wrap=True)
+    table.add_column("text", overflow="fold")
+    for line in brief(report, command):
+        table.add_row(line.label, Text(line.text))
+    return Group(Text(title(report.job), style="bold"), table)
+
+
 def _sections(report: Report) -> Iterator[RenderableType]:
     yield _headline(report)
     yield _section("Why", _bullets([*bottlenecks(report), *advice(report)]))
@@ -101,7 +112,7 @@ def _section(title: str, content: RenderableType) -> RenderableType:
 def _bullets(sentences: list[str]) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
     for sentence in sentences:
-        grid.add_row("-", sentence)
+        grid.add_row("-", Text(sentence))
     return grid
 
 
@@ -212,7 +223,7 @@ def _expected(report: Report) -> RenderableType:
         step, memory = "-", "-"
         if item.estimate is not None:
             step, memory = phrases.seconds(item.estimate.step_seconds), format_bytes(item.estimate.peak_memory)
-        table.add_row(item.title, step, memory, verdict(item, report.best))
+        table.add_row(Text(item.title), step, memory, Text(verdict(item, report.best)))
     return table
 
 

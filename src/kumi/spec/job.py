@@ -20,6 +20,7 @@ class Job:
 
     - `numerics`: the choice among the kernels of a CPU (`kumi.spec.numerics`); None before they are measured.
     - `margin`: share of device memory that a plan must leave free; None for the default (`plan.uncertainty.margin`).
+    - `model_name`: the name that the user gave the model; "" if it has none.
     - `cluster_of_nodes`: returns the cluster with another number of nodes; None if the links between nodes are unknown.
     """
 
@@ -31,6 +32,7 @@ class Job:
     engine: Engine = KUMI
     numerics: Numerics | None = None
     margin: float | None = None
+    model_name: str = field(default="", compare=False)
     cluster_of_nodes: Callable[[int], ClusterSpec] | None = field(default=None, compare=False, repr=False)
 
     @property
