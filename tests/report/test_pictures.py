@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 from examples import CHOSEN, best, copies, estimate, job, memory, one_device, report, sharded, timeline
+from random_requests import random_reports
 
 from kumi.plan.estimates import MemoryEstimate
 from kumi.plan.report import Report
@@ -29,8 +30,8 @@ def parsed(made):
 
 
 def extent(text):
-    """Left and right end of a text element, by how wide letters are on average."""
-    width = svg.width_of(text.text, float(text.get("font-size")))
+    """Left and right end of a text element, by how wide its letters are."""
+    width = svg.width_of(text.text, float(text.get("font-size")), bold=text.get("font-weight") == "600")
     x = float(text.get("x"))
     return {"start": (x, x + width), "middle": (x - width / 2, x + width / 2), "end": (x - width, x)}[
         text.get("text-anchor")
@@ -70,16 +71,50 @@ def test_nothing_is_written_or_drawn_outside_of_the_picture(made):
                 assert float(rect.get("y")) + float(rect.get("height")) <= height
 
 
-@pytest.mark.parametrize("name", ["memory", "time", "timeline", "traffic", "expected"])
-@pytest.mark.parametrize("made", [v_shaped(), replace(full(), best=copies(), job=job())])
-def test_no_two_texts_lie_over_each_other(made, name):
-    drawn = parsed(made)
-    texts = list(drawn[name].iter(f"{SVG}text")) if name in drawn else []
-    for index, first in enumerate(texts):
-        for second in texts[index + 1 :]:
-            if abs(float(first.get("y")) - float(second.get("y"))) < 9:
-                (left, right), (start, end) = extent(first), extent(second)
-                assert right <= start + 2 or end <= left + 2, (first.text, second.text)
+def box(text):
+    """Left, top, right and bottom of a text, with the heights of its letters above and below the baseline."""
+    (left, right), y, size = extent(text), float(text.get("y")), float(text.get("font-size"))
+    return left, y - 0.73 * size, right, y + 0.2 * size
+
+
+def overlaps(root):
+    """Pairs of texts that cover a part of each other."""
+    texts = [(text.text, box(text)) for text in root.iter(f"{SVG}text")]
+    return [
+        (first, second)
+        for (first, a), (second, b) in itertools.combinations(texts, 2)
+        if min(a[2], b[2]) - max(a[0], b[0]) > 0.5 and min(a[3], b[3]) - max(a[1], b[1]) > 0.5
+    ]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [full(), v_shaped(), replace(full(), best=copies(), job=job()), Report(job(), sharded(), others=(copies(),))],
+)
+def test_no_two_texts_lie_over_each_other(made):
+    assert {name: overlaps(root) for name, root in parsed(made).items() if overlaps(root)} == {}
+
+
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(seed, marks=[pytest.mark.exhaustive] * (seed > 70_000)) for seed in range(70_000, 95_000, 1000)],
+)
+def test_pictures_of_random_plans_have_no_overlaps_and_nothing_outside(first):
+    for name, made in random_reports(first, 4):
+        for picture, root in parsed(made).items():
+            _, _, width, height = map(float, root.get("viewBox").split())
+            boxes = {text.text: box(text) for text in root.iter(f"{SVG}text")}
+            outside = [
+                text
+                for text, (left, top, right, low) in boxes.items()
+                if min(left, top, width - right, height - low) < -1
+            ]
+            assert (picture, overlaps(root), outside) == (picture, [], []), name
+
+
+def test_an_overlap_is_noticed():
+    texts = [svg.text(10, 20, "first"), svg.text(30, 24, "second"), svg.text(10, 60, "third")]
+    assert overlaps(ElementTree.fromstring(svg.picture("x", "A title", "About it", 80, texts))) == [("first", "second")]
 
 
 def test_bars_of_memory_are_as_long_as_their_bytes():

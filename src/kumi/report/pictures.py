@@ -44,7 +44,7 @@ def draw_memory(report: Report) -> str:
         [(phrases.MEMORY[kind], palette.MEMORY_COLOURS[kind], kind in palette.HATCHED) for kind in kinds]
     )
     most = max(capacity, best.peak_memory) / _GIB * 1.02
-    scale = (svg.RIGHT - left - 76) / most
+    scale = (svg.RIGHT - left - 14 - svg.width_of(f"device {format_bytes(capacity)}")) / most
     top += 40
     bottom = top + ROW * len(shown)
     marks += draw_axis(left, top, bottom, scale, most, "GiB")
@@ -53,19 +53,30 @@ def draw_memory(report: Report) -> str:
         marks.append(svg.text(left - 8, y + BAR - 4, group.name, anchor="end"))
         marks += _stack(left, y, scale, memory_kinds(group.memory))
         marks.append(svg.text(svg.RIGHT, y + BAR - 4, format_bytes(group.memory.total), anchor="end", bold=True))
-    for size, name, dash in ((best.usable, "usable", "5 3"), (capacity, "device", "")):
-        x, label = left + scale * size / _GIB, f"{name} {format_bytes(size)}"
-        # The labels are on the outer sides of the two lines, or one above the other if there is no room.
-        outwards = x > 2 * svg.width_of(label) or name == "device"
-        above = 0 if outwards else 18
-        marks.append(svg.line(x, top - 4 - above, x, bottom, width=1.5, dash=dash))
-        anchor = "end" if outwards and name == "usable" else "start"
-        marks.append(svg.text(x + 3 * (above > 0), top - 8 - above, label, anchor=anchor))
+    marks += _limits(left, top, bottom, scale, best.usable, capacity)
     description = (
         f"Stacked bars, one per pipeline rank or group of equal ranks. The fullest is rank {fullest(best)} with "
         f"{format_bytes(best.peak_memory)} of {format_bytes(best.usable)} usable."
     )
     return svg.picture("memory", "Memory by kind", description, bottom + 40, marks)
+
+
+def _limits(left: float, top: float, bottom: float, scale: float, usable: int, capacity: int) -> Iterator[str]:
+    """Draw the lines of the usable memory and of the device's, with labels that do not lie over each other."""
+    texts = [f"{name} {format_bytes(size)}" for name, size in (("usable", usable), ("device", capacity))]
+    inner, outer = (left + scale * size / _GIB for size in (usable, capacity))
+    widths = [svg.width_of(text) for text in texts]
+    # The labels are on the outer sides of their lines where they have room there.
+    anchors = ["end" if inner - widths[0] > 0 else "start", "start" if outer + widths[1] <= svg.RIGHT else "end"]
+    spans = [
+        (x - width, x) if anchor == "end" else (x, x + width)
+        for x, width, anchor in zip((inner, outer), widths, anchors, strict=True)
+    ]
+    raised = 18.0 if spans[0][1] + 6 > spans[1][0] and spans[1][1] + 6 > spans[0][0] else 0.0
+    yield svg.line(inner, top - 4 - raised, inner, bottom, width=1.5, dash="5 3")
+    yield svg.text(inner, top - 8 - raised, texts[0], anchor=anchors[0])
+    yield svg.line(outer, top - 4, outer, bottom, width=1.5)
+    yield svg.text(outer, top - 8, texts[1], anchor=anchors[1])
 
 
 def _stack(left: float, y: float, scale: float, kinds: Sequence[tuple[str, int]]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import cos, hypot, log10, pi, sin
@@ -10,6 +9,7 @@ from math import cos, hypot, log10, pi, sin
 from kumi.plan.estimates import Estimate
 from kumi.plan.report import Report
 from kumi.report import palette, phrases, svg
+from kumi.report.letter_widths import wrap_text
 
 _GIB = 2.0**30
 # An axis whose values span a larger ratio than this is logarithmic.
@@ -64,6 +64,8 @@ MARKS = {
 POINTS, RUNNERS_UP = 14, 5
 # Points beyond these multiples of the chosen step time and the usable memory are left out.
 TIME_LIMIT, MEMORY_LIMIT = 1.6, 2.0
+# The distance at which a number and another text do not overlap.
+_CLEAR = 10.8
 # The distance at which two markers do not overlap.
 MARKER_DISTANCE = 15.0
 
@@ -100,7 +102,9 @@ def draw_choices(report: Report) -> str:
         svg.line(*place, *moved, opacity=0.5) for place, moved in zip(exact, places, strict=True) if place != moved
     ]
     marks += [_mark(point.mark, *place, point.name) for point, place in reversed([*zip(plotted, places, strict=True)])]
-    marks += _numbers(places, [(x, up(usable) + 4) for x in range(66, int(svg.RIGHT), 6)])
+    half = svg.width_of(_limit_label(usable)) / 2
+    label = (svg.RIGHT - 22 - half, up(usable) - 5, half)
+    marks += _numbers(places, [label, *((x, up(usable) + 4, 2.0) for x in range(66, int(svg.RIGHT), 6))])
     names, bottom = _names(plotted, top + 382)
     description = f"{len(plotted)} layouts by seconds per step and memory of the fullest rank; the legend names them."
     return svg.picture("choices", "Layouts by step time and memory", description, bottom, [*marks, *names])
@@ -133,9 +137,12 @@ def _apart(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return drawn
 
 
-def _numbers(places: Sequence[tuple[float, float]], line: Sequence[tuple[float, float]]) -> Iterator[str]:
-    """Draw the number of every marker beside it, away from markers, other numbers and the points of `line`."""
-    taken = [*((*place, 2.0) for place in line), *((x, y + 4, 4.0) for x, y in places)]
+def _numbers(places: Sequence[tuple[float, float]], drawn: Sequence[tuple[float, float, float]]) -> Iterator[str]:
+    """Draw the number of every marker beside it, away from markers, other numbers and what is `drawn`.
+
+    `drawn`: (middle, baseline, half of the width) of texts and of parts of lines.
+    """
+    taken = [*drawn, *((x, y + 4, 4.0) for x, y in places)]
     for index, place in enumerate(places):
         number = str(index + 1)
         half = svg.width_of(number, 11.5) / 2
@@ -165,7 +172,11 @@ def _limit(up: Scale, usable: float) -> Iterator[str]:
     """Draw the line of the usable memory, in GiB."""
     y = up(usable)
     yield svg.line(66, y, svg.RIGHT - 20, y, width=1.5, dash="5 3")
-    yield svg.text(svg.RIGHT - 22, y - 5, f"usable, {usable:.3g} GiB", anchor="end")
+    yield svg.text(svg.RIGHT - 22, y - 5, _limit_label(usable), anchor="end")
+
+
+def _limit_label(usable: float) -> str:
+    return f"usable, {usable:.3g} GiB"
 
 
 def _mark(kind: str, x: float, y: float, hint: str) -> str:
@@ -178,22 +189,18 @@ def _mark(kind: str, x: float, y: float, hint: str) -> str:
 
 def _free(x: float, y: float, half: float, taken: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Return the place beside a marker, for a number of width 2 `half`, that is furthest from all in `taken`."""
-    side = 9 + half
-    places = [
-        (x + side, y + 4),
-        (x - side, y + 4),
-        (x, y - 10),
-        (x, y + 18),
-        (x + side, y - 7),
-        (x - side, y - 7),
-        (x + side, y + 16),
-        (x - side, y + 16),
-    ]
 
     def room(place: tuple[float, float]) -> float:
         return min(hypot(max(0.0, abs(place[0] - at[0]) - half - at[2]), place[1] - at[1]) for at in taken)
 
-    return max(places, key=lambda place: min(12.0, room(place)))
+    def best(offset: float) -> tuple[float, float]:
+        side = 9 + half + offset
+        rows = [(x + way * side, y + 4 + down) for down in (0, -11 - offset, 12 + offset) for way in (1, -1)]
+        return max([*rows, (x, y - 10 - offset), (x, y + 18 + offset)], key=lambda place: min(12.0, room(place)))
+
+    # The nearest place where the number covers no text; where there is none, the place with the most room.
+    places = [best(offset) for offset in (0.0, 8.0, 16.0, 24.0)]
+    return next((place for place in places if room(place) >= _CLEAR), max(places, key=room))
 
 
 def _names(plotted: Sequence[Point], y: float) -> tuple[list[str], float]:
@@ -206,7 +213,7 @@ def _names(plotted: Sequence[Point], y: float) -> tuple[list[str], float]:
     for index, point in enumerate(plotted):
         devices = f", {point.estimate.devices:,} devices" if differ else ""
         marks += [_mark(point.mark, 22, y - 4, ""), svg.text(48, y, str(index + 1), anchor="end", size=12)]
-        for part in textwrap.wrap(point.name + devices, int((svg.RIGHT - 58) / svg.width_of("x", 12))):
+        for part in wrap_text(point.name + devices, svg.RIGHT - 58, 12):
             marks.append(svg.text(58, y, part, size=12))
             y += 16
         y += 4

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from html import escape
 from math import floor, log10
 
+from kumi.report.letter_widths import text_width
+
 WIDTH = 720.0
 # The right margin; the left margin is as wide.
 RIGHT = WIDTH - 12
 # Font size.
 SIZE = 13.0
-# Average width of a letter / font size.
-LETTER = 0.58
 PAPER, INK = "#ffffff", "#1a1a1a"
 # Dark mode. The rules of a page that contains the picture are more specific and take precedence.
 DARK_PAPER, DARK_INK = "#17181a", "#e8e8e6"
@@ -113,9 +113,9 @@ def legend(entries: Sequence[tuple[str, str, bool]]) -> tuple[list[str], float]:
     return marks, y + 16
 
 
-def width_of(content: str, size: float = SIZE) -> float:
-    """Return the approximate width of a text."""
-    return LETTER * size * len(content)
+def width_of(content: str, size: float = SIZE, *, bold: bool = False) -> float:
+    """Return the width of a text in the widest of the fonts that pictures name."""
+    return text_width(content, size, bold=bold)
 
 
 def contrasting(fill: str) -> str:
