@@ -217,7 +217,7 @@ def predicted_memory(scored: Scored) -> Floats:
 
 
 def memory_scores(scored: Scored) -> dict[str, float | int | None]:
-    """Errors of peak memory: over runs of which it is known how it was read, and over all others."""
+    """Errors of peak memory: over runs whose source says how it was read, and over all others."""
     scores: dict[str, float | int | None] = {}
     for prefix, stated in (("", True), ("unstated_", False)):
         some = scored.where([c.run.memory is not None and bool(reading_of(c.run).tool) == stated for c in scored.cases])

@@ -92,13 +92,13 @@ def test_the_playbook_s_memory_is_not_memory_in_use():
     """Memory in use depends on the program alone, and grows with the microbatch; its figures do neither."""
     same: dict[tuple, list[float]] = defaultdict(list)
     by_size: dict[tuple, dict[int, float]] = defaultdict(dict)
-    for one, accumulated in playbook():
-        if one.pp == 1 and "0" in one.sharding and accumulated >= 4:
-            same[one.model, one.tp, one.micro_batch].append(one.memory)
-        if accumulated >= max(4, one.pp):
-            by_size[one.model, one.tp, one.pp, one.dp, one.sharding][one.micro_batch] = one.memory
+    for row, accumulated in playbook():
+        if row.pp == 1 and "0" in row.sharding and accumulated >= 4:
+            same[row.model, row.tp, row.micro_batch].append(row.memory)
+        if accumulated >= max(4, row.pp):
+            by_size[row.model, row.tp, row.pp, row.dp, row.sharding][row.micro_batch] = row.memory
     spread = [max(sizes) / min(sizes) - 1 for sizes in same.values() if len(sizes) > 1]
-    assert (len(spread), sum(one > 0.01 for one in spread), sum(one > 0.1 for one in spread)) == (39, 31, 13)
+    assert (len(spread), sum(ratio > 0.01 for ratio in spread), sum(ratio > 0.1 for ratio in spread)) == (39, 31, 13)
     falls = [
         sizes[more] < sizes[less] for sizes in by_size.values() for less, more in zip(sorted(sizes), sorted(sizes)[1:])
     ]
@@ -116,12 +116,12 @@ def test_tflops_of_bridge_count_half_of_attention_and_those_of_megatron_all_of_i
 def test_tables_that_print_tokens_and_tflops_count_flops_as_is_taken_here():
     ratios: dict[str, list[float]] = defaultdict(list)
     for name in ("runs", "megatron"):
-        for one in read(HERE / f"{name}.csv"):
-            case = case_of(one) if one.flops_per_gpu and (one.seconds or one.tokens_per_s_per_gpu) else ""
+        for row in read(HERE / f"{name}.csv"):
+            case = case_of(row) if row.flops_per_gpu and (row.seconds or row.tokens_per_s_per_gpu) else ""
             # NVIDIA counts DeepSeek's extra layer for several tokens at once, and GPT-OSS's windows.
-            if isinstance(case, Case) and not re.search(r"deepseek|gpt oss", one.text):
-                counted = counted_flops(one, case.job, case.layout)
-                ratios[one.source].append(one.flops_per_gpu * case.layout.world_size * case.seconds / counted)
+            if isinstance(case, Case) and not re.search(r"deepseek|gpt oss", row.text):
+                counted = counted_flops(row, case.job, case.layout)
+                ratios[row.source].append(row.flops_per_gpu * case.layout.world_size * case.seconds / counted)
     assert {"hag", "mpt", "mbridge", "bloom", "mlm-example", "mlm-sep2020", "bridge-skill-ab"} <= set(ratios)
     for source, values in ratios.items():
         assert np.median(values) == pytest.approx(1, abs=0.01), source
