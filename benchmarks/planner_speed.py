@@ -6,7 +6,7 @@ Each case is one full search, as `kumi plan` does it, in one process: every lega
 stage, schedule and stages, microbatch, sequence parallelism, recomputation (mode and number of layers) and offloading.
 `layouts` counts legal layouts whose memory was decided, most of them by a formula for any number of recomputed layers;
 `timed` those that fit and that no lower bound of their time ruled out. `cpu_seconds` is the time of all threads, which
-depends less on what else the machine does than `seconds`.
+depends less on the load of the machine than `seconds`.
 
 Calculon's own spaces for the first two cases are 11.7 and 7.1 million.
 """

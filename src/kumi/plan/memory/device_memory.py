@@ -356,7 +356,7 @@ def _offloads(layouts: LayoutBatch, kind: str) -> Bools:
 
 
 def _to_nvme(layouts: LayoutBatch) -> Bools:
-    """Return True where what is offloaded goes to NVMe."""
+    """Return True where offloaded tensors go to NVMe."""
     return layouts.one_of("offload", [name for name in CHOICES["offload"] if name.endswith("-nvme")])
 
 

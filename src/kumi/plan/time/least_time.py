@@ -1,4 +1,4 @@
-"""A lower bound of step times, from the work of microbatches alone: a search need not time layouts above it."""
+"""A lower bound of step times, from the work of microbatches alone: a search times only layouts that it allows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _RankWork:
 
     `computed`: computation, and exposed communication of its layers.
     `launched`: the same, and the waits for the host where it launches kernels more slowly than they run.
-    `full`, `selective`: what recomputation in all layers adds to `computed`.
+    `full`, `selective`: additional seconds where all layers recompute.
     `layers`: the number of layers.
     """
 
