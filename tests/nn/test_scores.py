@@ -24,12 +24,17 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2], [5] * 11])
 BOUNDS = {"rows": [0, 11, 22], "documents": [0, 4, 5, 11, 22]}
 
 
+def pairs(count):
+    """Return the size of a block with `count` keys, in place of `key_size`."""
+    return -(-count // 2) * 2
+
+
 @pytest.fixture(autouse=True)
 def _small_blocks():
     chunked_attention._plan.cache_clear()
     with (
         patch.object(cpu_attention, "QUERY_BLOCK", 3),
-        patch.multiple(partial_attention, QUERY_BLOCKS={"cpu": 4}, KEY_ALIGNMENT=2, QUERY_ALIGNMENT=2),
+        patch.multiple(partial_attention, QUERY_BLOCKS={"cpu": 4}, key_size=pairs, QUERY_ALIGNMENT=2),
     ):
         yield
     chunked_attention._plan.cache_clear()

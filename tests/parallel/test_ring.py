@@ -11,7 +11,7 @@ import torch.distributed as dist
 from kumi.nn.attention import partial_attention
 from kumi.nn.attention.attention_context import Segments, segments
 from kumi.nn.attention.grouped_query import attend
-from kumi.parallel.ring_attention import _plan, positions_of_rank, ring_attention_fn
+from kumi.parallel.ring_attention import _plans, positions_of_rank, ring_attention_fn
 from nn.test_flash_parts import ON_CPU
 
 ROWS = 2
@@ -31,12 +31,17 @@ def _inputs(length, heads, kv_heads, size, v_size, dtype=torch.float64):
     return [torch.randn(ROWS, length, *shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
+def pairs(count):
+    """Return the size of a block with `count` keys, in place of `key_size`."""
+    return -(-count // 2) * 2
+
+
 def _around(length, heads, sizes, lengths, window, strided):
     """Return the largest errors of result and gradients of a rank's positions, compared to unsharded rows."""
-    _plan.cache_clear()
-    with patch.multiple(partial_attention, QUERY_BLOCKS={"cpu": 4}, KEY_ALIGNMENT=2, QUERY_ALIGNMENT=2):
+    _plans.cache_clear()
+    with patch.multiple(partial_attention, QUERY_BLOCKS={"cpu": 4}, key_size=pairs, QUERY_ALIGNMENT=2):
         errors = _differences(length, heads, sizes, lengths, window, strided)
-    _plan.cache_clear()
+    _plans.cache_clear()
     return errors
 
 

@@ -116,14 +116,22 @@ def _ring(name: str) -> _Ring:
     return _Ring(group, group.size(), group.rank())
 
 
-@lru_cache(maxsize=64)
 def _plan(
     cu_seqlens: tuple[int, ...], rows: int, window: int, cp: int, index: int, source: int, device: torch.device
 ) -> tuple[Block, ...]:
     """Return the blocks of queries of rank `index` that see keys of rank `source`."""
+    return _plans(cu_seqlens, rows, window, cp, index, device)[source]
+
+
+# The masks of one microbatch take megabytes, so only those of the last two are kept, of layers with two windows.
+@lru_cache(maxsize=4)
+def _plans(
+    cu_seqlens: tuple[int, ...], rows: int, window: int, cp: int, index: int, device: torch.device
+) -> list[tuple[Block, ...]]:
+    """Return the result of `_plan` for each rank."""
     earliest, length = partial_attention.first_visible(cu_seqlens, rows, window), cu_seqlens[-1] // rows
-    queries, keys = (positions_of_rank(length, cp, rank) for rank in (index, source))
-    return partial_attention.query_blocks(queries, keys, earliest, length // (2 * cp), device)
+    queries, *parts = (positions_of_rank(length, cp, rank) for rank in (index, *range(cp)))
+    return [partial_attention.query_blocks(queries, keys, earliest, length // (2 * cp), device) for keys in parts]
 
 
 # A function like `_plan`.

@@ -47,7 +47,8 @@ def chunked_attention(
     return out
 
 
-@lru_cache(maxsize=64)
+# The masks of one microbatch take megabytes, so only those of the last two are kept, of layers with two windows.
+@lru_cache(maxsize=4)
 def _plan(cu_seqlens: tuple[int, ...], rows: int, window: int, device: torch.device) -> tuple[Block, ...]:
     earliest = partial_attention.first_visible(cu_seqlens, rows, window)
     positions = torch.arange(earliest.shape[1])

@@ -32,12 +32,8 @@ from kumi.nn.attention.scores import PLAIN_SCORES, SCORES_SCHEMA, Scores, softca
 from kumi.nn.custom_ops import define_op
 from kumi.nn.dtypes import wide
 from kumi.nn.threads import run_in_threads
+from kumi.spec.attention_blocks import QUERY_BLOCK, key_size
 
-# Queries per block: fewer waste less on masked pairs, more make larger matrix products.
-QUERY_BLOCK = 128
-# A block's first key is rounded down to a multiple of this. oneDNN compiles and keeps a kernel for each shape of a
-# product, and documents have every length; rounding limits the number of shapes.
-_KEY_ALIGNMENT = 64
 # _GROUPS: document groups per thread, so that a thread that finishes early takes another group. _UNEVEN: the documents
 # are not split among threads if the longest would take a thread this many times longer than an even split.
 _GROUPS, _UNEVEN = 2, 1.5
@@ -47,11 +43,12 @@ class _Block(NamedTuple):
     """Some consecutive queries and the keys that they attend to.
 
     `start`, `stop`: the queries.
-    `first`: the first key; the keys end at `stop`.
+    `first`, `last`: the keys, from `first` up to and without `last`. None is seen by a query before it.
     `seen_by_all`: the first key that all of the queries may see.
     """
 
     first: int
+    last: int
     start: int
     stop: int
     seen_by_all: int
@@ -149,7 +146,7 @@ def _forward(
     mask = _mask(cu_seqlens, window, keys.dtype)
     for block in _blocks(mask.earliest):
         weights, _, _ = _weights(_rows(queries, block), keys, block, mask, sinks, scores)
-        _write_rows(out, block, torch.bmm(weights.to(q.dtype), values[:, block.first : block.stop]))
+        _write_rows(out, block, torch.bmm(weights.to(q.dtype), values[:, block.first : block.last]))
     return out.view(*q.shape[:-1], -1)
 
 
@@ -172,7 +169,7 @@ def _gradients(
     grad_k, grad_v = (keys.new_zeros(*narrow_keys.shape[:-1], x.shape[-1]) for x in (k, v))
     grad_sinks = keys.new_zeros(0 if sinks is None else sinks.shape[0])
     for block in _blocks(mask.earliest):
-        seen = slice(block.first, block.stop)
+        seen = slice(block.first, block.last)
         rows, out_rows = _rows(queries, block), _rows(grads, block)
         weights, sink_weights, tanh = _weights(rows, keys, block, mask, sinks, scores)
         weights = weights.to(q.dtype)
@@ -202,7 +199,10 @@ def _blocks(earliest: Tensor) -> Iterator[_Block]:
     for start in range(0, len(earliest), QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, len(earliest))
         first = int(earliest[start])
-        yield _Block(first - first % _KEY_ALIGNMENT, start, stop, int(earliest[stop - 1]))
+        # Few sizes: what the size adds lies before the keys that are seen, or where a batch begins, after them.
+        size = key_size(stop - first)
+        first = max(0, stop - size)
+        yield _Block(first, min(first + size, len(earliest)), start, stop, int(earliest[stop - 1]))
 
 
 def _weights(
@@ -214,16 +214,18 @@ def _weights(
     - Probabilities of the sinks: (K, G * n), or None without sinks.
     - tanh: (K, G * n, m), or None without softcap.
     """
-    logits, tanh = scores.apply_softcap(torch.bmm(rows.to(keys.dtype), keys[:, :, block.first : block.stop]))
+    logits, tanh = scores.apply_softcap(torch.bmm(rows.to(keys.dtype), keys[:, :, block.first : block.last]))
     count, before = block.stop - block.start, block.start - block.first
-    each_head = logits.view(keys.shape[0], -1, count, before + count)
+    each_head = logits.view(keys.shape[0], -1, count, block.last - block.first)
     alibi = scores.alibi_bias(keys, *keys.shape[:2])
     if alibi is not None:
         # Measure distances from the block's first query: all scores of a query shift by the same number.
-        positions = torch.arange(block.first, block.stop)
-        positions = positions - mask.begins[block.first : block.stop] if alibi.bf16_bias else positions
+        positions = torch.arange(block.first, block.last)
+        positions = positions - mask.begins[block.first : block.last] if alibi.bf16_bias else positions
         each_head += alibi.key_bias(positions, block.start)[:, :, None]
-    each_head[..., before:] += mask.future[:count, :count]
+    each_head[..., before : before + count] += mask.future[:count, :count]
+    if block.last > block.stop:
+        each_head[..., before + count :] = -torch.inf
     if block.seen_by_all > block.first:
         early = torch.arange(block.first, block.seen_by_all) < mask.earliest[block.start : block.stop, None]
         each_head[..., : early.shape[1]].masked_fill_(early, -torch.inf)

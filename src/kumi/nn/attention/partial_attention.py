@@ -23,12 +23,11 @@ from torch import Tensor
 
 from kumi.nn.attention.scores import AlibiBias, Scores, softcap_backward
 from kumi.nn.dtypes import wide
+from kumi.spec.attention_blocks import QUERY_ALIGNMENT, QUERY_BLOCK, key_size
 
-# Queries per block, by device; and the granularity of a block's first key. See `kumi.nn.attention.cpu_attention`.
-QUERY_BLOCKS = {"cpu": 128, "cuda": 512}
-KEY_ALIGNMENT = 64
-# A block whose documents end early is shortened to a multiple of this: few shapes, little wasted work.
-QUERY_ALIGNMENT = 32
+# Queries per block, by device. A block whose documents end early is shortened to a multiple of `QUERY_ALIGNMENT`: few
+# shapes, little wasted work.
+QUERY_BLOCKS = {"cpu": QUERY_BLOCK, "cuda": 512}
 
 
 class MaskedKeys(NamedTuple):
@@ -145,14 +144,17 @@ def query_blocks(
             for start in range(begin, begin + piece, size):
                 stop = min(start + size, begin + piece)
                 origin = row, int(queries[start]), start
-                result += _block(origin, first[row, start:stop], last[start:stop], device)
+                result += _block(origin, first[row, start:stop], last[start:stop], len(keys), device)
     return tuple(result)
 
 
-def _block(origin: tuple[int, int, int], first: Tensor, last: Tensor, device: torch.device) -> Iterator[Block]:
+def _block(
+    origin: tuple[int, int, int], first: Tensor, last: Tensor, num_keys: int, device: torch.device
+) -> Iterator[Block]:
     """Yield the block of queries that see the keys from `first` (n,) to `last` (n,), or nothing if they see no key.
 
     `origin`: the row, the position of the first query in it, and the index of that query.
+    `num_keys`: keys of the part.
     """
     row, position, start = origin
     # If a key comes after one of the queries, keys and queries are of the same piece, and each query sees itself.
@@ -161,7 +163,10 @@ def _block(origin: tuple[int, int, int], first: Tensor, last: Tensor, device: to
     if not num_active:
         return
     size = min(-(-num_active // QUERY_ALIGNMENT) * QUERY_ALIGNMENT, len(first))
-    begin, end = int(first[0]) // KEY_ALIGNMENT * KEY_ALIGNMENT, int(last[size - 1])
+    # Few sizes: what the size adds lies before the keys that are seen, or where the part begins, after them.
+    keys = key_size(int(last[size - 1]) - int(first[0]))
+    begin = max(0, int(last[size - 1]) - keys)
+    end = min(begin + keys, num_keys)
     # Let the queries that see no key, but fill the block up to its size, see the last key. Their results are not used.
     first, last = torch.minimum(first[:size], last[:size] - 1), last[:size]
     seen_by_all_from, seen_by_all_to = int(first[-1]), int(last[0])
