@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kumi.data import Mixture, SequentialSampler, binfile
-from kumi.data.sampler import windows
+from kumi.data import Mixture, SequentialSampler, binfile, sampler
+from kumi.data.sampler import mean_document_span, windows
 from kumi.errors import ConfigError
 
 FIELDS = ("input_ids", "labels", "position_ids", "document_ids")
@@ -149,3 +149,19 @@ def test_a_limited_sweep_is_spread_evenly_over_all_windows(files):
     assert np.array_equal(chosen["input_ids"][:10], expected)
     assert (chosen["labels"][10:] == -100).all()
     assert same(SequentialSampler(files, 8, limit=10**6).batch(0, 20), every.batch(0, 20))
+
+
+@pytest.mark.parametrize("seq_len", [1, 4, 8, 13, 64])
+def test_the_span_is_that_of_the_documents_in_the_rows(files, seq_len):
+    for file in files:
+        count = windows(file, seq_len)
+        batch = SequentialSampler([file], seq_len).batch(0, count)
+        ids = [row[: file.token_count - number * seq_len] for number, row in enumerate(batch["document_ids"])]
+        spans = [int(np.sum(row == token)) for row in ids for token in row]
+        assert mean_document_span(file, seq_len) == pytest.approx(np.mean(spans))
+
+
+def test_the_span_of_many_rows_is_that_of_some(files, monkeypatch):
+    monkeypatch.setattr(sampler, "_SPAN_WINDOWS", 3)
+    assert mean_document_span(files[1], 14) == pytest.approx(7)
+    assert mean_document_span(files[2], 10) == pytest.approx(10)

@@ -40,11 +40,14 @@ def test_the_headline_says_speed_memory_and_the_convention_of_mfu():
 
 def test_the_headline_says_what_it_costs_and_what_was_assumed():
     made = report()
-    assert headline(made)[-1] == "a billion tokens take 170 device hours"
+    assert headline(made)[-2] == "a billion tokens take 170 device hours"
+    assert headline(made)[-1].startswith("assumed: every row is one document;")
+    short = replace(made.job, batch=replace(made.job.batch, document_span=512.0))
+    assert headline(replace(made, job=short))[-1] == "a billion tokens take 170 device hours"
     device = replace(made.job.cluster.device, price=2.5, watts=700.0)
     cluster = replace(made.job.cluster, device=device, assumed=("NVLink: latency",))
     model = replace(made.job.model, notes=("one head is not counted",))
-    rich = replace(made, job=replace(made.job, cluster=cluster, model=model), best=best(host_memory=2**34))
+    rich = replace(made, job=replace(short, cluster=cluster, model=model), best=best(host_memory=2**34))
     assert headline(rich)[-4:] == [
         "host memory 16 GiB per device",
         "a billion tokens take 170 device hours, 424 at 2.5 per device hour, 119 kWh at 700 W per device",

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from kumi.config.cluster_source import cluster_spec, cluster_with_nodes
+from kumi.config.document_lengths import document_span
 from kumi.config.model_source import model_name, read_hf_config
 from kumi.config.numerics import choose_numerics
 from kumi.config.optim_section import choose_optim
@@ -48,7 +49,7 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
     return Job(
         model=model if config.lora is None else with_adapters(model, lora_spec(config.lora)),
         cluster=cluster,
-        batch=BatchSpec(config.batch.seq_len, config.batch.tokens_per_step),
+        batch=BatchSpec(config.batch.seq_len, config.batch.tokens_per_step, document_span(config)),
         precision=reduce_precision(choose_precision(kind, cluster.device, numerics), comm_spec(config)),
         optim=choose_optim(config.optim, None if config.train is None else config.train.steps),
         engine=engine_for(comm_spec(config)),

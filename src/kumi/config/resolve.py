@@ -13,6 +13,7 @@ from typing import Any
 from kumi import hub
 from kumi.config.balance_section import Balance, choose_balance
 from kumi.config.decide_layout import decide_layout
+from kumi.config.document_lengths import document_span
 from kumi.config.jobs import comm_spec, plan_input
 from kumi.config.model_source import fetch_snapshots, read_hf_config, source_folder
 from kumi.config.numerics import pin_numerics
@@ -131,7 +132,7 @@ class ResolvedRun:
         parts: dict[str, Any] = {
             "model": (model_digest(self.model), config.model.init, self.balance),
             "lora": self.model.lora,
-            "batch": self.batch,
+            "batch": (self.batch.seq_len, self.batch.tokens_per_step),
             "precision": self.precision,
             "optim": self.optim,
             "comm": self.comm,
@@ -198,6 +199,13 @@ def with_plan(run: ResolvedRun, plan: RunPlan) -> ResolvedRun:
     """Return `run` resolved again as if its folder contained `plan`."""
     stored = StoredRun(None if run.stored is None else run.stored.config, plan)
     return resolve(run.config.model_copy(update={"layout": _pinned_section(run)}), run.snapshots, stored)
+
+
+def with_prepared_data(run: ResolvedRun) -> ResolvedRun:
+    """Return `run` with its layout estimated for the documents of its data, which have been prepared."""
+    if run.batch.document_span == document_span(run.config):
+        return run
+    return with_plan(run, run.plan)
 
 
 def _pinned_section(run: ResolvedRun) -> LayoutSection:

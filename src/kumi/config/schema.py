@@ -138,6 +138,11 @@ class BatchSection(Section):
 
     seq_len: Positive = Field(description="Tokens per sequence.")
     tokens_per_step: Positive = Field(description="Tokens per optimizer step, over all ranks.")
+    mean_document_tokens: Annotated[Number, Field(gt=0)] | None = Field(
+        None,
+        description="Mean tokens of a document, from which the cost of attention is estimated while the data is not "
+        "prepared; by default every row counts as one document.",
+    )
 
 
 class ObjectiveSection(Section):

@@ -21,7 +21,7 @@ import numpy as np
 from kumi.data import binfile
 from kumi.data.binfile import Array, IndexedFile
 from kumi.data.checksums import Checksums, from_plain
-from kumi.data.sampler import Mixture, SequentialSampler
+from kumi.data.sampler import Mixture, SequentialSampler, mean_document_span
 from kumi.data.tokenizer import Tokenizer, load
 from kumi.errors import ConfigError, RefusedError
 from kumi.files.output import write_text
@@ -144,6 +144,19 @@ class Store:
         """Open the validation files."""
         held_out = ((s.validation, s.validation_checksums) for s in self.sources if s.validation)
         return [binfile.open_file(prefix, checksums, self.vocab_size) for prefix, checksums in held_out]
+
+    def document_span(self, seq_len: int) -> float:
+        """Return the `BatchSpec.document_span` of the training data in rows of `seq_len` tokens.
+
+        It is the weighted mean over sources, each from some of its rows.
+        """
+        parts = [(file, weight) for file, weight in self.train_parts() if file.token_count > 1]
+        total = sum(weight for _, weight in parts)
+        return (
+            sum(weight / total * mean_document_span(file, seq_len) for file, weight in parts)
+            if parts
+            else float(seq_len)
+        )
 
     def mixture(self, seq_len: int, seed: int, *, cross_document: bool = False) -> Mixture:
         """Return the training sequences of this store."""

@@ -20,6 +20,7 @@ from kumi.spec.engine import KUMI, Engine
 _MEGATRON = Engine(
     name="megatron-lm",
     stack="megatron",
+    whole_rows=True,
     recompute_whole=True,
     half_weights=True,
     kernels="fused",
@@ -66,6 +67,7 @@ _MEGATRON_DEEPSPEED = replace(
 # recomputation keeps the result of every second matmul.
 _TORCHTITAN = Engine(
     name="torchtitan",
+    whole_rows=True,
     kernels="compiled",
     logit_bytes=4.0,
     cut_logit_bytes=8.0,
@@ -176,6 +178,7 @@ ENGINES: dict[str, Engine] = {
     "nanotron": Engine(
         name="nanotron",
         stack="megatron",
+        whole_rows=True,
         recompute_whole=True,
         half_weights=True,
         half_grads=True,

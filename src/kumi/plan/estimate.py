@@ -21,7 +21,6 @@ from kumi.plan.time.kernel_times import peak_flops
 from kumi.plan.time.layer_costs import CostTable, cost_table
 from kumi.plan.time.step_time import PASS_FIELDS, StepTimes, split_idle, stage_times, stage_transfer_seconds, step_times
 from kumi.plan.time.traffic import exposed_collectives
-from kumi.spec import ledger
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
@@ -74,7 +73,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
         exposed_collectives(job, layout, kinds, _busiest(stages)),
         job.batch.tokens_per_step,
         layout.world_size,
-        float(ledger.train_flops(job.model, job.batch.tokens_per_step, job.batch.seq_len)),
+        float(job.step_flops()),
         peak_flops(job.cluster.device, job.precision.matmul_dtype),
         _UNCERTAINTY,
         int(device_memory.host_memory(job, batch, rank_share(job, batch, ranks[0], layout.stage_layers))[0]),

@@ -90,7 +90,8 @@ class Estimate:
         recompute, tp, cp, ep, pp, dp (exposed communication only), bubble, optimizer, offload, host.
     `stages`: the pipeline stages in model order.
     `collectives`: all communication of a rank in a step.
-    `model_flops`: FLOPs of a step, with attention counted in full and recomputation not at all.
+    `model_flops`: FLOPs of a step, with attention counted in full within documents (`Job.attention_len`), and
+        recomputation not at all.
     `peak_flops`: FLOP/s of a device on its data sheet.
     `uncertainty`: mean relative error of the planner on published runs.
     `host_memory`: bytes of host memory that a rank uses for offloading.
@@ -128,7 +129,7 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation (Chowdhery et al., 2022, appendix B): attention in full, no recomputation."""
+        """Model FLOPs utilisation (Chowdhery et al., 2022, appendix B): attention as in `model_flops`."""
         return self.model_flops / (self.step_seconds * self.devices * self.peak_flops)
 
     def as_dict(self) -> dict[str, Any]:

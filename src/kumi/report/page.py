@@ -65,7 +65,7 @@ def _head(report: Report) -> Iterator[str]:
     yield f"<h1>{escape(phrases.arrangement(report.best.layout))}</h1>"
     lines = (f"<div><dt>{escape(line.label)}</dt><dd>{escape(line.text)}</dd></div>" for line in brief(report))
     yield f"<dl>{''.join(lines)}</dl>"
-    yield f'<p class="soft">MFU: {escape(phrases.MFU)}.</p>'
+    yield f'<p class="soft">MFU: {escape(phrases.counted_flops(report.job))}.</p>'
 
 
 def _sections(report: Report) -> Iterator[str]:

@@ -62,7 +62,24 @@ COMPUTE, TRAFFIC = ("forward", "backward"), ("tp", "cp", "ep", "pp", "dp")
 CORE = ("pp", "dp_replicate", "dp_shard", "tp", "zero", "microbatch", "recompute")
 TWICE_THE_TOKENS = "twice the tokens per step"
 NO_LINKS = "the cluster describes no links, so communication is estimated as free"
-MFU = "full attention counted, recomputation not counted"
+NOT_COUNTED = "recomputation not counted"
+
+
+def counted_flops(job: Job) -> str:
+    """Return the FLOPs that MFU counts."""
+    if job.attention_len == job.batch.seq_len:
+        return f"full attention counted, {NOT_COUNTED}"
+    return f"attention counted within documents, over {job.attention_len:,.0f} tokens on average, {NOT_COUNTED}"
+
+
+def assumed_documents(job: Job) -> str:
+    """Return the note that attention is estimated over whole rows because the documents are not known, or ""."""
+    if job.engine.whole_rows or job.batch.document_span is not None:
+        return ""
+    return (
+        "assumed: every row is one document; with shorter ones, which training keeps apart, attention takes less time "
+        "(batch.mean_document_tokens, or the data once it is prepared)"
+    )
 
 
 def time_name(kind: str) -> str:

@@ -111,7 +111,7 @@ def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
             "tokens_per_step": batch.tokens_per_step,
             "sequences": batch.sequences,
             "microbatches": batch.microbatches(layout),
-            "train_flops_per_step": ledger.train_flops(model, batch.tokens_per_step, batch.seq_len),
+            "train_flops_per_step": job.step_flops(),
         },
         "memory": {**asdict(fullest), "total": fullest.total},
     }

@@ -30,7 +30,7 @@ def headline(report: Report) -> list[str]:
         phrases.arrangement(layout),
         f"{phrases.details(layout)}, {phrases.plural(job.batch.microbatches(layout), 'microbatch')} per step{searched}",
         f"{speed}; {step}",
-        f"MFU {phrases.percent(best.mfu)} ({phrases.MFU})",
+        f"MFU {phrases.percent(best.mfu)} ({phrases.counted_flops(job)})",
         f"memory {format_bytes(best.peak_memory)} of {format_bytes(best.usable)} usable ({capacity} device)"
         f"{where}{fits}",
     ]
@@ -49,6 +49,9 @@ def _remarks(report: Report) -> Iterator[str]:
     yield from (f"note: {note}" for note in report.job.model.notes)
     if report.job.cluster.devices > 1 and not report.job.cluster.links:
         yield f"note: {phrases.NO_LINKS}"
+    documents = phrases.assumed_documents(report.job)
+    if documents:
+        yield documents
     assumed = used_assumptions(report.job.cluster, report.best)
     if assumed:
         yield f"assumed, not measured: {'; '.join(assumed)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from kumi.spec import ledger
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.engine import KUMI, Engine
@@ -39,6 +40,16 @@ class Job:
     def itemsize(self) -> int:
         """Bytes of an element in the compute dtype: of activations, and of weights as matmuls read them."""
         return ITEMSIZE[self.precision.compute]
+
+    @property
+    def attention_len(self) -> float:
+        """`BatchSpec.attention_len`, or the full row if the engine's attention crosses documents."""
+        return self.batch.seq_len if self.engine.whole_rows else self.batch.attention_len
+
+    def step_flops(self) -> int:
+        """Return the model FLOPs of a step (see `kumi.spec.ledger.train_flops`)."""
+        batch = self.batch
+        return ledger.train_flops(self.model, batch.tokens_per_step, batch.seq_len, self.attention_len)
 
     def on_nodes(self, nodes: int) -> Job:
         """Return this job on `nodes` nodes."""

@@ -172,10 +172,10 @@ def logit_chunk(vocab_size: int, device_kind: str) -> int:
     return max(MIN_CHUNK_TOKENS, CHUNK_LOGITS[device_kind == "cpu"] // vocab_size)
 
 
-def train_flops(spec: ModelSpec, tokens: int, seq_len: int) -> int:
+def train_flops(spec: ModelSpec, tokens: int, seq_len: int, attention_len: float | None = None) -> int:
     """Return the model FLOPs of a training step: forward and backward without recomputation, and without the gradients
     of frozen weights.
 
-    This is the numerator of model FLOPs utilization (MFU), with attention counted in full.
+    This is the numerator of model FLOPs utilization (MFU), with attention counted in full (see `Op.forward_flops`).
     """
-    return sum(count * op.train_flops(tokens, seq_len) for op, count in unique_ops(spec))
+    return sum(count * op.train_flops(tokens, seq_len, attention_len) for op, count in unique_ops(spec))

@@ -127,20 +127,21 @@ class Op:
     frozen: bool = False
     chunk: int = 0
 
-    def forward_flops(self, tokens: int, seq_len: int) -> int:
+    def forward_flops(self, tokens: int, seq_len: int, attention_len: float | None = None) -> int:
         """Return the FLOPs of matmuls in the forward pass over `tokens` in sequences of `seq_len`.
 
         Attention counts in full, S x S, without regard to windows and causality, as in PaLM (Chowdhery et al., 2022,
-        appendix B) and PyTorch's counter. Element-wise operations do not count. The chunks of a scan, of Q positions,
-        also count in full, Q x Q: C times B for each group of heads, the result times the channels, and two matmuls of
-        channels and states (Dao and Gu, 2024, section 6). Convolutions count.
+        appendix B) and PyTorch's counter. S is `attention_len` where attention stays within documents
+        (`BatchSpec.attention_len`), else `seq_len`. Element-wise operations do not count. The chunks of a scan, of Q
+        positions, also count in full, Q x Q: C times B for each group of heads, the result times the channels, and two
+        matmuls of channels and states (Dao and Gu, 2024, section 6). Convolutions count.
         """
         if self.kind in ("linear", "router", "log_prob"):
             return int(2 * tokens * self.passes * self.source.size * self.target.size)
         if self.kind == "lora":
             return 2 * tokens * self.rank * (self.source.size + self.target.size)
         if self.kind == "attention":
-            return 2 * tokens * seq_len * (self.source.size + self.target.size)
+            return round(2 * tokens * (attention_len or seq_len) * (self.source.size + self.target.size))
         if self.kind == "convolution":
             return 2 * tokens * self.source.size * self.params[0].dims[-1].size
         if self.kind == "scan":
@@ -150,18 +151,21 @@ class Op:
             return within + 4 * tokens * self.source.size * width // self.source.count
         return 0
 
-    def train_flops(self, tokens: int, seq_len: int) -> int:
+    def train_flops(self, tokens: int, seq_len: int, attention_len: float | None = None) -> int:
         """Return the FLOPs of forward and backward: three times those of the forward, or twice with frozen weights."""
         weights = self.kind in ("linear", "router", "log_prob")
-        return (2 if weights and self.frozen else 3) * self.forward_flops(tokens, seq_len)
+        return (2 if weights and self.frozen else 3) * self.forward_flops(tokens, seq_len, attention_len)
 
     @property
     def rank(self) -> int:
         """The rank of an adapter, for operations of kind "lora"."""
         return self.params[0].dims[0].size
 
-    def reach(self, seq_len: int) -> float:
-        """Return the mean number of positions that a query attends to, over a sequence of `seq_len`."""
+    def reach(self, seq_len: float) -> float:
+        """Return the mean number of positions that a query attends to, over a sequence of `seq_len`.
+
+        For packed documents this is `BatchSpec.attention_len`, as if they were of equal length.
+        """
         window = seq_len if self.window is None else min(self.window, seq_len)
         return window - window * (window - 1) / (2 * seq_len)
 

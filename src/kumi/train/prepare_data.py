@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kumi.config import ResolvedRun
+from kumi.config import ResolvedRun, document_lengths
 from kumi.config.model_source import local_folder
 from kumi.data import (
     TOKENIZER,
@@ -21,13 +21,13 @@ from kumi.data import (
 )
 from kumi.data.bpe import train as train_tokenizer
 from kumi.errors import ConfigError
-from kumi.train.run_folder import DATA
 
 
 def data_folder(run: ResolvedRun) -> Path:
     """Return the folder of the run's tokenizer and tokenised data."""
-    cache = run.config.data.cache
-    return run.out / DATA if cache is None else Path(os.path.expanduser(cache))
+    folder = document_lengths.data_folder(run.config)
+    assert folder is not None, "a run has data"
+    return folder
 
 
 def check_data(run: ResolvedRun) -> None:

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from kumi.config import RunConfig, dump
+from kumi.config.document_lengths import DATA
 from kumi.config.run_plan import PLAN_FILE, RunPlan
 from kumi.config.stored_config import CONFIG_FILE, changed_keys, load_stored_config
 from kumi.data import foreign_files
 from kumi.errors import RefusedError
 from kumi.files.output import open_append, open_new, refuse_link
 
-_CHECKPOINTS, DATA, _LOCK = "checkpoints", "data", ".lock"
+_CHECKPOINTS, _LOCK = "checkpoints", ".lock"
 _CONFIG_DRAFT, _PLAN_DRAFT = "config.part", "plan.part"
 # Names that a run writes in its folder. Users may add files and links with other names once the run has begun.
 RUN_FILES = (
@@ -62,6 +63,7 @@ _CHANGEABLE_KEYS = (
     "log",
     "export",
     "sample",
+    "batch.mean_document_tokens",
     "data.workers",
     "data.cache",
     "data.on_error",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kumi import hub
 from kumi.config import ResolvedRun, RunConfig, open_run, pin_layout
 from kumi.config.model_source import hub_sources
-from kumi.config.resolve import with_plan
+from kumi.config.resolve import with_plan, with_prepared_data
 from kumi.config.run_plan import RunPlan, parse_plan
 from kumi.config.schema import LayoutSection
 from kumi.data import Store
@@ -74,7 +74,7 @@ def _lead(run: ResolvedRun, allow_change: Sequence[str], peers: Rendezvous | Non
             print(line, flush=True)
         store = prepare_data(run)
         print(_data_line(store), flush=True)
-        trained = _is_trained(run)
+        run, trained = with_prepared_data(run), _is_trained(run)
         if peers is not None:
             peers.broadcast(json.dumps({"finished": trained, "numerics": str(run.numerics), "plan": run.plan.plain()}))
         code = OK if trained else _launch(run, store, peers, listener)

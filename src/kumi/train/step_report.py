@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 from kumi.errors import DivergedError
 from kumi.parallel.grad_norm import LossScale
-from kumi.spec import ledger
 from kumi.train.callbacks import Listener
 from kumi.train.cpu_contention import CpuWait
 from kumi.train.evaluate import Evaluation
@@ -47,8 +46,12 @@ class Reporter:
             self.note(line)
 
     def _estimated_memory(self) -> int:
-        """Return the estimated bytes of the fullest rank without the allocator's reserve, like the measured peak."""
-        return self._rank_state.run.memory.total - self._rank_state.run.memory.reserved
+        """Return the estimated bytes of this rank, like the measured peak: on a GPU those that are allocated, on a CPU
+        those of the process without what it had before the model was built."""
+        run, mesh = self._rank_state.run, self._rank_state.mesh
+        memory = run.estimate.memory[mesh.index("pp")]
+        on_cpu = mesh.device.type == "cpu"
+        return memory.total - (run.cluster.device.reserved if on_cpu else memory.reserved)
 
     def step(self, result: StepResult) -> None:
         """Add one step; raise DivergedError if a loss or gradient that is read from the device is not finite."""
@@ -168,5 +171,4 @@ def model_flops_utilisation(rank_state: RankState, step_s: float) -> float | Non
     peak = run.cluster.device.peak_flops(run.precision.compute)
     if peak is None or "device.peak_flops" in run.cluster.assumed:
         return None
-    flops = ledger.train_flops(run.model, run.batch.tokens_per_step, run.batch.seq_len)
-    return flops / (step_s * peak * run.layout.world_size)
+    return run.job.step_flops() / (step_s * peak * run.layout.world_size)

@@ -29,7 +29,7 @@ def add_attention(sizes: LayoutSizes, cost: MicrobatchCost, op: Op) -> None:
     seq_len = sizes.job.batch.seq_len
     width = sizes.tokens * (op.source.size + op.target.size) / sizes.tp
     if sizes.engine.attention in _FLASH_SPEED:
-        _add_flash(sizes, cost, op, 2.0 * width * op.reach(seq_len))
+        _add_flash(sizes, cost, op, 2.0 * width * op.reach(sizes.job.attention_len))
     else:
         _add_unfused(sizes, cost, op, 2.0 * width * seq_len, sizes.tokens * seq_len * op.heads / sizes.tp)
 

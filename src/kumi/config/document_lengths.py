@@ -1,0 +1,53 @@
+"""How far attention reaches in a run's rows: within documents, whose lengths are the prepared data's or the run file's.
+
+    documents attend to each other (data.cross_document)     whole rows
+    the data is prepared                                     its documents, as rows cut them
+    batch.mean_document_tokens                               documents of this mean length
+    otherwise                                                whole rows, an assumption
+
+Nothing here prepares data.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kumi.config.schema import PlanConfig
+from kumi.errors import KumiError
+from kumi.spec.batch import span_of_documents
+
+# The folder of a run's tokenizer and tokenised data, inside `train.out`.
+DATA = "data"
+
+
+def data_folder(config: PlanConfig) -> Path | None:
+    """Return the folder of the tokenizer and tokenised data of `config`; None without [data], or without a folder."""
+    if config.data is not None and config.data.cache is not None:
+        return Path(os.path.expanduser(config.data.cache))
+    if config.data is None or config.train is None:
+        return None
+    return Path(os.path.expanduser(config.train.out)) / DATA
+
+
+def document_span(config: PlanConfig) -> float | None:
+    """Return the `BatchSpec.document_span` of the rows of `config`; None if it has to be assumed."""
+    if config.data is not None and config.data.cross_document:
+        return float(config.batch.seq_len)
+    prepared, mean = _prepared_span(config), config.batch.mean_document_tokens
+    if prepared is not None or mean is None:
+        return prepared
+    return span_of_documents(mean, config.batch.seq_len)
+
+
+def _prepared_span(config: PlanConfig) -> float | None:
+    """Return the span of the documents in the prepared data; None if there is none that can be read."""
+    folder = data_folder(config)
+    if folder is None or not (folder / "tokens" / "meta.json").is_file():
+        return None
+    from kumi.data import TOKENS, open_store
+
+    try:
+        return open_store(folder / TOKENS).document_span(config.batch.seq_len)
+    except (KumiError, OSError):
+        return None  # training reports why
