@@ -20,6 +20,7 @@ from kumi.plan.memory.device_memory import (
     stage_memory,
     usable_memory,
 )
+from kumi.plan.memory.process import HEAP_OVERHEAD, process_bytes
 from kumi.plan.memory.states import rank_params, resident_state_bytes
 from kumi.plan.pipeline.stages import rank_stages
 from kumi.spec.cluster import Device
@@ -27,6 +28,7 @@ from kumi.spec.engine import KUMI, Engine
 from kumi.spec.layout import OFFLOAD, RECOMPUTE, Layout
 from kumi.spec.ledger import num_params
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
+from kumi.spec.numerics import Numerics
 from kumi.spec.optim import Optim
 from planned import job_of, share_of
 
@@ -322,10 +324,29 @@ def test_scores_that_are_held_grow_with_the_square_of_the_length():
     assert result[1] - result[0] == 6 * 32 * 1024 / 4096
 
 
-def test_an_estimate_for_the_cpu_has_no_allocator_and_no_libraries():
-    cpu, gpu = (rank_memory(job_of(LLAMA_8B, device=Device("", kind, 0)), Layout()) for kind in ("cpu", "cuda"))
-    assert cpu.reserved == 0
-    assert gpu.reserved > 0
+def test_a_cpu_keeps_kernels_for_every_size_of_a_block_and_modules():
+    """Kernels are compiled for 16 bits only; PyTorch's flash kernel needs none; a ring has the keys of one rank."""
+    model, cpu = LLAMA_8B, Device("", "cpu", 0)
+
+    def reserved(kind="bf16", flash=(), seq_len=8192, **layout):
+        job = replace(job_of(model, device=cpu, kind=kind, seq_len=seq_len), numerics=Numerics(flash=flash))
+        return float(process_bytes(job, batch_layouts([Layout(**layout)]))[0])
+
+    modules = reserved(kind="fp32")
+    linear = reserved(flash=("bf16-long",)) - modules
+    # Matrices of four shapes, the head, and three products of each.
+    assert linear == 3 * 5 * 0.7 * 2**20
+    assert reserved() - modules - linear == 3 * 40 * 0.7 * 2**20
+    assert reserved(cp=8) - modules - linear == 3 * 16 * 0.7 * 2**20
+    assert reserved(cp=8, context="ulysses") == reserved()
+
+
+def test_the_heap_of_a_cpu_has_holes_between_transient_tensors():
+    job = job_of(LLAMA_8B, device=Device("", "cpu", 0, reserved=1000))
+    memory = rank_memory(job, Layout())
+    transient = memory.gathered + memory.weights + memory.activations + memory.head + memory.buffers
+    process = float(process_bytes(job, batch_layouts([Layout()]))[0])
+    assert memory.reserved == pytest.approx(1000 + process + HEAP_OVERHEAD * transient, abs=2)
 
 
 def test_an_estimate_may_fill_all_of_a_device_but_the_margin():

@@ -1,7 +1,7 @@
-"""The blocks in which a CPU computes attention: numbers of queries and keys, and the memory of their kernels.
+"""The blocks in which a CPU computes attention: numbers of queries and of keys.
 
-oneDNN compiles a kernel for each shape of a product and keeps it, so a block's keys come in few sizes: multiples of 64 up
-to 1,024, and from there eight sizes per power of two.
+oneDNN compiles a kernel for each shape of a product and keeps it, so a block's keys come in few sizes: multiples of 64
+up to 1,024, and from there eight sizes per power of two.
 """
 
 from __future__ import annotations

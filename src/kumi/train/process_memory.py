@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -23,18 +22,41 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD = -1, -3, 32 << 20
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: allocated on a GPU, resident on a CPU."""
+    """Return the peak memory of this process in bytes, since `baseline_memory` was called.
+
+    On a GPU it is the allocated memory, on a CPU the resident memory without the pages of files: libraries and tokens,
+    which ranks share.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sizes = _resident_bytes()
+    return sizes["VmHWM"] - sizes["RssFile"]
 
 
 def baseline_memory(device: torch.device) -> int:
-    """Return the bytes that are in use before the model is built: interpreter and libraries on a CPU, 0 on a GPU."""
+    """Return the bytes that are in use before the model is built, 0 on a GPU, and forget the peak before.
+
+    On a CPU they belong to the interpreter and its modules. A single rank is the process that prepared the data, which
+    may have used more memory than training does.
+    """
     if device.type == "cuda":
         return 0
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+    with suppress(OSError):  # a system that forbids it keeps the peak of preparing the data
+        Path("/proc/self/clear_refs").write_text("5")
+    sizes = _resident_bytes()
+    return sizes["VmRSS"] - sizes["RssFile"]
+
+
+def _resident_bytes() -> dict[str, int]:
+    """Return the figures on resident memory of Linux's /proc/self/status, in bytes.
+
+    `VmRSS`: now.
+    `VmHWM`: at the peak.
+    `RssFile`: the pages of files in it now.
+    """
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    figures = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[2:] == ["kB"]}
+    return {name: figures.get(name, 0) for name in ("VmRSS", "VmHWM", "RssFile")}
 
 
 def trim_heap(device: torch.device) -> None:

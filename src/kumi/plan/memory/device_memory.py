@@ -18,6 +18,7 @@ from kumi.plan.context_traffic import kv_grad_itemsize
 from kumi.plan.estimates import MemoryEstimate
 from kumi.plan.layout_batch import CHOICES, Bools, Floats, Ints, LayoutBatch, batch_layouts
 from kumi.plan.memory.activations import LayerActivations, ModelActivations, model_activations
+from kumi.plan.memory.process import HEAP_OVERHEAD, process_bytes
 from kumi.plan.memory.states import (
     RankParams,
     UnshardedBytes,
@@ -309,10 +310,13 @@ def _buffers(job: Job, layouts: LayoutBatch) -> Floats:
 
 
 def _libraries(job: Job, layouts: LayoutBatch) -> Floats:
-    """Return the bytes outside the allocator: the device's context, and NCCL's buffers of each process group."""
+    """Return the bytes outside the allocator: the device's context, and NCCL's buffers of each process group.
+
+    On a CPU, the interpreter, and what a process adds to it in training.
+    """
     device = job.cluster.device
     if device.kind != "cuda":
-        return np.full(len(layouts), float(device.reserved))
+        return device.reserved + process_bytes(job, layouts)
     axes = np.sum([degree > 1 for degree in (layouts.pp, layouts.dp, layouts.cp, layouts.tp)], axis=0)
     # More groups: the world, the ranks of one model replica (for the gradient norm), and the ends of a tied table.
     others = 1 * (axes > 1) + ((layouts.tp > 1) & (layouts.pp > 1)) + ((layouts.pp > 1) & job.model.tie_word_embeddings)
@@ -320,8 +324,8 @@ def _libraries(job: Job, layouts: LayoutBatch) -> Floats:
 
 
 def allocator_overhead(job: Job) -> float:
-    """Return the allocator's overhead as a share of transient memory, 0 on a CPU."""
-    return ALLOCATOR_OVERHEAD[job.engine.kernels] if job.cluster.device.kind == "cuda" else 0.0
+    """Return the allocator's overhead as a share of transient memory."""
+    return ALLOCATOR_OVERHEAD[job.engine.kernels] if job.cluster.device.kind == "cuda" else HEAP_OVERHEAD
 
 
 def memory_reading(job: Job, layout: Layout, reading: str, pp_rank: int | None = None) -> float:
