@@ -183,7 +183,8 @@ def _standard(texts):
             yield f"{item.title} is faster: {text}"
         if text.startswith("The chosen layout") and not same_sharding(item.layout, texts.report.best.layout):
             yield f"{item.title} is not the chosen layout"
-        free = item.fits and not item.problems and not texts.report.pinned
+        # A layout may be faster by less than the error: other layouts stand for it in the search.
+        free = item.fits and not item.problems and not texts.report.pinned and "within the model's error" not in text
         if free and (1 + TIE_TOLERANCE) * expected_seconds(job, item.estimate) < expected_seconds(job, best):
             yield f"{item.title} is faster than the choice: {text}"
 
