@@ -111,7 +111,8 @@ def _distinct_ranks(ranks: Ints) -> Ints:
 def variants(candidates: Candidates, pinned: Pins) -> Iterator[Variant]:
     """Yield every kind of recomputation and offloading that `pinned` allows, from the least to the most offloaded.
 
-    The bytes saved by offloading states do not depend on recomputation, so most combinations are computed as sums.
+    Where states are offloaded, the bytes with one recomputed layer are estimated: the other layers save as many bytes
+    as without offloading.
     """
     modes = _allowed("recompute", CHOICES["recompute"], pinned)
     plain = candidates.device_bytes(NO_RECOMPUTE, -1, NO_OFFLOAD)
@@ -124,18 +125,20 @@ def variants(candidates: Candidates, pinned: Pins) -> Iterator[Variant]:
         return candidates.device_bytes(mode, few, offload), candidates.device_bytes(mode, many, offload)
 
     not_offloaded = {mode: bytes_with(mode, NO_OFFLOAD) if mode != NO_RECOMPUTE else (plain, plain) for mode in modes}
-    savings = {"none": np.zeros_like(plain)}
+    sizes: dict[tuple[str, int], tuple[Floats, Floats]] = {("none", mode): not_offloaded[mode] for mode in modes}
     for offload in _allowed("offload", possible_offloads(candidates.job), pinned):
         fits_host = candidates.fits_host(offload)
-        # Offloading to drives saves as many bytes of device memory as offloading to the host.
+        # Offloading to drives leaves as many bytes of device memory as offloading to the host.
         word = CHOICES["offload"][offload].removesuffix("-nvme")
-        if word not in savings:
-            savings[word] = plain - candidates.device_bytes(NO_RECOMPUTE, -1, offload)
         for mode in modes:
-            if offload == _OFFLOAD_ACTIVATIONS and mode != NO_RECOMPUTE:
-                bytes_one, bytes_all = bytes_with(mode, offload)
-            else:
-                bytes_one, bytes_all = (size - savings[word] for size in not_offloaded[mode])
+            if (word, mode) not in sizes:
+                if offload == _OFFLOAD_ACTIVATIONS and mode != NO_RECOMPUTE:
+                    sizes[word, mode] = bytes_with(mode, offload)
+                else:
+                    in_all = candidates.device_bytes(mode, many, offload)
+                    bytes_one, bytes_all = not_offloaded[mode]
+                    sizes[word, mode] = in_all + (bytes_one - bytes_all), in_all
+            bytes_one, bytes_all = sizes[word, mode]
             yield Variant(mode, offload, bytes_one, bytes_all, fits_host, None if mode == NO_RECOMPUTE else layers)
 
 
