@@ -144,6 +144,23 @@ RECOMPUTE_OF = (
     (r"megatron-bridge|megatron-lm/examples/llama|dgxc(?!.*(maxtext|paxml))", "none"),
 )
 
+# Fine-tuning by words of the text: (rank, format of the frozen matrices) of LoRA where it is silent about the rank.
+# "SFT" trains all parameters, as pre-training does.
+LORA_RANK_OF = (
+    # LoRA's defaults: Megatron-Bridge's and NeMo's dim = 32 (peft/lora.py), torchtune's and PEFT's r = 8.
+    (r"megatron-bridge|nemo|dgxc", 32),
+    (r"", 8),
+)
+# Adapters that are no pairs of matrices of low rank.
+OTHER_ADAPTERS = r"\bpeft\b|adapters?\b|prefix.tuning|prompt.tuning|\bia3\b"
+
+# Models cut to some of their layers: the number of those left, in words of the model's name or the notes.
+CUT_LAYERS = (
+    r"(?:cut|reduced|truncated|shortened) (?:down )?to (\d+) layers",
+    r"\b(\d+) of (?:its |the )?\d+ layers",
+    r"first (\d+) layers",
+)
+
 # Attention heads of models whose table leaves them out, by hidden size: SC'21 table 1 (arXiv:2104.04473), and
 # BigScience's candidates of 14336 ("all NHEADS=64").
 HEADS_OF = {

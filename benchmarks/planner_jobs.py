@@ -78,8 +78,11 @@ def case_of(run: Run, *, measured: bool = True) -> Case | str:
     batch = BatchSpec(run.seq_len, sequences * run.seq_len)
     job = Job(model, cluster, batch, precision, Optim(), engine_of(run))
     seconds = measured_seconds(run, job, layout)
+    if model.lora is not None and not (run.seconds or run.tokens_per_s_per_gpu):
+        # Tables differ in whether they count gradients of frozen weights.
+        seconds = None
     if measured and seconds is None and run.memory is None:
-        return "measured: no step time, tokens/s, TFLOP/s or memory"
+        return "measured: no step time, tokens/s, TFLOP/s (but of adapters) or memory"
     flops = model_flops(job)
     return Case(run, job, layout, seconds, flops + repeated_flops(job, layout), flops, choices_of(run, job, layout))
 

@@ -6,10 +6,11 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from planner_defaults import GPT_VOCAB, HEADS_OF
+from planner_defaults import CUT_LAYERS, GPT_VOCAB, HEADS_OF, LORA_RANK_OF, OTHER_ADAPTERS, first
 from planner_rows import Run
 
 from kumi.spec import ledger
+from kumi.spec.lora import Lora
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpec, MoE, Rope
 
 ROPE = Rope(10_000.0)
@@ -148,7 +149,31 @@ SEQ_LEN = ((r"nanotron", 4096), (r"gpt-?2", 1024), (r"gpt", 2048))
 
 
 def model_of(run: Run) -> ModelSpec | str:
-    """The model of a run, or why there is none: known dimensions, overwritten by those in the row."""
+    """The model of a run with its adapters, or why there is none."""
+    lora = lora_of(run)
+    model = lora if isinstance(lora, str) else _whole_model(run)
+    return model if isinstance(model, str) or lora is None else replace(model, lora=lora)
+
+
+def lora_of(run: Run) -> Lora | str | None:
+    """The adapters that a run trains, None where it trains all parameters; or why they cannot be described."""
+    found = re.search(r"\b(q?)lora\b", run.text)
+    if found is None:
+        return "model: its adapters are not of low rank" if re.search(OTHER_ADAPTERS, run.text) else None
+    stated = re.search(r"lora[^;]*?\b(?:rank|r|dim)[ =:]*(\d+)|\b(?:rank|r)[ =:]*(\d+)[^;]*lora", run.text)
+    rank = int(stated.group(1) or stated.group(2)) if stated else first(LORA_RANK_OF, run.text)
+    return Lora(r=rank, quantize="nf4" if found.group(1) else "")
+
+
+def cut_layers(run: Run) -> int | None:
+    """Layers of a model that its source cut short, None where it is whole. `params_B` is then the whole model's."""
+    found = next((match for words in CUT_LAYERS if (match := re.search(words, run.text))), None)
+    return int(found.group(1)) if found else None
+
+
+def _whole_model(run: Run) -> ModelSpec | str:
+    """Known dimensions, overwritten by those in the row."""
+    run = replace(run, layers=cut_layers(run) or run.layers, params=None if cut_layers(run) else run.params)
     name = run.model.lower()
     for pattern, reason in STRANGE:
         if re.search(pattern, name):

@@ -13,6 +13,7 @@ from planner_models import parameters
 from planner_rows import read, run_of
 
 from kumi.plan.engines import ENGINES
+from kumi.plan.memory.device_memory import rank_memory
 
 HERE = Path(__file__).parent
 CLUSTERS = HERE.parents[1] / "src" / "kumi" / "clusters"
@@ -146,3 +147,35 @@ def test_an_experiment_is_a_campaign_and_small_ones_are_pooled():
     experiments = experiments_of([*runs("one", LEAST_ROWS), *runs("two", LEAST_ROWS - 1), *runs("three", 1)])
     assert set(experiments.values()) == {"one", POOL}
     assert [experiments[name] for name in ("one-0", "two-0", "three-0")] == ["one", POOL, POOL]
+
+
+def test_lora_trains_adapters_alone_and_sft_all_parameters():
+    full, sft, lora, half = (
+        case(notes=notes) for notes in ("", "SFT", "LoRA of all linear layers, rank 16", "LoRA rank=64")
+    )
+    assert sft.job.model == full.job.model
+    assert (lora.job.model.lora.r, half.job.model.lora.r) == (16, 64)
+    assert lora.model_flops < 0.75 * full.model_flops
+    of_full, of_lora = (rank_memory(one.job, one.layout) for one in (full, lora))
+    assert of_lora.optimizer + of_lora.grads < 0.05 * (of_full.optimizer + of_full.grads)
+    assert of_lora.params > 0.4 * of_full.params
+    assert case(source="NVIDIA NeMo", notes="LoRA").job.model.lora.r == 32
+    assert case(notes="QLoRA").job.model.lora.quantize == "nf4"
+
+
+def test_other_adapters_and_tflops_of_adapters_are_refused():
+    assert case(notes="prefix tuning").startswith("model: its adapters")
+    assert case(notes="LoRA", step_time_s="", tflops_per_gpu="300").startswith("measured")
+
+
+@pytest.mark.parametrize("notes", ["cut to 4 layers", "4 of 61 layers", "the first 4 layers only"])
+def test_a_cut_model_has_the_layers_that_are_left_and_not_the_parameters_of_the_whole(notes):
+    cut = case(notes=notes, params_B="7")
+    assert cut.job.model.num_hidden_layers == 4
+    assert parameters(cut.job.model) == parameters(case(layers="4").job.model)
+    assert (
+        case(
+            model_name="DeepSeek V3", layers="", hidden="", heads="", vocab="", notes=notes
+        ).job.model.num_hidden_layers
+        == 4
+    )
