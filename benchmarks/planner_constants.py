@@ -124,8 +124,8 @@ def _own(factors: Mapping[str, float]) -> Iterator[None]:
 
 def _times(value: object, factor: float) -> object:
     if isinstance(value, dict):
-        return {key: factor * one for key, one in value.items()}
-    return tuple(factor * one for one in value) if isinstance(value, tuple) else factor * value
+        return {key: factor * item for key, item in value.items()}
+    return tuple(factor * item for item in value) if isinstance(value, tuple) else factor * value
 
 
 def _scale_matmul(job: Job, factor: float) -> Job:

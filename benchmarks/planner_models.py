@@ -157,18 +157,18 @@ def model_of(run: Run) -> ModelSpec | str:
 
 def lora_of(run: Run) -> Lora | str | None:
     """The adapters that a run trains, None where it trains all parameters; or why they cannot be described."""
-    found = re.search(r"\b(q?)lora\b", run.text)
-    if found is None:
+    words = re.search(r"\b(q?)lora\b", run.text)
+    if words is None:
         return "model: its adapters are not of low rank" if re.search(OTHER_ADAPTERS, run.text) else None
     stated = re.search(r"lora[^;]*?\b(?:rank|r|dim)[ =:]*(\d+)|\b(?:rank|r)[ =:]*(\d+)[^;]*lora", run.text)
     rank = int(stated.group(1) or stated.group(2)) if stated else first(LORA_RANK_OF, run.text)
-    return Lora(r=rank, quantize="nf4" if found.group(1) else "")
+    return Lora(r=rank, quantize="nf4" if words.group(1) else "")
 
 
 def cut_layers(run: Run) -> int | None:
     """Layers of a model that its source cut short, None where it is whole. `params_B` is then the whole model's."""
-    found = next((match for words in CUT_LAYERS if (match := re.search(words, run.text))), None)
-    return int(found.group(1)) if found else None
+    cut = next((match for words in CUT_LAYERS if (match := re.search(words, run.text))), None)
+    return int(cut.group(1)) if cut else None
 
 
 def _whole_model(run: Run) -> ModelSpec | str:

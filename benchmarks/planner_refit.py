@@ -70,25 +70,25 @@ def rows_of(runs: Path) -> Rows:
 
 def evaluated(timed: Sequence[Case], experiments: Sequence[str]) -> Rows:
     """Runs with their experiments, evaluated at the constants as they are."""
-    constants = tuple({one.name: one for case in timed for one in constants_of(case.job)}.values())
+    constants = tuple({item.name: item for case in timed for item in constants_of(case.job)}.values())
     errors = log_errors(timed, {})
     derivatives = np.zeros((len(timed), len(constants)))
-    column = {one.name: index for index, one in enumerate(constants)}
+    column = {item.name: index for index, item in enumerate(constants)}
     # A run has one constant of each kind at most (":" and all that follows), so that one pass serves all of a kind.
     kinds: dict[str, list[str]] = {}
-    for one in constants:
-        kinds.setdefault(kind_of(one), []).append(one.name)
+    for item in constants:
+        kinds.setdefault(kind_of(item), []).append(item.name)
     for members in kinds.values():
         change = (log_errors(timed, dict.fromkeys(members, np.exp(DIFFERENCE))) - errors) / DIFFERENCE
         for row, case in enumerate(timed):
-            for one in constants_of(case.job):
-                if one.name in members:
-                    derivatives[row, column[one.name]] = change[row]
+            for item in constants_of(case.job):
+                if item.name in members:
+                    derivatives[row, column[item.name]] = change[row]
     return Rows(tuple(timed), tuple(experiments), constants, errors, derivatives)
 
 
 def kind_of(constant: Constant) -> str:
-    """Words that constants share of which a run has one: "matmul", "stream", ...; one of the planner's is alone."""
+    """The word that constants of one kind share ("matmul", "stream", ...); a run has one constant of each kind."""
     owner, _, field = constant.name.rpartition(": ")
     return constant.name if owner == "planner" else field.split()[0]
 
@@ -118,16 +118,16 @@ def fit(rows: Rows) -> dict[str, float]:
         # The prior counts as one experiment whose error is that of a typical one, 10 %.
         return np.concatenate([weights * robust, 0.1 * logs / PRIOR])
 
-    lower, upper = ([getattr(one, bound) / one.value for one in some] for bound in ("lower", "upper"))
+    lower, upper = ([getattr(item, bound) / item.value for item in some] for bound in ("lower", "upper"))
     factors = least_squares(residuals, np.ones(len(some)), lower, upper)
-    return {one.name: float(factor) for one, factor in zip(some, factors, strict=True)}
+    return {item.name: float(factor) for item, factor in zip(some, factors, strict=True)}
 
 
 def thinned(rows: Rows) -> Rows:
     """At most `MOST_ROWS` of each experiment, evenly spaced."""
     index: list[int] = []
     for name in dict.fromkeys(rows.experiments):
-        members = np.flatnonzero([one == name for one in rows.experiments])
+        members = np.flatnonzero([item == name for item in rows.experiments])
         index += members[np.unique(np.linspace(0, len(members) - 1, MOST_ROWS).round().astype(int))].tolist()
     return rows.where(np.isin(np.arange(len(rows.cases)), index))
 
@@ -136,7 +136,7 @@ def refit(rows: Rows) -> dict:
     """The errors of every experiment as plain data (`folds`), their means, and the constants fitted to all."""
     folds = []
     for name in dict.fromkeys(rows.experiments):
-        mine = np.array([one == name for one in rows.experiments])
+        mine = np.array([item == name for item in rows.experiments])
         left_out, factors = rows.where(mine), fit(rows.where(~mine))
         elsewhere = {case.job.cluster.device.name for case in rows.where(~mine).cases}
         folds.append(
@@ -156,9 +156,9 @@ def refit(rows: Rows) -> dict:
         for which in ("shipped", "refit")
     }
     constants = [
-        {"name": one.name, "shipped": one.value, "refit": one.value * of_all.get(one.name, 1.0)}
-        for one in rows.constants
-        if one.name in of_all
+        {"name": item.name, "shipped": item.value, "refit": item.value * of_all.get(item.name, 1.0)}
+        for item in rows.constants
+        if item.name in of_all
     ]
     gains = np.array([fold["shipped_mean_abs_error"] - fold["refit_mean_abs_error"] for fold in folds])
     better = sum(fold["refit_mean_abs_error"] < fold["shipped_mean_abs_error"] for fold in folds)
@@ -174,7 +174,7 @@ def refit(rows: Rows) -> dict:
             )
         ),
         "constants": constants,
-        "unmoved": [one.name for one in rows.constants if one.name not in of_all],
+        "unmoved": [item.name for item in rows.constants if item.name not in of_all],
     }
 
 
@@ -186,7 +186,7 @@ def error_of(rows: Rows, factors: Mapping[str, float]) -> float:
 def report(result: dict) -> str:
     """The errors of left-out experiments, then the constants fitted to all."""
     lines = [errors_of_folds(result)]
-    lines += [f"{one['name']}: {one['shipped']:.4g} -> {one['refit']:.4g}" for one in result["constants"]]
+    lines += [f"{item['name']}: {item['shipped']:.4g} -> {item['refit']:.4g}" for item in result["constants"]]
     lines.append(f"not determined: {', '.join(result['unmoved']) or 'none'}")
     return "\n".join(lines)
 

@@ -231,7 +231,7 @@ def test_overrides_count_without_a_run_file(capsys):
     words = ["batch.seq_len=1024", "cluster.price_per_hour=2", "--tokens", "200B", "--json"]
     assert main(["plan", f"{MODEL}/config.json", "--gpus", "24xH100-SXM", *SHORT, *words]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["batch"] == {"seq_len": 1024, "tokens_per_step": 128 * 24 * 1024}
+    assert plan["batch"] == {"seq_len": 1024, "tokens_per_step": 128 * 24 * 1024, "document_span": None}
     assert plan["defaults"] == {"batch.tokens_per_step": 128 * 24 * 1024}
     assert plan["cluster"]["devices"] == 24
     takes = plan["training"]

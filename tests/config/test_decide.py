@@ -12,7 +12,6 @@ from kumi.config import dump, load, open_run, resolve
 from kumi.config.run_plan import parse_plan, read_plan
 from kumi.config.stored_config import StoredRun
 from kumi.errors import FitError, LayoutError, RefusedError
-from kumi.plan.memory.device_memory import USABLE_SHARE
 from kumi.plan.memory.process import MODULE_BYTES
 from kumi.plan.search import select
 
@@ -100,7 +99,7 @@ def test_on_machines_where_it_cannot_run_another_is_chosen_and_the_change_is_sai
     assert run.layout.world_size == 2
     assert run.change.startswith("dp_replicate: 1 -> 2, microbatch: 8 -> 4, because the layout needs 1 devices")
     assert "; losses are equal up to rounding only" in run.change
-    machines(memory=f"{(MODULE_BYTES / 2**20 + 1.1) / USABLE_SHARE} MiB")
+    machines(memory=f"{(MODULE_BYTES / 2**20 + 1.1) / 0.98} MiB")
     run = resolve(config(), stored=begun)
     assert run.layout.microbatch < 8
     assert re.search(r"because the layout needs 7\d\.\d MiB per device, and a CPU has 7\d\.\d MiB usable;", run.change)

@@ -45,9 +45,9 @@ def test_prepared_data_say_it_better(tmp_path):
     source.write_text("".join(f'{{"text": "{"a b c d e f " * (number % 9)}"}}\n' for number in range(1, 60)))
     tokenizer = train_tokenizer([Source(str(source))], 300, tmp_path / "run" / "data" / "tokenizer")
     store = prepare([Source(str(source))], tokenizer, tmp_path / "run" / "data" / "tokens", validation=0.0)
-    known = document_span(of(batch__mean_document_tokens=1000.0))
-    assert known == store.document_span(32)
-    assert 2 < known < 32
+    span = document_span(of(batch__mean_document_tokens=1000.0))
+    assert span == store.document_span(32)
+    assert 2 < span < 32
     (tmp_path / "run" / "data" / "tokens" / "meta.json").write_text("{")
     assert document_span(of()) is None
 

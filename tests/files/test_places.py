@@ -61,7 +61,11 @@ REASONS: dict[str, list[str]] = {
         "train/cpu_contention.py cpu_wait_seconds",
         "safe_output.py make_output_safe",
     ],
-    "files that come with the package": ["config/presets.py read_machine_toml", "cli/init.py recipe_files recipes"],
+    "files that come with the package": [
+        "config/presets.py read_machine_toml",
+        "cli/init.py recipe_files recipes",
+        "plan/uncertainty/error_table.py published_runs",
+    ],
     "a message from a process that kumi started, by its pipe or the store of the launch": [
         "launch/rendezvous.py _failure",
         "train/start.py _follow",

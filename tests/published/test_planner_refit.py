@@ -20,14 +20,14 @@ MATMUL, DISPATCH = "NVIDIA A100-SXM4-80GB: matmul bfloat16", "megatron-lm: dispa
 
 def runs(factors):
     """Runs of two models on A100, whose times are those of the planner with constants multiplied by `factors`."""
-    found = []
+    cases = []
     for number, (hidden, tp, micro_batch) in enumerate([(8192, 8, 4), (8192, 4, 2), (4096, 4, 1), (1024, 8, 1)] * 2):
         cells = {"id": f"new-{number}", "source": "megatron", "model_name": "llama", "layers": "24", "gpus": "8"}
         cells |= {"hidden": str(hidden), "heads": str(hidden // 128), "vocab": "32000", "seq_len": "2048", "pp": "1"}
         cells |= {"gpu": "A100-80GB", "tp": str(tp), "micro_batch": str(micro_batch), "global_batch": "64"}
-        found.append(case_of(run_of(cells | {"step_time_s": "1", "precision": "bf16"})))
-    seconds = predict(found, estimator(factors)).seconds
-    return [replace(case, seconds=float(time)) for case, time in zip(found, seconds, strict=True)]
+        cases.append(case_of(run_of(cells | {"step_time_s": "1", "precision": "bf16"})))
+    seconds = predict(cases, estimator(factors)).seconds
+    return [replace(case, seconds=float(time)) for case, time in zip(cases, seconds, strict=True)]
 
 
 def halves(count):
@@ -42,7 +42,7 @@ def test_without_factors_times_are_the_planner_s():
 def test_every_constant_changes_a_time_and_is_put_back():
     case = runs({})[0]
     before = [getattr(module, name) for module, name, _ in OWN]
-    names = {one.name for one in constants_of(case.job) if one.scaled is not None}
+    names = {item.name for item in constants_of(case.job) if item.scaled is not None}
     assert {MATMUL, DISPATCH} <= names
     slow = predict([case], estimator({MATMUL: 0.8})).seconds
     assert slow > 1.1 * case.seconds
@@ -61,7 +61,7 @@ def test_constants_are_those_that_the_times_were_made_with():
 def test_a_constant_stays_within_its_bounds_and_one_without_influence_where_it_is():
     cases = runs({MATMUL: 0.9})
     rows = evaluated([replace(case, seconds=case.seconds / 50) for case in cases], halves(len(cases)))
-    (matmul,) = (one for one in rows.constants if one.name == MATMUL)
+    (matmul,) = (item for item in rows.constants if item.name == MATMUL)
     factors = fit(rows)
     assert factors[MATMUL] == pytest.approx(matmul.upper / matmul.value)
     assert "planner: exchange_passes" not in factors
@@ -89,14 +89,14 @@ def test_one_wild_run_moves_a_robust_fit_little():
 def test_the_committed_refit_is_of_these_constants():
     committed = json.loads((RESULTS / "planner_refit.json").read_text(encoding="utf-8"))
     values = {constant.name: constant.value for _, _, constant in OWN}
-    shipped = {one["name"]: one["shipped"] for one in committed["constants"]}
+    shipped = {item["name"]: item["shipped"] for item in committed["constants"]}
     assert {name: value for name, value in shipped.items() if name in values} == {
         name: value for name, value in values.items() if name in shipped
     }
     page = (RESULTS.parents[1] / "docs" / "accuracy.md").read_text(encoding="utf-8")
     assert errors_of_folds(committed) in page
     accuracy = json.loads((RESULTS / "planner_accuracy.json").read_text(encoding="utf-8"))
-    errors = {one["experiment"]: one["time_mean_abs_error"] for one in accuracy["experiments"]}
+    errors = {item["experiment"]: item["time_mean_abs_error"] for item in accuracy["experiments"]}
     assert {fold["experiment"]: fold["shipped_mean_abs_error"] for fold in committed["folds"]} == pytest.approx(errors)
     means = [fold["refit_mean_abs_error"] for fold in committed["folds"]]
     assert committed["refit_mean_abs_error"] == pytest.approx(float(np.mean(means)))
