@@ -261,11 +261,11 @@ def test_optimizer_state_is_left_out_with_a_notice(saved: Saved, tmp_path: Path)
         (lambda t: {k: v for k, v in t.items() if k != "output_layer.weight"}, r"'output_layer\.weight' is missing .*"),
         (
             lambda t: t | {"decoder.layers.mlp.extra": torch.zeros(2)},
-            r"'decoder\.layers\.mlp\.extra' \(2,\) is not a tensor of the",
+            r"'decoder\.layers\.mlp\.extra' \(2,\) is in the checkpoint, but the",
         ),
         (
             lambda t: t | {"decoder.final_layernorm.weight": torch.zeros(31)},
-            r"is \(31,\) in the checkpoint, but \(32,\) in",
+            r"is \(31,\) in the checkpoint, but the configuration gives \(32,\)",
         ),
         (lambda t: t | {"embedding.word_embeddings.weight": torch.zeros(90, 32)}, "has 90 rows, but vocab_size=97"),
         (

@@ -59,7 +59,9 @@ def rank_timeout_error(ranks: dict[int, str], *, waiting: int) -> CommunicationE
 def root_cause_error(
     watch: Watch, exits: dict[int, int], failures: list[Failure], log_dir: Path, *, out_of_memory: bool
 ) -> KumiError:
-    """Return the error of the rank that caused the failure: the earliest of the lowest class (see this module).
+    """Return the error of the rank that caused the failure: the earliest primary failure.
+
+    Without one, it is the earliest unclear death, else the earliest secondary failure (see the module docstring).
 
     `exits`: exit codes that the agent saw, by rank. `out_of_memory`: the kernel killed processes during the run
     because memory ran out.

@@ -225,6 +225,8 @@ def _notes(report: Report) -> Iterator[Line]:
     yield from (Line("note", note) for note in report.job.model.notes)
     if report.job.cluster.devices > 1 and not report.job.cluster.links:
         yield Line("note", phrases.NO_LINKS)
-    assumed = used_assumptions(report.job.cluster, report.best)
-    if assumed:
-        yield Line("assumed", f"{', '.join(assumed)}; kumi bench measures them")
+    assumed, documents = used_assumptions(report.job.cluster, report.best), phrases.assumed_documents(report.job)
+    figures = f"{', '.join(assumed)} (kumi bench measures them)" if assumed else ""
+    rows = "each row is one document (batch.mean_document_tokens, or prepared data)" if documents else ""
+    if figures or rows:
+        yield Line("assumed", "; ".join(filter(None, (figures, rows))))

@@ -29,8 +29,8 @@ _WITH_TILES: dict[str, tuple[Any, ...]] = {
 # The optimizers whose states can be offloaded to the host and to its drives.
 _OFFLOADED_OPTIMIZERS = ("adamw",)
 
-# Field -> the values that are supported with float8. With other values, matmuls run outside of the float8 linear
-# layers.
+# Field -> the values that are supported with float8. With other values the trainer computes some matmuls without the
+# linear layer's module, so they would not run in float8.
 _WITH_FLOAT8: dict[str, tuple[Any, ...]] = {"tp": (1,), "schedule": FULL_BACKWARD, "tiles": (1,)}
 
 

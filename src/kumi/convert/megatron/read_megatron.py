@@ -48,7 +48,7 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """A checked Megatron checkpoint as a model; native tensors are assembled on demand.
+    """A checked Megatron checkpoint as a model. Native tensors, in kumi's names and shapes, are assembled on demand.
 
     tokenizer   folder that may contain a tokenizer
     keys        naming scheme of the checkpoint's tensors
@@ -78,7 +78,10 @@ class MegatronModel:
                 out[target] = self._read_part(part, tuple(a - b for a, b in zip(first, part.start)), shape)
 
     def cut(self, name: str, row: int) -> int:
-        """Return the row before which a block of rows that begins at `row` should end."""
+        """Return the end (exclusive) of the block of rows that begins at `row`.
+
+        The block has about `BLOCK_BYTES`, rounded up to rows that each part of the tensor can be read in.
+        """
         param = self.params[name]
         param_parts, rows = megatron_parts(self.spec, param, self.keys), param.shape[0]
         row_bytes = prod(param.shape[1:]) * ITEMSIZE[self.dtypes[name]]
@@ -221,7 +224,9 @@ def match_tensors(
             f"config.json; the two belong to different models"
         )
     by_layer = any(_LAYER_KEY.match(name) for name in names)
+    # The gate and the up projection are stored apart.
     halves = any(name.endswith(("_w", "_v")) for name in names)
+    # Names of Transformer Engine's layers, then of Megatron's own ("local").
     schemes = [CheckpointKeys(not by_layer, vocab, local, halves) for local in (False, True)]
     keys = next((scheme for scheme in schemes if megatron_tensors(spec, scheme).keys() <= names), schemes[0])
     _check_names_and_shapes(folder, spec, megatron_tensors(spec, keys), {name: stored[name].shape for name in names})
@@ -242,14 +247,14 @@ def _check_names_and_shapes(
             raise ModelError(f"{folder}: {name!r} is missing from the checkpoint of this {spec.family} model{hint}")
         if shapes[name] != shape:
             raise ModelError(
-                f"{folder}: {name!r} is {shapes[name]} in the checkpoint, but {shape} in the model of its "
-                f"configuration; the two belong to different models"
+                f"{folder}: {name!r} is {shapes[name]} in the checkpoint, but the configuration gives "
+                f"{shape}; the two belong to different models"
             )
     unknown = sorted(shapes.keys() - expected.keys())
     if unknown:
         raise ModelError(
-            f"{folder}: {unknown[0]!r} {shapes[unknown[0]]} is not a tensor of the {spec.family} model of its "
-            f"configuration, and kumi would drop it; give the right config.json with --config"
+            f"{folder}: {unknown[0]!r} {shapes[unknown[0]]} is in the checkpoint, but the {spec.family} model "
+            f"that the configuration describes has no such tensor; give the right config.json with --config"
         )
 
 

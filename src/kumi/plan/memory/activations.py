@@ -1,9 +1,10 @@
 """Activation memory per token: saved between forward and backward pass, and transient in the backward pass.
 
-The ledger lists the tensors that every operation saves with kernels as economical as kumi's; other engines save more.
-On a rank, dims sharded by tp are divided by tp, other dims by tp only under sequence parallelism, and all by cp. For a
-GPT layer in 16 bits with dropout and materialized attention scores the sum is the 34 + 5as/h bytes per token and hidden
-element of Korthikanti et al., 2022, arXiv:2205.05198, equation 1.
+The ledger (`kumi.spec.ledger`) lists the tensors that each operation saves with kumi's kernels; other trainers
+("engines") save more. A tensor with a dim that tp shards is divided by tp; any other tensor only under sequence
+parallelism. cp reduces the tokens of a rank, not the bytes per token. For a GPT layer in 16 bits with dropout and
+materialized attention scores the sum is the 34 + 5as/h bytes per token and hidden element of Korthikanti et al., 2022,
+arXiv:2205.05198, equation 1.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def model_activations(job: Job, layouts: LayoutBatch) -> ModelActivations:
 class _ActivationSizes:
     """Bytes per token of activations on a rank, (rows,).
 
-    `outside_tp`: the number of ranks that share activations between the tensor-parallel matmuls.
+    `outside_tp`: the number of ranks over which activations between the tensor-parallel matmuls are split: tp under
+    sequence parallelism, else 1.
     """
 
     def __init__(self, job: Job, layouts: LayoutBatch) -> None:
@@ -107,7 +109,7 @@ class _ActivationSizes:
         """Return the operations whose outputs selective recomputation saves."""
         if self.engine.selective == "products":
             return [op for op in ops if op.kind in _EXPENSIVE_KINDS]
-        # Grouped matmuls of experts do not count as matmuls here.
+        # The output of every second matmul is saved; grouped matmuls of experts are not counted.
         linears = [op for op in ops if op.kind == "linear" and not op.experts]
         return [*linears[::2], *(op for op in ops if op.kind == "attention")]
 
@@ -165,7 +167,7 @@ class _ActivationSizes:
     def output(self, op: Op) -> Floats:
         """Return the bytes of the output of `op`; attention also returns the log-sum-exp of its scores."""
         statistics = [tensor for tensor in op.saved if op.kind == "attention" and tensor.dtype == "float32"]
-        output = self.itemsize * self._numel_of_passes(op, op.target)
+        output = self.itemsize * self._numel_of_copies(op, op.target)
         return output + self._bytes(statistics, at_experts=bool(op.experts))
 
     def gradients(self, op: Op) -> Floats:
@@ -175,7 +177,7 @@ class _ActivationSizes:
         """
         attention_inputs = 1 + op.kv_size / op.source.size
         inputs = {"gate": 2, "gated_norm": 2, "attention": attention_inputs, "scan": attention_inputs}.get(op.kind, 1)
-        source, target = (self._numel_of_passes(op, dim) for dim in (op.source, op.target))
+        source, target = (self._numel_of_copies(op, dim) for dim in (op.source, op.target))
         total: Floats = self.itemsize * (inputs * source + target)
         if op.kind == "gate" and is_tiled(self.job.model, op):
             # Three outputs of a tile are recomputed.
@@ -195,8 +197,8 @@ class _ActivationSizes:
         heads = shard_size(Dim("heads", op.heads), self.tp)
         return np.where(materialized, 2.0 * itemsize * self.job.batch.seq_len * heads, 0.0)
 
-    def _numel_of_passes(self, op: Op, dim: Dim) -> Floats:
-        """Return the elements per token of an input or output of `op` along `dim`, in all passes of the token."""
+    def _numel_of_copies(self, op: Op, dim: Dim) -> Floats:
+        """Return the elements per token of an input or output of `op` along `dim`, for all routed copies of a token."""
         passes = (Dim("routed", int(op.passes)),) if op.passes > 1 else ()
         tiles = self.tiles if dim.name == "ffn" and is_tiled(self.job.model, op) else 1.0
         return self.numel((*passes, dim), at_experts=bool(op.experts)) / tiles

@@ -38,7 +38,7 @@ def scan_score_seconds(job: Job, op: Op, tokens: Floats, tp: Floats) -> tuple[Fl
 
 
 def scan_kernels(job: Job, op: Op) -> tuple[float, float]:
-    """Return the (forward, backward) kernel launches of an unfused scan."""
+    """Return the (forward, backward) kernel launches of an unfused scan, whatever its number of sequences."""
     chunks = -(-job.batch.seq_len // op.chunk)
     launches = zip(_SEQUENCE_KERNELS, _CHUNK_KERNELS, strict=True)
     forward, backward = (per_sequence + per_chunk * chunks for per_sequence, per_chunk in launches)
