@@ -85,7 +85,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW")
     parser.add_argument("--cluster", type=Path, help="cluster file that `kumi bench` wrote")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a run, of which the first is not timed")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a run; the first is not timed")
     parser.add_argument("--data", type=Path, help="folder of prepared data, which is made at the first run")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further overrides of the run file")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for a run")

@@ -11,6 +11,7 @@ from small import HOST, job, model
 
 from kumi.config import job as job_of_config
 from kumi.config import load_plan
+from kumi.errors import ConfigError
 from kumi.plan.search.search_layouts import search
 from kumi.plan.session import plan
 from kumi.plan.uncertainty import intervals
@@ -170,3 +171,11 @@ def test_intervals_contain_runs_of_experiments_that_were_left_out(level, least, 
             np.mean([exp(run.time_error) in bounds[run.traits.time_regime] for run in runs if run.experiment == name])
         )
     assert least <= np.mean(shares) <= most
+
+
+@pytest.mark.parametrize("value", ["1.5", "-0.1", "true", '"none"'])
+def test_a_margin_that_is_no_share_is_refused(tmp_path, value):
+    file = tmp_path / "run.toml"
+    file.write_text(RUN_FILE + "seq_len = 4096\ntokens_per_step = 131072\n")
+    with pytest.raises(ConfigError, match=r"^plan\.margin: must be 'auto', or a share of at least 0 and below 1, got"):
+        load_plan(str(file), [f"plan.margin={value}"])
