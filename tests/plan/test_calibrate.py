@@ -9,6 +9,7 @@ from kumi.errors import ConfigError
 from kumi.plan.calibration.calibrate import MeasuredRun, calibrate, cluster_constants
 from kumi.plan.calibration.fit_constants import identifiable_columns, least_squares, log_jacobian
 from kumi.plan.estimate import estimate
+from kumi.plan.estimates import MemoryEstimate, bytes_as_measured
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device, Link
@@ -57,7 +58,7 @@ def run(layout, seq_len=256, sequences=16, truth=TRUE, extra_memory=0):
     """Return a run whose job has CLUSTER, and whose step time is the estimate for the cluster `truth`."""
     job = Job(MODEL, CLUSTER, BatchSpec(seq_len, seq_len * sequences), PRECISIONS["fp32"], Optim())
     true = estimate(replace(job, cluster=truth), layout)
-    memory = max(stage.total - stage.reserved for stage in true.memory) + extra_memory
+    memory = max(bytes_as_measured(stage, CLUSTER.device) for stage in true.memory) + extra_memory
     return MeasuredRun(f"run-{layout.zero}-{sequences}", job, layout, true.step_seconds, 40, memory)
 
 
@@ -153,3 +154,10 @@ def test_proportional_columns_are_not_identifiable():
     assert list(identifiable_columns(proportional, 0.05)) == [1, 2]
     assert list(identifiable_columns(proportional, 0.5)) == [1]
     assert list(identifiable_columns(np.zeros((2, 2)), 0.05)) == []
+
+
+def test_the_peak_of_a_run_counts_a_cpu_s_process_and_not_a_gpu_s_reserve():
+    memory = MemoryEstimate(1, 0, 0, 0, 0, 0, 0, reserved=100)
+    cpu = replace(CLUSTER.device, kind="cpu", reserved=60)
+    assert bytes_as_measured(memory, cpu) == 41
+    assert bytes_as_measured(memory, replace(cpu, kind="cuda")) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kumi.spec.cluster import Device
 from kumi.spec.layout import Layout
 
 
@@ -37,6 +38,14 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         return sum(asdict(self).values())
+
+
+def bytes_as_measured(memory: MemoryEstimate, device: Device) -> int:
+    """Return the part of `memory` that the peak of a run on `device` counts.
+
+    On a GPU it is the allocated memory; on a CPU all that the process adds to what it had before the model was built.
+    """
+    return memory.total - (memory.reserved if device.kind == "cuda" else device.reserved)
 
 
 @dataclass(frozen=True)

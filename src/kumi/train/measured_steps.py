@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from kumi.config import ResolvedRun
+from kumi.plan.estimates import bytes_as_measured
 from kumi.plan.uncertainty.intervals import Interval
 from kumi.plan.uncertainty.of_estimate import estimate_uncertainty
 from kumi.report import phrases
@@ -54,9 +55,9 @@ def estimate_lines(run: ResolvedRun) -> Iterator[str]:
     sure = estimate_uncertainty(run.job, run.estimate)
     if run.step_seconds is not None:
         yield _compared("step time", measured.seconds, run.step_seconds, sure.time80, sure.time90, phrases.seconds)
-    # Tensors are measured without the allocator's reserve. The interval is for all memory, and taken in proportion.
-    estimated = run.memory.total - run.memory.reserved
-    share = estimated / run.memory.total
+    # The metrics are rank 0's. The interval is for all memory, and taken in proportion.
+    estimated = bytes_as_measured(run.estimate.memory[0], run.cluster.device)
+    share = estimated / run.estimate.peak_memory
     bounds80, bounds90 = sure.memory80.scaled(share), sure.memory90.scaled(share)
     yield _compared("memory", measured.peak_memory, estimated, bounds80, bounds90, format_bytes)
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from kumi.errors import DivergedError
 from kumi.parallel.grad_norm import LossScale
+from kumi.plan.estimates import bytes_as_measured
 from kumi.train.callbacks import Listener
 from kumi.train.cpu_contention import CpuWait
 from kumi.train.evaluate import Evaluation
@@ -46,12 +47,9 @@ class Reporter:
             self.note(line)
 
     def _estimated_memory(self) -> int:
-        """Return the estimated bytes of this rank, like the measured peak: on a GPU those that are allocated, on a CPU
-        those of the process without what it had before the model was built."""
-        run, mesh = self._rank_state.run, self._rank_state.mesh
-        memory = run.estimate.memory[mesh.index("pp")]
-        on_cpu = mesh.device.type == "cpu"
-        return memory.total - (run.cluster.device.reserved if on_cpu else memory.reserved)
+        """Return the estimated bytes of this rank, like the measured peak."""
+        run = self._rank_state.run
+        return bytes_as_measured(run.estimate.memory[self._rank_state.mesh.index("pp")], run.cluster.device)
 
     def step(self, result: StepResult) -> None:
         """Add one step; raise DivergedError if a loss or gradient that is read from the device is not finite."""

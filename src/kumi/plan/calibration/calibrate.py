@@ -17,7 +17,7 @@ import numpy as np
 from kumi.errors import ConfigError
 from kumi.plan.calibration.fit_constants import identifiable_columns, least_squares, log_jacobian
 from kumi.plan.estimate import estimate
-from kumi.plan.estimates import Estimate
+from kumi.plan.estimates import Estimate, bytes_as_measured
 from kumi.plan.layout_batch import Floats, Ints
 from kumi.spec.cluster import ClusterSpec, Device, Link
 from kumi.spec.job import Job
@@ -220,7 +220,7 @@ def _compare(
 ) -> RunComparison:
     before = estimator(_scaled_job(run, constants, np.ones(len(constants))), run.layout)
     after = estimator(_scaled_job(run, constants, factors), run.layout)
-    memory = max(stage.total - stage.reserved for stage in before.memory)
+    memory = max(bytes_as_measured(stage, run.job.cluster.device) for stage in before.memory)
     return RunComparison(
         run.name, run.steps, run.seconds, before.step_seconds, after.step_seconds, run.peak_memory, memory
     )
