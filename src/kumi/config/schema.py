@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from kumi.objectives import OBJECTIVES
 from kumi.spec.comm import COMPRESS, Comm
-from kumi.spec.data_source import FORMATS, Source
+from kumi.spec.data_source import FORMATS, ROW_KINDS, TURNS, ChatOptions, Source
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
 from kumi.spec.lora import ALL_LINEAR, QUANTIZATIONS, Lora
 from kumi.spec.lora import INITS as LORA_INITS
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     LoraInit: TypeAlias = str
     Quantize: TypeAlias = str
     SourceFormat: TypeAlias = str
+    RowKind: TypeAlias = str
+    Turns: TypeAlias = str
 else:
     Recompute, Schedule, Offload = Literal[RECOMPUTE], Literal[tuple(SCHEDULES)], Literal[OFFLOAD]
     Context = Literal[CONTEXT]
@@ -62,7 +64,7 @@ else:
     Compress = Literal[COMPRESS]
     ObjectiveKind = Literal[tuple(OBJECTIVES)]
     LoraInit, Quantize = Literal[LORA_INITS], Literal["none", *QUANTIZATIONS]
-    SourceFormat = Literal[FORMATS]
+    SourceFormat, RowKind, Turns = Literal[FORMATS], Literal[ROW_KINDS], Literal[TURNS]
 
 
 def spec_key(spec: type[Any], name: str, default: Any = MISSING) -> Any:
@@ -169,13 +171,31 @@ class LoraSection(Section):
 
 
 class SourceSection(Section):
-    """One source of documents."""
+    """One source of documents or examples."""
 
     path: Text = spec_key(Source, "path")
     weight: Annotated[Number, Field(gt=0)] = spec_key(Source, "weight")
     text_key: str = spec_key(Source, "text_key")
     format: SourceFormat = spec_key(Source, "format")
     exclude: tuple[str, ...] = spec_key(Source, "exclude")
+    kind: RowKind = spec_key(Source, "kind")
+    columns: dict[Text, Text] | None = spec_key(Source, "columns")
+    epochs: Annotated[Number, Field(gt=0)] | None = spec_key(Source, "epochs")
+    max: Positive | None = spec_key(Source, "max")
+    validation: Text | None = spec_key(Source, "validation")
+
+
+class ChatSection(Section):
+    """How conversations become tokens; text needs none of it."""
+
+    template: Text | None = spec_key(ChatOptions, "template")
+    template_kwargs: dict[Text, Any] | None = spec_key(ChatOptions, "template_kwargs")
+    date: Annotated[Text, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] = spec_key(ChatOptions, "date")
+    turns: Turns = spec_key(ChatOptions, "turns")
+    stop_tokens: tuple[Text, ...] = spec_key(ChatOptions, "stop_tokens")
+    timeout_s: Annotated[Number, Field(gt=0)] = spec_key(ChatOptions, "timeout_s")
+    memory_gib: Annotated[Number, Field(gt=0)] = spec_key(ChatOptions, "memory_gib")
+    max_refused: Fraction = spec_key(ChatOptions, "max_refused")
 
 
 class TrainedTokenizer(Section):
@@ -203,6 +223,10 @@ class DataSection(Section):
     cross_document: Switch = Field(
         False, description="Let attention and prediction cross the boundaries of documents in a sequence."
     )
+    shares: Literal["tokens", "sequences"] = Field(
+        "tokens", description="Whether the weights of sources are shares of the tokens or of the sequences."
+    )
+    chat: ChatSection = ChatSection()
     workers: NotNegative = Field(0, description="Processes that tokenise; 0 means one per core.")
     cache: Text | None = Field(None, description="Folder of tokenised data; by default `data` inside `train.out`.")
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kumi.errors import ConfigError
 from kumi.spec.field_docs import described
 
-FORMATS = ("auto", "jsonl", "parquet", "text", "indexed")
+FORMATS = ("auto", "jsonl", "json", "parquet", "arrow", "text", "indexed")
+# Kinds of rows; "auto" goes by the columns.
+ROW_KINDS = ("auto", "text", "chat", "prompt-completion", "instruction", "preference", "feedback", "prompt")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One source of documents."""
+    """One source of documents or examples."""
 
     path: str = described("A file, folder or glob; {stdlib} is this Python's standard library.")
     weight: float = described("Share of this source in the training tokens, relative to the others.", 1.0)
@@ -22,9 +26,50 @@ class Source:
         "How to read it; 'auto' goes by the suffix. 'indexed' is a Megatron .bin/.idx prefix.", "auto"
     )
     exclude: tuple[str, ...] = described("Globs of files to leave out.", ())
+    kind: str = described(
+        "What a row is; 'auto' goes by the columns, on which all rows of a source must agree.", "auto"
+    )
+    columns: Mapping[str, str] | None = described(
+        "Columns of the files under other names: { messages = 'dialog' } reads `dialog` as `messages`.", None
+    )
+    epochs: float | None = described(
+        "How often the run reads this source; with it on all sources, shares follow from it instead of `weight`.", None
+    )
+    max: int | None = described("Use at most this many units of the source, chosen by a hash of their content.", None)
+    validation: str | None = described(
+        "Path of this source's own held-out data, in the same format; nothing of `path` is held out then.", None
+    )
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise ConfigError(f"data source {self.path!r}: format={self.format!r} must be one of {', '.join(FORMATS)}")
+        if self.kind not in ROW_KINDS:
+            raise ConfigError(f"data source {self.path!r}: kind={self.kind!r} must be one of {', '.join(ROW_KINDS)}")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ConfigError(f"data source {self.path!r}: weight={self.weight} must be a finite number above 0")
+
+
+TURNS = ("all", "last")
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How conversations become tokens, and which of the tokens are trained."""
+
+    template: str | None = described(
+        "A chat template: a path to a Jinja file, or the name of one of several in the tokenizer's folder; by default "
+        "the tokenizer's chat_template.jinja, or chat_template in its tokenizer_config.json.",
+        None,
+    )
+    template_kwargs: Mapping[str, Any] | None = described(
+        "Arguments of the template, such as { enable_thinking = false }; a row's own chat_template_kwargs come first.",
+        None,
+    )
+    date: str = described("The date, YYYY-MM-DD, for templates that write today's date.", "2025-01-01")
+    turns: str = described("Replies to train: 'all' of a conversation, or its 'last'.", "all")
+    stop_tokens: tuple[str, ...] = described(
+        "Tokens that end a reply; by default those of eos_token_id in generation_config.json.", ()
+    )
+    timeout_s: float = described("Seconds that one conversation may take to render.", 5.0)
+    memory_gib: float = described("Memory in GiB that a process which renders conversations may use.", 4.0)
+    max_refused: float = described("Share of a source's rows that may be refused before the preparation stops.", 0.05)
