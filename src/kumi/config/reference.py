@@ -35,14 +35,20 @@ def run_file_page() -> str:
 _NESTED = {
     "A source, in `data.sources`": "SourceSection",
     "A tokenizer to train, as `data.tokenizer`": "TrainedTokenizer",
+    "[data.chat]": "ChatSection",
 }
 
 
 def _section(title: str, section: dict[str, Any]) -> str:
     required = section.get("required", [])
-    rows = [_row(key, item, required) for key, item in section["properties"].items()]
+    rows = [_row(key, item, required) for key, item in section["properties"].items() if not _has_own_table(item)]
     heading = f"\n## {title}\n\n{section.get('description', '')}\n\n| key | default | |\n|---|---|---|"
     return "\n".join([heading, *rows])
+
+
+def _has_own_table(item: dict[str, Any]) -> bool:
+    """Return True for a section inside a section, whose keys `_NESTED` lists in a table of their own."""
+    return item.get("$ref", "").rsplit("/", 1)[-1] in _NESTED.values()
 
 
 def _target(item: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any] | None:
