@@ -1,4 +1,4 @@
-"""`kumi init`: write a run file from a recipe, and the config.json of its model, to the working directory."""
+"""`kumi init`: write a run file from a recipe, and the files that it names, to the working directory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def recipes() -> dict[str, str]:
 
 
 def recipe_files(name: str, out: str) -> dict[str, str]:
-    """Return the files of the recipe `name` by path: the run file `out`, and the config.json of its model, if any.
+    """Return the files of the recipe `name` by path: the run file `out`, and those of the example folders it names.
 
     Raise ConfigError for an unknown name.
     """
@@ -68,12 +68,12 @@ def recipe_files(name: str, out: str) -> dict[str, str]:
         raise ConfigError(f"init: {name!r} is not a recipe; {hint}use {', '.join(recipes())}")
     text = _folder().joinpath(*f"{name}.toml".split("/")).read_text(encoding="utf-8")
     text = text.replace(f"examples/{name}.toml", out)
-    models = {model: f"models/{model}/config.json" for model in re.findall(r'"examples/models/([^"/]+)"', text)}
-    configs = {
-        path: _folder().joinpath("models", model, "config.json").read_text(encoding="utf-8")
-        for model, path in models.items()
-    }
-    return {out: text.replace("examples/models/", "models/"), **configs}
+    named: dict[str, str] = {}
+    for path in re.findall(r'"examples/([^"{}*]+)"', text):
+        place = _folder().joinpath(*path.split("/"))
+        parts = [(f"{path}/{part.name}", part) for part in place.iterdir()] if place.is_dir() else [(path, place)]
+        named |= {name: part.read_text(encoding="utf-8") for name, part in sorted(parts) if not name.endswith(".py")}
+    return {out: text.replace('"examples/', '"'), **named}
 
 
 def _list(arguments: Namespace) -> int:

@@ -1,0 +1,79 @@
+"""Sequences of a store in the terminal: trained tokens in colour, or in [[ ]] where there is no colour."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kumi.report.palette import GREEN, ORANGE
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+
+def visible(text: str) -> str:
+    """Return `text` with its line breaks; other control characters are escaped, as they may steer a terminal."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
+def render_units(units: list[dict[str, Any]], *, colour: bool) -> RenderableType:
+    """Return the content of `kumi data show`: for each unit its origin and counts, then its messages.
+
+    units: plain data of `kumi.data.show_units`.
+    colour: trained text is green and bold, control tokens are orange; otherwise trained text is in [[ ]].
+    """
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for unit in units:
+        for sequence in unit["sequences"]:
+            parts.append(Text(_heading(unit, sequence), style="bold"))
+            table = Table.grid(padding=(0, 2))
+            table.add_column(justify="right", style="dim", no_wrap=True)
+            table.add_column(overflow="fold")
+            for message in sequence["messages"]:
+                table.add_row(message["role"] or "template", _message(message, colour))
+            parts += [table, Text()]
+    return Group(*parts)
+
+
+def _heading(unit: dict[str, Any], sequence: dict[str, Any]) -> str:
+    """Return the line above a sequence: where it comes from, where it is trained, how much of it."""
+    share = sequence["trained"] / sequence["tokens"] if sequence["tokens"] else 0.0
+    words = [f"{unit['source']} {unit['side']} unit {unit['unit']}"]
+    if sequence.get("name"):
+        words.append(sequence["name"])
+    if unit.get("label") is not None:
+        words.append("desirable" if unit["label"] else "not desirable")
+    if unit.get("bin") is not None:
+        words.append(f"row {unit['row']} of the first epoch, bin {unit['bin']}")
+    words.append(f"{sequence['tokens']} tokens, {sequence['trained']} trained ({share:.0%})")
+    return " | ".join(words)
+
+
+def _message(message: dict[str, Any], colour: bool) -> Text:
+    from rich.text import Text
+
+    text, opened = Text(), False
+    for run in message["runs"]:
+        if not colour and run["trained"] != opened:
+            text.append("[[" if run["trained"] else "]]")
+            opened = run["trained"]
+        words = visible(run["text"]) + (f" (weight {run['weight']:g})" if "weight" in run else "")
+        text.append(words, style=_style(run) if colour else "")
+    if opened:
+        text.append("]]")
+    if text.plain.endswith("\n"):
+        text.right_crop(1)
+    return text
+
+
+def _style(run: dict[str, Any]) -> str:
+    """Return the style of a run: colour says trained, bold the stop token, so that no reader depends on hue alone."""
+    if run["trained"]:
+        return f"bold underline {GREEN}" if run.get("stop") else f"bold {GREEN}"
+    return ORANGE if run["control"] else "dim"
