@@ -183,8 +183,9 @@ def matmul_peak(threads: int) -> dict:
 def chosen_numerics(setup: Setup) -> dict:
     """Return kumi's chosen numerics with the threads of `setup`, and the seconds of measuring, without imports."""
     program = (
-        f"import json; from kumi.train.measure_numerics import measure_here; found = measure_here({setup.processes})\n"
-        "print(json.dumps({'numerics': str(found.numerics), 'kind': found.numerics.kind, 'seconds': found.took}))"
+        f"import json; from kumi.train.measure_numerics import measure_here; here = measure_here({setup.processes})\n"
+        "row = {'numerics': str(here.numerics), 'kind': here.numerics.kind, 'seconds': here.measuring_seconds}\n"
+        "print(json.dumps(row))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment(setup.threads), check=True, stdout=subprocess.PIPE, text=True

@@ -47,6 +47,11 @@ def test_a_send_goes_over_the_link_that_reaches_its_neighbour():
     assert seconds("send", 4e9, 2, 8) == pytest.approx(0.08, rel=1e-2)
 
 
+def test_the_outermost_link_connects_ranks_whose_distance_does_not_divide_it():
+    # The ends of a pipeline of eight stages with eight ranks each: ranks 0 and 56 of 64.
+    assert seconds("all_reduce", 1e11, 2, 56) == pytest.approx(1e11 / 50e9, rel=1e-2)
+
+
 def test_all_to_all_sends_each_part_over_its_own_link():
     # Of 64 parts 56 leave the node, at 50 GB/s.
     assert seconds("all_to_all", 6.4e9, 64, 1) == pytest.approx(5.6e9 / 50e9, rel=1e-2)

@@ -85,7 +85,7 @@ class Traffic:
     `kinds`, `count`: the kinds and the number of messages.
     `sent`: bytes over the link.
     `busy`: seconds of all messages; `exposed`: the seconds that compute does not hide.
-    `bandwidth`: bytes/s of the group on the link, 0 if unknown. A group has the bandwidth of all its ranks in a node.
+    `bandwidth`: bytes/s of the groups on the link, 0 if unknown. A group has the bandwidth of all its ranks in a node.
     `efficiency`: the share of `bandwidth` that large messages reach.
     """
 
@@ -125,21 +125,21 @@ def traffic(job: Job, estimate: Estimate) -> tuple[Traffic, ...]:
         items = [item for item in group if item.count]
         if not items:
             continue
-        degree = max(item.degree for item in items)
-        bandwidth, efficiency = group_bandwidth(
-            job.cluster, estimate.layout, axis, link, degree, {item.kind for item in items}
-        )
+        sent = [_link_bytes(job, estimate.layout, item) for item in items]
+        speeds = [group_bandwidth(job.cluster, estimate.layout, axis, link, item.degree, {item.kind}) for item in items]
+        # Groups along one axis may differ: those of the experts have other distances, and a ring has more cards.
+        at_peak = sum(size / bandwidth for size, (bandwidth, _) in zip(sent, speeds, strict=True) if bandwidth)
         rows.append(
             Traffic(
                 link,
                 axis,
                 tuple(dict.fromkeys(item.kind for item in items)),
                 sum(item.count for item in items),
-                sum(_link_bytes(job, estimate.layout, item) for item in items),
+                sum(sent),
                 sum(item.seconds for item in items),
                 sum(item.exposed for item in items),
-                bandwidth,
-                efficiency,
+                sum(sent) / at_peak if at_peak else speeds[0][0],
+                speeds[0][1],
             )
         )
     return tuple(rows)
@@ -154,7 +154,7 @@ def _link_bytes(job: Job, layout: Layout, item: Collective) -> float:
     at = next((index for index, link in enumerate(job.cluster.links) if link.name == item.link), 0)
     if item.kind != "all_to_all" or at == 0:
         return wire_bytes(item)
-    inside = ranks_within(listed_stride(layout, item.axis), item.degree, job.cluster.links[at - 1].span)
+    inside = ranks_within(listed_stride(layout, item.axis, item.degree), item.degree, job.cluster.links[at - 1].span)
     copies = max((layer.mlp.num_experts_per_tok for layer in job.model.layers if isinstance(layer.mlp, MoE)), default=1)
     copies, blocks = copies if job.engine.tokens_once else 1, item.degree / inside
     share = blocks * (1 - (1 - 1 / blocks) ** copies) / copies
@@ -174,7 +174,7 @@ def group_bandwidth(
     at = next(index for index, item in enumerate(cluster.links) if item.name == link)
     inside = 1
     if at > 0 and not kinds <= {"send", "all_to_all"}:
-        inside = ranks_within(listed_stride(layout, axis), degree, cluster.links[at - 1].span)
+        inside = ranks_within(listed_stride(layout, axis, degree), degree, cluster.links[at - 1].span)
     return cluster.links[at].bandwidth * inside, cluster.links[at].efficiency
 
 

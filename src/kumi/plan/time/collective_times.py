@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kumi.plan.layout_batch import Floats, Numbers
-from kumi.spec.cluster import ClusterSpec
+from kumi.spec.cluster import ClusterSpec, Link
 
 # Fixed seconds per pass of a collective, beyond bandwidth and latency: ranks wait for the slowest rank, and the copy
 # pipeline fills. Fitted to tensor-parallel runs on A100 (SC'21, Hagemann, vTrain), where NVLink of half the speed needs
@@ -18,6 +20,20 @@ def ranks_in_block(stride: Floats, degree: Floats, span: float) -> Floats:
     return np.clip(np.floor(span / stride), 1.0, degree)
 
 
+def _crossings(cluster: ClusterSpec, stride: Floats, degree: Floats) -> Iterator[tuple[Link, Floats, Floats]]:
+    """Yield each link, innermost first, with the ranks of a group inside the smaller block and inside the link's block.
+
+    A group crosses a link if the second number is larger. The outermost link connects all ranks of the group, also
+    those of the two ends of a pipeline, whose distance does not divide its span.
+    """
+    inside = np.ones_like(degree)
+    for link in cluster.links:
+        outermost = link is cluster.links[-1]
+        reach = np.broadcast_to(degree, inside.shape) if outermost else ranks_in_block(stride, degree, link.span)
+        yield link, inside, reach
+        inside = np.maximum(inside, reach)
+
+
 def ring_bandwidth_latency(cluster: ClusterSpec, stride: Floats, degree: Floats) -> tuple[Floats, Floats]:
     """Return the bytes/s of a ring through the group, and the mean seconds of latency per hop.
 
@@ -25,15 +41,12 @@ def ring_bandwidth_latency(cluster: ClusterSpec, stride: Floats, degree: Floats)
     The slowest link sets the bandwidth of the ring.
     """
     bandwidth, latency = np.full_like(degree, np.inf), np.zeros_like(degree)
-    inside = np.ones_like(degree)
-    for link in cluster.links:
-        reach = ranks_in_block(stride, degree, link.span)
+    for link, inside, reach in _crossings(cluster, stride, degree):
         crossed = reach > inside
         speed = link.bandwidth * link.efficiency * inside
         bandwidth = np.where(crossed, np.minimum(bandwidth, speed), bandwidth)
         # One hop in `inside` leaves the smaller block; the others have the mean latency inside it.
         latency = np.where(crossed, latency + (link.latency - latency) / inside, latency)
-        inside = np.maximum(inside, reach)
     return bandwidth, latency
 
 
@@ -78,12 +91,10 @@ def collective_seconds(
 
 def _send(cluster: ClusterSpec, size: Floats, degree: Floats, stride: Floats) -> Floats:
     """Return the seconds to send `size` bytes to the next rank over the slowest link, which all ranks wait for."""
-    seconds, inside = np.zeros_like(size), np.ones_like(size)
-    for link in cluster.links:
-        reach = ranks_in_block(stride, degree, link.span)
+    seconds = np.zeros_like(size)
+    for link, inside, reach in _crossings(cluster, stride, degree):
         on_link = link.latency + size / (link.bandwidth * link.efficiency)
         seconds = np.where(reach > inside, np.maximum(seconds, on_link), seconds)
-        inside = np.maximum(inside, reach)
     return seconds
 
 
@@ -93,25 +104,21 @@ def _all_to_all(cluster: ClusterSpec, size: Floats, degree: Floats, stride: Floa
     An element routed to `copies` ranks crosses a link once per block of ranks behind it: the crossing share is the
     expected number of distinct blocks / `copies`.
     """
-    seconds, inside = np.zeros_like(size), np.ones_like(size)
-    for link in cluster.links:
-        reach = ranks_in_block(stride, degree, link.span)
+    seconds = np.zeros_like(size)
+    for link, inside, reach in _crossings(cluster, stride, degree):
         blocks = degree / inside
         crossing_share = blocks * (1 - (1 - 1 / blocks) ** copies) / copies
         sent = crossing_share * size * (reach - inside) / degree
         on_link = link.latency * np.log2(np.maximum(reach, 2)) + sent / (link.bandwidth * link.efficiency)
         seconds = np.where(reach > inside, np.maximum(seconds, on_link), seconds)
-        inside = np.maximum(inside, reach)
     return seconds
 
 
 def _max_latency(cluster: ClusterSpec, stride: Floats, degree: Floats) -> Floats:
     """Return the largest latency of the links that the group crosses."""
-    latency, inside = np.zeros_like(degree), np.ones_like(degree)
-    for link in cluster.links:
-        reach = ranks_in_block(stride, degree, link.span)
+    latency = np.zeros_like(degree)
+    for link, inside, reach in _crossings(cluster, stride, degree):
         latency = np.where(reach > inside, np.maximum(latency, link.latency), latency)
-        inside = np.maximum(inside, reach)
     return latency
 
 

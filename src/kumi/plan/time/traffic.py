@@ -284,10 +284,16 @@ def _tied_grads(rank: _Rank) -> Iterator[Collective]:
         yield _collective(rank, CollectiveBatch("all_reduce", "ends", size, {}, TIED_GRADS), 1, "backward")
 
 
-def listed_stride(layout: Layout, axis: str) -> int:
-    """Return the distance in ranks between neighbours of the group listed as `axis`, for dense parameters."""
-    group = next((group for group, name in LISTED_AXES.items() if name == axis and group != "ends"), axis)
-    return int(process_group(layout, group)[1])
+def listed_stride(layout: Layout, axis: str, degree: int) -> int:
+    """Return the distance in ranks between neighbours of the group of `degree` ranks that is listed as `axis`.
+
+    Groups of the experts, and of the ends of a pipeline, are listed under the axis of the dense parameters.
+    """
+    names = [group for group, name in LISTED_AXES.items() if name == axis]
+    groups = [
+        process_group(layout, name) for name in (names if axis in ("dp", "dp_shard", "world") else [axis, *names])
+    ]
+    return int(next((stride for size, stride in groups if size == degree), groups[0][1]))
 
 
 def _collective(rank: _Rank, sent: CollectiveBatch, count: int, when: str, seconds: float | None = None) -> Collective:
