@@ -7,11 +7,11 @@ layout, so that everything that these times share is computed once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kumi.plan.layout_batch import CHOICES, Floats, LayoutBatch
+from kumi.plan.layout_batch import CHOICES, Bools, Floats, LayoutBatch
 from kumi.plan.memory.device_memory import (
     InvariantMemory,
     allocator_overhead,
@@ -43,6 +43,30 @@ class _ActivationBytes:
     two_layers: Floats
 
 
+@dataclass(frozen=True)
+class _Peak:
+    """Bytes of a rank at its fullest moment with some kind and number of recomputed layers, (rows,) each.
+
+    `states`: parameters, gradients and optimizer states.
+    `transient`: gathered parameters and gradients, and the head.
+    `activations`, `casts`: activations, and copies of weights.
+    `resident`: saved activations, which may be offloaded.
+    `at_end`, `in_layer`: whether the moment is the end of the backward pass, or the backward pass of a layer.
+    """
+
+    states: Floats
+    transient: Floats
+    activations: Floats
+    casts: Floats
+    resident: Floats
+    at_end: Bools
+    in_layer: Bools
+
+    def pick(self, sizes: Sequence[Floats]) -> Floats:
+        """Return the bytes at the fullest moment, of bytes at the loss, in a layer and at the end."""
+        return np.where(self.at_end, sizes[2], np.where(self.in_layer, sizes[1], sizes[0]))
+
+
 class TotalMemory:
     """Device bytes of ranks with a share of the model; `total` is the sum of `device_memory.stage_memory`."""
 
@@ -54,45 +78,52 @@ class TotalMemory:
         self._states = [grads + optimizer for grads, optimizer in zip(moments["grads"], moments["optimizer"])]
         self._optimizer = moments["optimizer"]
         self._gathered, self._head = moments["gathered"], moments["head"]
+        self._transient = [head + gathered for head, gathered in zip(self._head, self._gathered)]
+        self._sums = [states + rest for states, rest in zip(self._states, self._transient)]
+        self._in_use = bytes_in_use_of_offloaded_states(job, invariant.params)
         self._activations: dict[int, _ActivationBytes] = {}
+        self._peaks: dict[tuple[int, int], _Peak] = {}
 
     def total(self, recompute: int, layers: int, offload: int) -> Floats:
         """Return the bytes of each rank, (rows,), if `layers` of its layers recompute (-1: all).
 
         `recompute`, `offload`: indices into `CHOICES`.
         """
-        layouts = self._with(recompute, layers)
-        share = recomputed_share(layouts, self._layers)
-        own, plain = self._of(recompute), self._of(_NONE)
-        # Saved activations are linear in the recomputed layers.
-        resident = own.resident if layers < 0 else plain.resident + share * (own.resident - plain.resident)
-        activations = (resident, resident + own.backward)
-        transient = [head + gathered for head, gathered in zip(self._head, self._gathered)]
-        sums = [states + rest for states, rest in zip(self._states, transient)]
-        sums = [sums[0] + activations[0], sums[1] + activations[1], sums[2]]
-        later = sums[1] > sums[0]
-        last = sums[2] > np.where(later, sums[1], sums[0])
-
-        def at_peak(sizes: Sequence[Floats]) -> Floats:
-            return np.where(last, sizes[2], np.where(later, sizes[1], sizes[0]))
-
-        word = CHOICES["offload"][offload].removesuffix("-nvme")
-        activation_bytes = at_peak((*activations, np.zeros_like(resident)))
-        resident_states = self._invariant.states["params"] + at_peak(self._states)
-        if word == "activations":
-            moved = np.maximum(0.0, resident - own.two_layers)
-            activation_bytes = np.maximum(0.0, activation_bytes - moved)
-        casts = weight_casts(self._job, layouts, self._invariant.params, self._layers)
+        peak, word = self._peak(recompute, layers), CHOICES["offload"][offload].removesuffix("-nvme")
+        outside, buffers = self._invariant.libraries, self._invariant.buffers
         if word == "states":
-            resident_states = casts = np.zeros_like(resident)
-            in_use = bytes_in_use_of_offloaded_states(self._job, self._invariant.params)
-            transient_bytes = np.maximum(in_use, at_peak(self._gathered)) + at_peak(self._head)
-        else:
-            transient_bytes = at_peak(transient)
+            transient = np.maximum(self._in_use, peak.pick(self._gathered)) + peak.pick(self._head)
+            return outside + (1 + self._overhead) * (transient + peak.activations + buffers)
+        states, activations = peak.states, peak.activations
+        if word == "activations":
+            moved = np.maximum(0.0, peak.resident - self._of(recompute).two_layers)
+            activations = np.maximum(0.0, activations - moved)
         if word == "optimizer":
-            resident_states = resident_states - at_peak(self._optimizer)
-        transient_bytes = transient_bytes + activation_bytes + casts + self._invariant.buffers
-        return resident_states + self._invariant.libraries + (1 + self._overhead) * transient_bytes
+            states = states - peak.pick(self._optimizer)
+        transient = peak.transient + activations + peak.casts + buffers
+        return states + outside + (1 + self._overhead) * transient
+
+    def _peak(self, recompute: int, layers: int) -> _Peak:
+        """Return the bytes at the fullest moment, which does not depend on offloading."""
+        if (recompute, layers) not in self._peaks:
+            rows = self._with(recompute, layers)
+            own, plain = self._of(recompute), self._of(_NONE)
+            resident = own.resident
+            if layers >= 0:  # saved activations are linear in the recomputed layers
+                share = recomputed_share(rows, self._layers)
+                resident = plain.resident + share * (own.resident - plain.resident)
+            in_backward = resident + own.backward
+            at_loss, in_layer = self._sums[0] + resident, self._sums[1] + in_backward
+            later, last = in_layer > at_loss, self._sums[2] > np.maximum(at_loss, in_layer)
+            casts = weight_casts(self._job, rows, self._invariant.params, self._layers)
+            none = np.zeros_like(resident)
+            peak = _Peak(none, none, none, casts, resident, last, later)
+            states = self._invariant.states["params"] + peak.pick(self._states)
+            activations = peak.pick((resident, in_backward, none))
+            self._peaks[recompute, layers] = replace(
+                peak, states=states, transient=peak.pick(self._transient), activations=activations
+            )
+        return self._peaks[recompute, layers]
 
     def _with(self, recompute: int, layers: int) -> LayoutBatch:
         ones = np.ones(len(self._layouts), np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -48,28 +49,55 @@ def layout_chunks(job: Job, pinned: Pins, max_rows: int) -> Iterator[tuple[float
 
     Raise LayoutError if the cluster has more than `_MAX_DEVICES`.
     """
+    groups = grid_groups(job, pinned, max_rows)
+    rows = sum(group.rows for group in groups)
+    done = 0
+    for group in groups:
+        done += group.rows
+        for chunk in legal_chunks(job, group, max_rows):
+            yield done / max(1, rows), chunk
+
+
+@dataclass(frozen=True)
+class GridGroup:
+    """Grids of layouts, legal or not, that are built together.
+
+    `grids`: the degrees of `_AXES` of each grid, and the values of its other fields.
+    `rows`: the number of layouts.
+    """
+
+    grids: tuple[tuple[dict[str, int], dict[str, Any]], ...]
+    rows: int
+
+
+def grid_groups(job: Job, pinned: Pins, max_rows: int) -> list[GridGroup]:
+    """Return the grids of all layouts of `job` that agree with `pinned`, in groups of at least 4 x `max_rows`.
+
+    The last group is smaller. Raise LayoutError if the cluster has more than `_MAX_DEVICES`.
+    """
     if job.cluster.devices > _MAX_DEVICES:
         raise LayoutError(
             f"the cluster has {job.cluster.devices} devices, and a search takes at most {_MAX_DEVICES}; "
             f"use fewer cluster.nodes"
         )
-    experts = _expert_counts(job.model)
-    meshes = [dict(zip(_AXES, degrees, strict=True)) for degrees in _meshes(job.cluster.devices, pinned)]
-    inner = [_inner_values(job, mesh, experts, pinned) for mesh in meshes]
-    sizes = [prod(map(len, values.values())) for values in inner]
-    grids, rows, total, done = list[dict[str, Ints]](), 0, sum(sizes), 0
-    for number, (mesh, values, size) in enumerate(zip(meshes, inner, sizes, strict=True), 1):
-        grids.append(_grid(mesh, values))
-        rows, done = rows + size, done + size
-        if rows >= 4 * max_rows or number == len(meshes):
-            legal = _legal_rows(job, grids)
-            for start in range(0, len(legal), max_rows):
-                yield done / max(1, total), legal.take(slice(start, start + max_rows))
+    experts, schedules = _expert_counts(job.model), dict[int, list[tuple[int, int]]]()
+    groups, grids, rows = list[GridGroup](), list[tuple[dict[str, int], dict[str, Any]]](), 0
+    for degrees in _meshes(job.cluster.devices, pinned):
+        mesh = dict(zip(_AXES, degrees, strict=True))
+        if mesh["pp"] not in schedules:
+            schedules[mesh["pp"]] = _schedules(job.model, mesh["pp"], pinned)
+        values = _inner_values(job, mesh, experts, pinned) | {"schedule+stages": schedules[mesh["pp"]]}
+        grids.append((mesh, values))
+        rows += prod(map(len, values.values()))
+        if rows >= 4 * max_rows:
+            groups.append(GridGroup(tuple(grids), rows))
             grids, rows = [], 0
+    return [*groups, GridGroup(tuple(grids), rows)] if grids else groups
 
 
-def _legal_rows(job: Job, grids: list[dict[str, Ints]]) -> LayoutBatch:
-    """Return the legal rows of all `grids`, without recomputation and offloading."""
+def legal_chunks(job: Job, group: GridGroup, max_rows: int) -> Iterator[LayoutBatch]:
+    """Yield the legal layouts of `group`, without recomputation and offloading, at most `max_rows` at a time."""
+    grids = [_grid(mesh, dict(values)) for mesh, values in group.grids]
     combined = {name: np.concatenate([grid[name] for grid in grids]) for name in grids[0]}
     rows = len(combined["pp"])
     layouts = LayoutBatch(
@@ -78,7 +106,9 @@ def _legal_rows(job: Job, grids: list[dict[str, Ints]]) -> LayoutBatch:
         offload=np.zeros(rows, np.int64),
         recompute_layers=np.full(rows, -1),
     )
-    return layouts.take(legal_mask(job, layouts))
+    legal = layouts.take(legal_mask(job, layouts))
+    for start in range(0, len(legal), max_rows):
+        yield legal.take(slice(start, start + max_rows))
 
 
 def legal_mask(job: Job, layouts: LayoutBatch) -> Bools:
@@ -117,7 +147,7 @@ def _factors(number: int, fixed: list[int | None]) -> Iterator[tuple[int, ...]]:
 
 
 def _inner_values(job: Job, mesh: dict[str, int], experts: set[int], pinned: Pins) -> dict[str, Any]:
-    """Return the values of the other fields for the degrees in `mesh`.
+    """Return the values of the other fields for the degrees in `mesh`, but for schedules.
 
     Illegal combinations are removed later.
     """
@@ -132,8 +162,7 @@ def _inner_values(job: Job, mesh: dict[str, int], experts: set[int], pinned: Pin
         "context": [0],
         "tiles": [1],
     }
-    values: dict[str, Any] = {name: _unless_pinned(name, choices, pinned) for name, choices in free.items()}
-    return values | {"schedule+stages": _schedules(job.model, mesh["pp"], pinned)}
+    return {name: _unless_pinned(name, choices, pinned) for name, choices in free.items()}
 
 
 def _zero_stages(mesh: dict[str, int]) -> list[int]:

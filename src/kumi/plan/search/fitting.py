@@ -189,12 +189,14 @@ def fit_variant(candidates: Candidates, variant: Variant, capacity: float) -> Fi
     """Return the fewest layers that must recompute under `variant` so that no rank needs more than `capacity` bytes."""
     if variant.layers is not None:
         return _fit_pinned_layers(candidates, variant, variant.layers, capacity)
+    if variant.recompute == NO_RECOMPUTE:
+        return _fit_without_recompute(variant, capacity)
     saved_per_layer = (variant.bytes_one - variant.bytes_all) / np.maximum(candidates.rank_layers - 1, 1)
     excess = np.maximum(variant.bytes_one - capacity, 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         more = np.where(excess > 0, np.ceil(excess / saved_per_layer), 0.0)
     fewest = 1 + np.where(np.isfinite(more) & (more >= 0), more, np.inf).max(axis=0)
-    most = np.ones_like(candidates.most_layers) if variant.recompute == NO_RECOMPUTE else candidates.most_layers
+    most = candidates.most_layers
     least = np.where(variant.fits_host, variant.bytes_all.max(axis=0), np.inf)
     fits = (least <= capacity) & (fewest <= most)
     layers = np.where(fits, fewest, 1).astype(np.int64)
@@ -202,6 +204,14 @@ def fit_variant(candidates: Candidates, variant: Variant, capacity: float) -> Fi
     peak = (variant.bytes_one - saved_per_layer * further).max(axis=0)
     fitting = np.where(fits, most - layers + 1, 0)
     return Fit(fits, layers, peak, int(most.sum()), int(fitting.sum()), least)
+
+
+def _fit_without_recompute(variant: Variant, capacity: float) -> Fit:
+    """Do the same for a variant whose only layout recomputes nothing."""
+    peak = variant.bytes_all.max(axis=0)
+    least = np.where(variant.fits_host, peak, np.inf)
+    fits = least <= capacity
+    return Fit(fits, np.ones(len(peak), np.int64), peak, len(peak), int(np.count_nonzero(fits)), least)
 
 
 def _fit_pinned_layers(candidates: Candidates, variant: Variant, layers: int, capacity: float) -> Fit:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from kumi.plan.estimates import Estimate
 from kumi.plan.layout_batch import CHOICES, Bools, Floats, LayoutBatch, concat_layouts
 from kumi.plan.memory import device_memory
 from kumi.plan.pipeline.stages import balance_stages
-from kumi.plan.search.candidates import CHUNK_ROWS, Pins, layout_chunks
+from kumi.plan.search.candidates import CHUNK_ROWS, GridGroup, Pins, grid_groups, layout_chunks, legal_chunks
 from kumi.plan.search.fitting import (
     NO_OFFLOAD,
     NO_RECOMPUTE,
@@ -31,6 +33,7 @@ from kumi.plan.search.fitting import (
     variants,
 )
 from kumi.plan.search.ranking import TIE_TOLERANCE, cautious_seconds, complexity, rank_plans
+from kumi.plan.search.workers import start_workers
 from kumi.plan.time.layer_costs import cost_table
 from kumi.plan.time.least_time import least_step_seconds
 from kumi.plan.time.step_time import step_times
@@ -54,6 +57,7 @@ _KEPT_FACTOR = 5.0
 # the second fields and of the axes in use, since a trainer may not support all of them.
 _SHOWN_FIELDS = ("pp", "tp", "ep", "zero", "offload")
 _RANKED_FIELDS = (*_SHOWN_FIELDS, "schedule", "recompute", "expert_tp")
+_Key = tuple[tuple[Any, ...], bool, bool, bool]
 _shown_key, _ranked_values = attrgetter(*_SHOWN_FIELDS), attrgetter(*_RANKED_FIELDS)
 
 
@@ -96,19 +100,27 @@ def search(
     """
     count, accept = max(_ESTIMATED, top + 3), accept and lru_cache(maxsize=None)(accept)
     best, tally = _Best(with_front=front), _Tally()
-    chunks, workers = layout_chunks(job, pinned, CHUNK_ROWS), os.cpu_count() or 1
-    # Threads work in parallel because numpy releases the GIL. Results are merged in the order of the chunks.
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        batch = list(islice(chunks, 2 * workers))
-        while batch:
-            rivals = best.rivals(count, accept) if bounds else None
-            results = pool.map(partial(_search_chunk, job, pinned, rivals), [chunk for _, chunk in batch])
-            done, batch = batch[-1][0], list(islice(chunks, 2 * workers))  # while the threads work
-            for chunk_best, chunk_tally in results:
-                best.merge(chunk_best)
-                tally.merge(chunk_tally)
+    groups, done = grid_groups(job, pinned, CHUNK_ROWS), 0
+    total = sum(group.rows for group in groups)
+    task = partial(search_group, job, dict(pinned), CHUNK_ROWS)
+    with start_workers(task, min(os.cpu_count() or 1, len(groups)), total) as (submit, workers):
+        # Results are merged in the order of the groups, whichever is ready first. A group is searched with the bounds
+        # of all groups before the `window` that are in work.
+        window, working = 2 * workers, deque[tuple[GridGroup, Future[tuple[_Best, _Tally]]]]()
+        remaining = iter(groups)
+        while True:
+            rivals = best.rivals(count, accept) if bounds and tally.count else None
+            for group in islice(remaining, window - len(working)):
+                working.append((group, submit(rivals, group)))
+            if not working:
+                break
+            group, result = working.popleft()
+            group_best, group_tally = result.result()
+            best.merge(group_best)
+            tally.merge(group_tally)
+            done += group.rows
             if progress:
-                progress(done)
+                progress(done / max(1, total))
     plans = _refine(job, best.fastest(count, accept), pinned, accept, top)
     if not plans and tally.smallest is not None and (accept is None or accept(tally.smallest)):
         plans = _refine(job, [tally.smallest], pinned, accept, top)
@@ -116,12 +128,26 @@ def search(
     return SearchResult(plans, pareto, tally.count, tally.fitting, tally.timed, tally.smallest)
 
 
-def _search_chunk(job: Job, pinned: Pins, rivals: _Rivals | None, chunk: LayoutBatch) -> tuple[_Best, _Tally]:
-    """Return the best layouts of `chunk`, without those that lose against `rivals`, and the counts."""
+def search_group(
+    job: Job, pinned: Pins, max_rows: int, rivals: _Rivals | None, group: GridGroup
+) -> tuple[_Best, _Tally]:
+    """Return the best layouts of `group`, without those that lose against `rivals`, and the counts.
+
+    At most `max_rows` layouts are evaluated at a time.
+    """
     best, tally = _Best(), _Tally()
+    for chunk in legal_chunks(job, group, max_rows):
+        _search_chunk(job, pinned, rivals, chunk, best, tally)
+    return best, tally
+
+
+def _search_chunk(
+    job: Job, pinned: Pins, rivals: _Rivals | None, chunk: LayoutBatch, best: _Best, tally: _Tally
+) -> None:
+    """Add the layouts of `chunk` to `best`, without those that lose against `rivals`, and to `tally`."""
     parts = list(_layouts_to_time(make_candidates(job, chunk), pinned, tally))
     if not parts:
-        return best, tally
+        return
     layouts, peak = concat_layouts([layouts for layouts, _ in parts]), np.concatenate([peak for _, peak in parts])
     ranks, (table, costs) = representative_ranks(job.model, layouts), cost_table(job, layouts)
     if rivals is not None and np.isfinite(rivals.limit):
@@ -132,7 +158,6 @@ def _search_chunk(job: Job, pinned: Pins, rivals: _Rivals | None, chunk: LayoutB
     if len(layouts):
         tally.timed += len(layouts)
         best.add(layouts, step_times(job, layouts, *ranks, costs=(table, costs)).seconds, peak)
-    return best, tally
 
 
 def _layouts_to_time(candidates: Candidates, pinned: Pins, tally: _Tally) -> Iterator[tuple[LayoutBatch, Floats]]:
@@ -194,8 +219,10 @@ class _Best:
 
     def __init__(self, *, with_front: bool = True) -> None:
         self._with_front = with_front
-        self.fastest_of: dict[tuple[object, ...], tuple[float, Layout]] = {}
+        self.fastest_of: dict[_Key, tuple[float, Layout]] = {}
         self.on_front: list[tuple[float, float, Layout]] = []
+        # For each of `fastest_of`, the layout that is accepted in its place, or None.
+        self._accepted: dict[_Key, tuple[Layout, Layout | None]] = {}
 
     def add(self, layouts: LayoutBatch, seconds: Floats, peak: Floats) -> None:
         """Add `layouts` with their seconds and their peak bytes. The first of equally fast layouts stays."""
@@ -232,12 +259,17 @@ class _Best:
 
         Layouts that are too slow for `fastest` are dropped.
         """
-        groups, limit = self._groups(accept), np.inf
-        if groups:
+        least_of: dict[object, float] = {}
+        for key, (uncautious, layout) in self.fastest_of.items():
+            shown, cautious = key[0][: len(_SHOWN_FIELDS)], cautious_seconds(layout, uncautious)
+            if cautious < least_of.get(shown, np.inf) and self._accepted_layout(key, accept) is not None:
+                least_of[shown] = cautious
+        limit = np.inf
+        if least_of:
             # Ties within a combination go to the simplest layout, and so do ties between combinations.
-            least = groups[0][0][0]
+            least = min(least_of.values())
             tied = (1 + TIE_TOLERANCE) ** 2 * least
-            last = groups[count - 1][0][0] if len(groups) >= count else np.inf
+            last = sorted(least_of.values())[count - 1] if len(least_of) >= count else np.inf
             limit = (1 + TIE_TOLERANCE) * min(_KEPT_FACTOR * least, max(tied, last))
             self.fastest_of = {key: row for key, row in self.fastest_of.items() if row[0] <= limit}
         seconds, peak, _ = zip(*self.on_front, strict=True) if self.on_front else ((), (), ())
@@ -249,17 +281,28 @@ class _Best:
         There is a list for each combination of `_SHOWN_FIELDS`, with those that tie with its fastest.
         """
         groups: dict[object, list[tuple[float, Layout]]] = {}
-        rows = [(cautious_seconds(layout, seconds), layout) for seconds, layout in self.fastest_of.values()]
-        for seconds, layout in sorted(rows, key=lambda row: row[0]):
-            # A trainer that cannot recompute in some layers only may recompute in all: that fits, too.
-            in_all_layers = replace(layout, recompute_layers=None)
-            accepted = [item for item in (layout, in_all_layers) if accept is None or accept(item)][:1]
-            if not accepted:
+        rows = [(cautious_seconds(layout, seconds), key) for key, (seconds, layout) in self.fastest_of.items()]
+        for seconds, key in sorted(rows, key=lambda row: row[0]):
+            layout = self._accepted_layout(key, accept)
+            if layout is None:
                 continue
             group = groups.setdefault(_shown_key(layout), [])
             if not group or seconds <= (1 + TIE_TOLERANCE) * group[0][0]:
-                group += [(seconds, item) for item in accepted]
+                group.append((seconds, layout))
         return list(groups.values())
+
+    def _accepted_layout(self, key: _Key, accept: AcceptFn | None) -> Layout | None:
+        """Return the fastest layout with `key`, or the one that `accept` accepts in its place, or None.
+
+        A trainer that cannot recompute in some layers only may recompute in all: that fits, too.
+        """
+        layout = self.fastest_of[key][1]
+        if accept is None:
+            return layout
+        if key not in self._accepted or self._accepted[key][0] is not layout:
+            choices = (layout, replace(layout, recompute_layers=None))
+            self._accepted[key] = layout, next(filter(accept, choices), None)
+        return self._accepted[key][1]
 
     def fastest(self, count: int, accept: AcceptFn | None) -> list[Layout]:
         """Return the `count` fastest layouts accepted by `accept`, one for each combination of `_SHOWN_FIELDS`.
@@ -303,7 +346,7 @@ class _Rivals:
         return wins
 
 
-def _ranked_key(layout: Layout) -> tuple[object, ...]:
+def _ranked_key(layout: Layout) -> _Key:
     """Return the arrangement of a layout: layouts with equal keys differ in numbers only."""
     return (_ranked_values(layout), layout.cp > 1, layout.dp_replicate > 1, layout.dp_shard > 1)
 

@@ -1,0 +1,121 @@
+"""Workers of a search: threads for a small one, processes for a large one.
+
+Threads wait for each other wherever Python itself works, which keeps all but one or two processors idle. A worker
+process is an interpreter of its own, started and never forked: that is safe whatever threads, devices and `__main__`
+the calling process has.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from kumi.errors import KumiError
+
+# Layouts, legal or not, that a search must have for each worker process: these take a second or more, an interpreter
+# starts in less than half of one.
+ROWS_PER_PROCESS = 1_000_000
+
+# Each worker process takes about 100 MB.
+_MOST_PROCESSES = 64
+
+Submit = Callable[..., Future[Any]]
+
+
+@contextmanager
+def start_workers(task: Callable[..., Any], workers: int, rows: int) -> Iterator[tuple[Submit, int]]:
+    """Yield a function that calls `task` with its arguments in a worker, and the number of workers.
+
+    `workers`: the most workers; `rows`: the number of layouts, which decides between threads and processes.
+
+    A result raises the error that its task raised, or KumiError where a worker process died. Leaving the context ends
+    the processes at once.
+    """
+    processes = min(workers, rows // ROWS_PER_PROCESS, _MOST_PROCESSES)
+    if processes < 2 or not sys.executable:
+        with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+            yield lambda *arguments: pool.submit(task, *arguments), max(1, workers)
+        return
+    idle = SimpleQueue[subprocess.Popen[bytes]]()
+    # A thread for each process passes on tasks and results.
+    with ExitStack() as pipes, ThreadPoolExecutor(max_workers=processes) as pool, ExitStack() as stack:
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+        for _ in range(processes):
+            process = _start_process()
+            pipes.callback(_close, process)
+            stack.callback(_stop, process)
+            idle.put(process)
+        content = pickle.dumps(task)
+        started = set[int]()
+
+        def ask(*arguments: Any) -> Any:
+            process = idle.get()
+            try:
+                first = process.pid not in started
+                started.add(process.pid)
+                return _ask(process, (content if first else b"") + pickle.dumps(arguments))
+            finally:
+                idle.put(process)
+
+        yield lambda *arguments: pool.submit(ask, *arguments), processes
+
+
+def _start_process() -> subprocess.Popen[bytes]:
+    root = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # One thread per worker; the processes run in parallel.
+    environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
+    # A separate process group: Ctrl-C in the terminal reaches only the parent, which ends its workers.
+    return subprocess.Popen(
+        [sys.executable, "-m", "kumi.plan.search.worker_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        process_group=0,
+    )
+
+
+def _ask(process: subprocess.Popen[bytes], task: bytes) -> Any:
+    """Send `task` to a worker process and return its result. Raise the error of the task, or KumiError if it died."""
+    assert process.stdin
+    assert process.stdout
+    try:
+        process.stdin.write(task)
+        process.stdin.flush()
+        result, error = pickle.load(process.stdout)
+    except (BrokenPipeError, EOFError, pickle.UnpicklingError):
+        raise KumiError(f"a worker process of the search {_fate(process.wait())}; run the same command again") from None
+    if error is not None:
+        raise error
+    return result
+
+
+def _fate(code: int) -> str:
+    if code < 0:
+        return f"was killed by signal {-code} (9 is often the system running out of memory)"
+    return f"exited with code {code}"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a worker process, whatever it does; the thread that waits for its answer then ends, too."""
+    process.kill()
+    process.wait()
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    """Close the pipes of an ended process, which no thread uses any more."""
+    assert process.stdin
+    assert process.stdout
+    process.stdout.close()
+    try:
+        process.stdin.close()
+    except BrokenPipeError:
+        return  # unsent bytes are dropped
