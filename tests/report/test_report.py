@@ -221,6 +221,11 @@ def test_memory_binds_where_it_is_full_or_keeps_something_faster_out():
     assert bottlenecks(report())[2].startswith("With 8 GiB more memory per device, TP 8 x PP 4 (1f1b) x ZeRO-1 over 2")
     alone = Report(job(), best())
     assert len(bottlenecks(alone)) == 2
+    # Twice the memory is the most that is advised.
+    small, smaller = (replace(best(), usable=size * 2**30) for size in (40, 39))
+    faster = [replace(report().lacking[0], usable=plan.usable) for plan in (small, smaller)]
+    assert len(bottlenecks(replace(report(), best=small, lacking=(faster[0],), expected=()))) == 3
+    assert len(bottlenecks(replace(report(), best=smaller, lacking=(faster[1],), expected=()))) == 2
     assert bottlenecks(alone)[1].startswith("Memory is not a limit")
     assert bottlenecks(Report(job(), best(usable=56 * 2**30)))[1].startswith("Memory is nearly full")
 

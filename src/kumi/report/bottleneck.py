@@ -18,6 +18,8 @@ MORE = 0.1
 FULL = 0.9
 # Memory is also a limit if a layout that does not fit would save at least this share of a step.
 GAIN = 0.03
+# A layout that needs more than this many times the memory is no advice: hardly a device has more than twice another's.
+MEMORY_FACTOR = 2.0
 # The share from which on compute is the bottleneck of a step, or one kind is "most" of the memory.
 HALF = 0.5
 # A kind of time with a smaller share of the step is not named.
@@ -99,11 +101,13 @@ def _memory_verdict(share: float, keeps_out: bool) -> str:
 def faster_with_memory(report: Report) -> Estimate | None:
     """Return the smallest layout that does not fit and would save more than `GAIN` of a step; None if there is none.
 
+    Layouts that would not fit with `MEMORY_FACTOR` times the memory are left out.
     Searched and standard layouts are compared. A standard layout that the requested trainer lacks is left out.
     """
     standard = (item.estimate for item in report.expected if item.estimate is not None and not item.problems)
     limit = (1 - GAIN) * report.best.step_seconds
-    too_large = [item for item in (*report.lacking, *standard) if not item.fits and item.step_seconds < limit]
+    candidates = [item for item in (*report.lacking, *standard) if not item.fits and item.step_seconds < limit]
+    too_large = [item for item in candidates if item.peak_memory <= MEMORY_FACTOR * item.usable]
     return min(too_large, key=lambda item: item.peak_memory, default=None)
 
 

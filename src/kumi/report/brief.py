@@ -147,7 +147,7 @@ def _more_memory(report: Report) -> str:
     """Say whether a layout that needs more memory is faster."""
     faster = faster_with_memory(report)
     if faster is None:
-        return "no faster: no layout that was compared is noticeably faster with more memory"
+        return "no faster: no layout that was compared is noticeably faster with up to twice the memory"
     more = format_bytes(faster.peak_memory - faster.usable)
     saved = 1 - faster.step_seconds / report.best.step_seconds
     return (
