@@ -1,5 +1,7 @@
 """Measurements as a machine with round figures would give them."""
 
+from dataclasses import replace
+
 from kumi.bench.measurements import Measurements, Timing, Transfer
 from kumi.plan.time.collective_times import collective_seconds
 from kumi.spec.cluster import ClusterSpec, Device, Link
@@ -33,8 +35,10 @@ def measurements(*, processors: int = 0, speed: float = 1e11, memory: float = 2e
         timings.append(timing("linear", dtype, "1024x256x768", 6e8, 0.4 * speed * gain))
         for kind in ("add", "gate", "norm", "rope", "logits"):
             timings.append(timing("element-wise", dtype, f"{kind} 2048x512", 1e7, memory * 0.4))
-        timings.append(timing("attention", dtype, "forward 2x512, 4 heads of 128", 1e9, speed * gain / 4))
-        timings.append(timing("attention", dtype, "backward 2x512, 4 heads of 128", 1e9, speed * gain / 5))
+        for tokens, share in ((256, 0.5), (2048, 1.0)):
+            for direction, rate in (("forward", speed * gain / 4), ("backward", speed * gain / 5)):
+                what = f"{direction} 1x{tokens}, 4 heads of 128"
+                timings.append(replace(timing("attention", dtype, what, 1e9, rate * share), tokens=tokens))
     return Measurements(tuple(timings), tuple(transfers), 300 * 2**20, processors, 1, "2.13.0")
 
 

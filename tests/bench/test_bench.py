@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kumi.bench import clock, measuring_rank, run_bench, time_collectives, time_kernels
-from kumi.bench.measurements import read_measurements
+from kumi.bench.measurements import Timing, read_measurements
 from kumi.cli import main
 from kumi.config.cluster_source import cluster_spec
 from kumi.config.schema import ClusterSection
@@ -29,7 +29,7 @@ TINY = replace(
     tokens=32,
     hidden=128,
     vocab=64,
-    attention=((1, 32, 2, 1, 64),),
+    attention=((1, 16, 2, 1, 64), (1, 32, 2, 1, 64), (1, 48, 2, 1, 64)),
     update=2**20,
 )
 
@@ -41,6 +41,7 @@ def shrink(patch):
     patch(clock, "SAMPLE_S", 1e-4)
     patch(measuring_rank, "BUDGET", 1e-3)
     patch(measuring_rank, "QUICK_BUDGET", 1e-3)
+    patch(time_kernels, "QUICK_TOKENS", 32)
 
 
 @pytest.fixture
@@ -124,8 +125,8 @@ def test_ranks_measure_every_collective_in_every_group(ranks, world, quick):
     sizes = {2**12, 2**14, 2**16} if not quick else {2**12, 2**16}
     expected = {(kind, degree, size) for kind in time_collectives.KINDS for degree in {2, world} for size in sizes}
     assert {(one.kind, one.degree, one.size) for one in first.transfers} == expected
-    assert bool(first.of("attention", "float32")) is not quick
-    assert first.of("attention", "float16")
+    assert not first.of("attention", "float32")
+    assert {item.tokens for item in first.of("attention", "float16")} == {16, 32} | (set() if quick else {48})
     assert {one.dtype for one in first.of("product")} == {"float32", "float16"}
     assert all(one.seconds > 0 for one in first.transfers)
 
@@ -150,6 +151,17 @@ def test_a_signal_to_one_rank_stops_all(ranks):
 def test_nothing_here_needs_torch_before_ranks_start():
     program = "import sys, kumi.bench; assert not {'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_attention_that_would_take_long_is_left_out():
+    """By the best speed so far, 1 TFLOP/s; matmuls of the same size are not."""
+    timings = [Timing("attention", "float32", "forward", 1e9, seconds, 256) for seconds in (1e-3, 2e-3)]
+    limit = 1e12 * measuring_rank.LONGEST_S
+    kernel = time_kernels.Kernel("attention", "float32", "forward", limit * 1.01, lambda: None, 8192)
+    assert measuring_rank._too_long(kernel, timings)
+    assert not measuring_rank._too_long(replace(kernel, amount=limit * 0.99), timings)
+    assert not measuring_rank._too_long(kernel, [])
+    assert not measuring_rank._too_long(replace(kernel, kind="product", tokens=0), timings)
 
 
 def test_work_is_timed_by_the_call():

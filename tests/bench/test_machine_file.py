@@ -10,7 +10,7 @@ from kumi.bench.describe_machine import node_of, remarks
 from kumi.config.cluster_source import cluster_spec
 from kumi.config.presets import preset_names, read_node
 from kumi.config.schema import ClusterSection
-from kumi.errors import RefusedError
+from kumi.errors import ConfigError, RefusedError
 from kumi.spec.cluster import Device
 
 
@@ -28,7 +28,8 @@ def test_a_cpu_file_loads_with_what_was_measured(tmp_path):
     assert device.matmul_share("bfloat16") == pytest.approx(2 / (1 / 0.8 + 1 / 0.4), rel=1e-3)  # the rate of layers
     assert device.memory_bandwidth == 2e10
     assert device.stream == pytest.approx(0.4)
-    assert device.attention == (0.25, 0.2)
+    assert device.attention == (0.25, 0.2)  # in the longest documents
+    assert device.attention_lengths == ((256, 0.5, 0.5), (2048, 1.0, 1.0))
     assert device.launch == pytest.approx(5e-6)
     assert device.reserved == 300 * 2**20
     assert link.span == 4
@@ -64,6 +65,27 @@ def test_what_was_not_measured_is_left_out(tmp_path):
     measured = measurements(processors=80)
     bare = replace(measured, kernels=tuple(one for one in measured.kernels if one.kind != "attention"))
     assert written(tmp_path, bare, GPU, 1).device.attention == Device("", "cuda", 1).attention
+
+
+def test_lengths_with_one_direction_are_left_out(tmp_path):
+    """A slow device skips long kernels; the longest complete length is then the reference of all others."""
+    measured = measurements()
+    kernels = tuple(item for item in measured.kernels if not item.what.startswith("backward 1x2048"))
+    device = written(tmp_path, replace(measured, kernels=kernels), CPU, 1).device
+    assert (device.attention, device.attention_lengths) == ((0.125, 0.1), ())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [((512, 256), "tokens .512, 256. do not increase"), ((256, 256), "do not increase"), ((0,), "greater than 0")],
+)
+def test_lengths_of_attention_increase(tokens, words, tmp_path):
+    text = node_toml(node_of(measurements(), CPU, 1))
+    tables = "".join(f"{{tokens = {count}, forward = 1.0, backward = 1.0}}," for count in tokens)
+    head, _, rest = text.partition("by_length = [")
+    (tmp_path / "machine.toml").write_text(f"{head}by_length = [{tables}]\n{rest.partition(']')[2]}")
+    with pytest.raises(ConfigError, match=words):
+        cluster_spec(ClusterSection(source=str(tmp_path / "machine.toml")))
 
 
 def test_the_file_says_with_what_it_was_measured():

@@ -4,10 +4,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from small import GPU, job
 
 from kumi.errors import ConfigError
-from kumi.plan.time.kernel_times import alignment_efficiency, matmul_seconds, peak_flops, stream_seconds
+from kumi.plan.estimate import estimate
+from kumi.plan.time.kernel_times import (
+    alignment_efficiency,
+    attention_shares,
+    matmul_seconds,
+    peak_flops,
+    stream_seconds,
+)
 from kumi.spec.cluster import Device
+from kumi.spec.layout import Layout
 
 DEVICE = Device(
     "test",
@@ -58,3 +67,31 @@ def test_without_a_known_bandwidth_only_products_count():
     device = replace(DEVICE, memory_bandwidth=0.0)
     assert float(stream_seconds(device, np.array(1e9))) == 0
     assert seconds(4096, 4096, 4096, device) > 0
+
+
+def test_attention_has_one_speed_where_lengths_are_not_measured():
+    shares = attention_shares(replace(DEVICE, attention=(0.6, 0.5)), np.array([100.0, 1e5]))
+    assert [each.tolist() for each in shares] == [[0.6, 0.6], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "speeds"),
+    [(64, (0.25, 0.5)), (256, (0.25, 0.5)), (512, (0.5, 0.625)), (1024, (0.75, 0.75)), (2048, (1, 1)), (1e6, (1, 1))],
+)
+def test_attention_is_interpolated_by_the_logarithm_of_the_length(tokens, speeds):
+    lengths = ((256, 0.25, 0.5), (1024, 0.75, 0.75), (2048, 1.0, 1.0))
+    device = replace(DEVICE, attention=(0.4, 0.2), attention_lengths=lengths)
+    assert tuple(map(float, attention_shares(device, tokens))) == pytest.approx((0.4 * speeds[0], 0.2 * speeds[1]))
+
+
+@pytest.mark.parametrize(("span", "speed"), [(None, 1.0), (256.0, 0.25)])
+def test_a_step_has_the_speed_of_its_documents(span, speed):
+    """In rows of 2,048 tokens, of one document or of documents that cost as much as those of 256 tokens."""
+    device = replace(GPU, attention=(0.4, 0.2), attention_lengths=((256, 0.25, 0.25), (2048, 1.0, 1.0)))
+    plain = replace(device, attention=(0.4 * speed, 0.2 * speed), attention_lengths=())
+    seconds = []
+    for each in (device, plain):
+        task = job(device=each, seq_len=2048)
+        batch = replace(task.batch, document_span=span)
+        seconds.append(estimate(replace(task, batch=batch), Layout(dp_replicate=8)).step_seconds)
+    assert seconds[0] == pytest.approx(seconds[1])

@@ -19,6 +19,9 @@ from kumi.units import write_bandwidth, write_bytes, write_duration, write_flops
 # fewer bytes than the planner counts.
 STREAMED = {"cpu": ("add", "gate", "norm", "rope", "logits"), "cuda": ("add", "gate")}
 
+# The passes of attention, with which the names of their timings begin.
+_DIRECTIONS = ("forward", "backward")
+
 
 def node_of(measured: Measurements, base: Device, ranks: int) -> NodeFile:
     """Return a node of `ranks` devices like `base`, with measured numbers.
@@ -91,20 +94,26 @@ def _device(measured: Measurements, base: Device, ranks: int) -> dict[str, Any]:
     return fields | _nonzero(attention=attention, processors=measured.processors, watts=base.watts)
 
 
-def _attention(measured: Measurements, dtype: str, peak: float) -> dict[str, float]:
-    """Return the fractions of `peak` that attention reaches forward and backward, the harmonic mean over the shapes.
+def _attention(measured: Measurements, dtype: str, peak: float) -> dict[str, Any]:
+    """Return the fractions of `peak` that attention reaches forward and backward in the longest documents, and its
+    speed in documents of each measured length relative to these.
 
     The result is empty if attention was not measured.
     """
-    rates = {
-        direction: [timing.rate for timing in measured.of("attention", dtype) if timing.what.startswith(direction)]
-        for direction in ("forward", "backward")
-    }
-    return {
-        direction: min(1.0, round_to_four_digits(harmonic_mean(each) / peak))
-        for direction, each in rates.items()
-        if each
-    }
+    shares: dict[int, dict[str, float]] = {}
+    for timing in measured.of("attention", dtype):
+        shares.setdefault(timing.tokens, {})[timing.what.split()[0]] = min(1.0, timing.rate / peak)
+    complete = {tokens: each for tokens, each in sorted(shares.items()) if len(each) == len(_DIRECTIONS)}
+    if not complete:
+        return {}
+    *_, longest = complete.values()
+    table: dict[str, Any] = {name: round_to_four_digits(longest[name]) for name in _DIRECTIONS}
+    if len(complete) > 1:
+        table["by_length"] = [
+            {"tokens": tokens, **{name: round_to_four_digits(each[name] / longest[name]) for name in _DIRECTIONS}}
+            for tokens, each in complete.items()
+        ]
+    return table
 
 
 def _nonzero(**figures: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ class Timing:
     what: str
     amount: float
     seconds: float
+    tokens: int = 0
 
     @property
     def rate(self) -> float:

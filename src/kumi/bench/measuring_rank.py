@@ -11,7 +11,7 @@ import torch
 from kumi.bench.clock import seconds_of
 from kumi.bench.measurements import Measurements, Timing, Transfer
 from kumi.bench.time_collectives import CollectiveCase, cases, groups, seconds_of_case
-from kumi.bench.time_kernels import kernels
+from kumi.bench.time_kernels import Kernel, kernels
 from kumi.errors import OK
 from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.nn.numerics import use_numerics
@@ -23,6 +23,8 @@ from kumi.train.process_memory import baseline_memory
 
 # Seconds per measurement; allocation, first calls and long samples take about as much again.
 BUDGET, QUICK_BUDGET = 0.3, 0.1
+# Attention over long documents is left out on a device on which a call would take longer than this, in seconds.
+LONGEST_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,19 @@ def _measure(request: BenchRequest, mesh: Mesh, flag: StopFlag) -> Measurements:
     compute = list(kernels(mesh.device, request.dtypes, request.main, quick=request.quick))
     collectives = list(cases(mesh.rank_info.world_size, request.device_type, quick=request.quick))
     budget, own_groups = QUICK_BUDGET if request.quick else BUDGET, groups(mesh.rank_info.world_size, mesh.rank)
-    timings, transfers = [], []
+    timings: list[Timing] = []
+    transfers = []
     with show_progress("measuring", len(compute) + len(collectives), str, enabled=mesh.rank == 0) as update:
         for number, kernel in enumerate(compute, 1):
             update(number, f"{kernel.kind} {kernel.what} {kernel.dtype}")
+            if _too_long(kernel, timings):
+                continue
             work = kernel.prepare()
             _synchronize(mesh, flag)
             seconds = seconds_of(work, mesh.device, budget)
             mean = all_reduce_sum(torch.tensor(seconds / mesh.rank_info.world_size, dtype=torch.float64), mesh)
-            timings.append(Timing(kernel.kind, kernel.dtype, kernel.what, kernel.amount, float(mean)))
+            timing = Timing(kernel.kind, kernel.dtype, kernel.what, kernel.amount, float(mean), kernel.tokens)
+            timings.append(timing)
         for number, case in enumerate(collectives, len(compute) + 1):
             update(number, f"{case.kind} {case.size} bytes over {case.degree}")
             _synchronize(mesh, flag)
@@ -97,6 +103,15 @@ def _measure(request: BenchRequest, mesh: Mesh, flag: StopFlag) -> Measurements:
         torch=torch.__version__,
         numerics=str(request.numerics) if request.device_type == "cpu" else "",
     )
+
+
+def _too_long(kernel: Kernel, timings: list[Timing]) -> bool:
+    """Return True if a call of the attention `kernel`, at the best speed in `timings`, would take over `LONGEST_S`.
+
+    All ranks have the same `timings`, so they leave out the same kernels.
+    """
+    rates = [timing.rate for timing in timings if (timing.kind, timing.dtype) == (kernel.kind, kernel.dtype)]
+    return kernel.tokens > 0 and bool(rates) and kernel.amount > max(rates) * LONGEST_S
 
 
 def _transfer(case: CollectiveCase, group: torch.distributed.ProcessGroup, mesh: Mesh, budget: float) -> Transfer:

@@ -39,6 +39,7 @@ class Kernel:
     `what`: the shape or variant, for display.
     `amount`: FLOPs per call of products, layers and attention, bytes of others, 1 for a launch.
     `prepare`: allocate the tensors and return the function to time.
+    `tokens`: the tokens of a document, for attention.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Kernel:
     what: str
     amount: float
     prepare: Callable[[], Work]
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Sizes:
     `linears`: (M, N, K) of linear layers, forward and backward.
     `copy`: elements of the copied tensor.
     `tokens`, `hidden`, `vocab`: sizes of element-wise operations.
-    `attention`: (sequences, positions, query heads, key heads, head size).
+    `attention`: (sequences, positions, query heads, key heads, head size), the shortest sequences first. The speed of a
+      CPU depends on their length; long ones are few and have few heads, so that none takes more than a second or two.
     `update`: parameters of the optimizer update.
     """
 
@@ -94,7 +97,13 @@ SIZES = {
         tokens=2048,
         hidden=512,
         vocab=4096,
-        attention=((4, 256, 4, 2, 128), (2, 512, 4, 2, 128)),
+        attention=(
+            (8, 128, 4, 2, 128),
+            (4, 256, 4, 2, 128),
+            (2, 512, 4, 2, 128),
+            (1, 2048, 4, 2, 128),
+            (1, 8192, 2, 1, 128),
+        ),
         update=2**22,
     ),
     "cuda": Sizes(
@@ -125,7 +134,8 @@ def kernels(device: torch.device, dtypes: tuple[str, ...], main: str, *, quick: 
     """Yield the kernels to time on `device` in each of `dtypes`.
 
     `main`: the dtype in which training computes.
-    `quick`: leave out most shapes of products; in dtypes other than `main`, time only products and linear layers.
+    `quick`: leave out most shapes of products and long attention; in dtypes other than `main`, time only products and
+    linear layers.
     """
     sizes = SIZES[device.type]
     yield _launch(device)
@@ -138,9 +148,14 @@ def kernels(device: torch.device, dtypes: tuple[str, ...], main: str, *, quick: 
         if quick and dtype != main:
             continue
         yield from _element_wise(device, dtype, sizes)
-        if device.type == "cpu" or dtype != "float32":  # there is no fused attention for float32 on CUDA
+        if dtype == main and (device.type == "cpu" or dtype != "float32"):  # CUDA has no fused attention for float32
             for shape in sizes.attention:
-                yield from _attention(device, dtype, shape)
+                if not quick or shape[1] <= QUICK_TOKENS:
+                    yield from _attention(device, dtype, shape)
+
+
+# The longest sequences of attention in a quick measurement.
+QUICK_TOKENS = 4096
 
 
 def _products(device: torch.device, dtype: str, sizes: Sizes, *, quick: bool) -> Iterator[Kernel]:
@@ -315,8 +330,8 @@ def _attention(device: torch.device, dtype: str, shape: tuple[int, int, int, int
         grad = torch.ones_like(out)
         return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
-    yield Kernel("attention", dtype, f"forward {what}", flops, forward)
-    yield Kernel("attention", dtype, f"backward {what}", 2.5 * flops, backward)
+    yield Kernel("attention", dtype, f"forward {what}", flops, forward, length)
+    yield Kernel("attention", dtype, f"backward {what}", 2.5 * flops, backward, length)
 
 
 def _random(device: torch.device, dtype: str, *shape: int, grad: bool = False) -> Tensor:

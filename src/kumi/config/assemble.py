@@ -64,6 +64,9 @@ def to_device(file: DeviceFile) -> Device:
         fields["matmul"] = tuple(("" if dtype == "other" else dtype, share) for dtype, share in file.matmul.items())
     if file.attention is not None:
         fields["attention"] = (file.attention.forward, file.attention.backward)
+        fields["attention_lengths"] = tuple(
+            (item.tokens, item.forward, item.backward) for item in file.attention.by_length
+        )
     return Device(**fields)
 
 

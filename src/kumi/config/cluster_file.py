@@ -71,11 +71,27 @@ class SourcedFigures(Section):
         return [name for name, text in self.sourced().items() if text.startswith(ASSUMED)]
 
 
+class AttentionLengthFile(Section):
+    """The speed of fused attention in documents of `tokens`, relative to that in long documents."""
+
+    tokens: Positive
+    forward: Annotated[Number, Field(gt=0)]
+    backward: Annotated[Number, Field(gt=0)]
+
+
 class AttentionFile(Section):
-    """The shares of peak FLOP/s that fused attention reaches."""
+    """The shares of peak FLOP/s that fused attention reaches in long documents, and its speed by length if measured."""
 
     forward: Share
     backward: Share
+    by_length: tuple[AttentionLengthFile, ...] = ()
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> AttentionFile:
+        lengths = [item.tokens for item in self.by_length]
+        if lengths != sorted(set(lengths)):
+            raise ValueError(f"by_length: tokens {lengths} do not increase; list the lengths from the shortest on")
+        return self
 
 
 class DeviceFile(SourcedFigures):

@@ -20,7 +20,9 @@ class Device:
     - `memory_bandwidth`: bytes/s of its memory; 0 if unknown.
     - `stream`: fraction of `memory_bandwidth` that element-wise kernels reach.
     - `matmul`: (dtype, fraction of the peak that large matmuls reach) pairs; "" for all other dtypes.
-    - `attention`: fractions of the peak that fused attention reaches, forward and backward.
+    - `attention`: fractions of the peak that fused attention reaches in long documents, forward and backward.
+    - `attention_lengths`: (tokens, forward, backward) in increasing order: the speed in documents of so many tokens
+      relative to `attention`; empty if it is not measured.
     - `processors`: streaming multiprocessors, over which the tiles of a kernel are distributed; 0 if unknown.
     - `launch`: seconds between two kernels if the host is the bottleneck.
     - `reserved`: bytes that the CUDA context and the communication library use outside of the allocator.
@@ -37,6 +39,7 @@ class Device:
     stream: float = 0.8
     matmul: tuple[tuple[str, float], ...] = (("", 0.7),)
     attention: tuple[float, float] = (0.5, 0.4)
+    attention_lengths: tuple[tuple[int, float, float], ...] = ()
     processors: int = 0
     launch: float = 5e-6
     reserved: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kumi.plan.layout_batch import Floats
-from kumi.plan.time.kernel_times import alignment_efficiency, matmul_seconds, peak_flops
+from kumi.plan.time.kernel_times import alignment_efficiency, attention_shares, matmul_seconds, peak_flops
 from kumi.plan.time.op_costs import MEMORY_PASSES, LayoutSizes, MicrobatchCost
 from kumi.plan.time.scan_costs import BACKWARD_MATMULS, scan_kernels, scan_matmul_seconds, scan_score_seconds
 from kumi.spec.ledger import Op
@@ -42,7 +42,9 @@ def _add_flash(sizes: LayoutSizes, cost: MicrobatchCost, op: Op, flops: Floats) 
     speed = peak_flops(sizes.device, sizes.job.precision.compute) * _FLASH_SPEED[sizes.engine.attention]
     if "float8" in sizes.device.dtypes and sizes.engine.attention != "flash-3":
         speed *= _BEFORE_HOPPER
-    forward, backward = (speed * share for share in sizes.device.attention)
+    # A query of a document of N tokens sees (N + 1) / 2 of them on average; with a window, as many as in this document.
+    tokens = np.asarray(2 * op.reach(sizes.job.attention_len) - 1)
+    forward, backward = (speed * share for share in attention_shares(sizes.device, tokens))
     # With heads narrower than 128 a part of each processor's matmul units is idle.
     narrow = min(1.0, max(0.6, (op.source.size / max(1, op.heads) / 128) ** 0.25))
     flops = flops / np.where((sizes.cp > 1) & sizes.gpu, _RING_SPEED, 1.0)

@@ -72,6 +72,23 @@ def _padded_area(processors: int, rows: Floats, columns: Floats) -> Floats:
     return best
 
 
+def attention_shares(device: Device, tokens: Numbers) -> tuple[Floats, Floats]:
+    """Return the shares of the peak that fused attention reaches in documents of `tokens`, forward and backward.
+
+    Between two measured lengths a share is linear in the logarithm of the length; beyond them it is the nearest one.
+    """
+    if not device.attention_lengths:
+        forward, backward = (np.full(np.shape(tokens), share) for share in device.attention)
+        return forward, backward
+    lengths, *speeds = np.array(device.attention_lengths, np.float64).T
+    shares = (
+        share * np.interp(np.log(tokens), np.log(lengths), speed)
+        for share, speed in zip(device.attention, speeds, strict=True)
+    )
+    forward, backward = map(np.asarray, shares)
+    return forward, backward
+
+
 def stream_seconds(device: Device, moved: Numbers) -> Floats:
     """Return the seconds to read or write `moved` bytes of device memory, 0 if the bandwidth is unknown."""
     if not device.memory_bandwidth:
