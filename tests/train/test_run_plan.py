@@ -15,7 +15,8 @@ from tests.train.conftest import back_to, metrics, run_file
 from kumi.cli import main
 from kumi.config import load, open_run
 from kumi.config.pinned_run import layout_keys
-from kumi.errors import LayoutError
+from kumi.config.run_plan import parse_plan
+from kumi.errors import LayoutError, RefusedError
 from kumi.parallel.mesh import init_distributed
 from kumi.spec.layout import Layout
 from kumi.storage import checkpoint
@@ -107,6 +108,22 @@ def test_a_damaged_plan_is_refused(folder, capsys, text, reason):
     errors = capsys.readouterr().err
     assert f"run/plan.json is damaged ({reason}" in errors
     assert "), so the layout of the run is not known; restore the file, or delete it to let kumi" in errors
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "reason"),
+    [
+        ("layout", {"tp": "two"}, "tp: must be an integer, got 'two'"),
+        ("layout", {"tpp": 2}, "tpp: unknown key; did you mean 'tp'?"),
+        ("made_for", {}, "model: required, but not set"),
+    ],
+)
+def test_a_wrong_value_of_a_plan_is_named_in_plain_words(section, value, reason):
+    written = {"layout": {}, "pinned": {}, "made_for": {}, "estimate": {}} | {section: value}
+    with pytest.raises(RefusedError) as refused:
+        parse_plan(written, "run/plan.json")
+    assert f"run/plan.json is damaged ({reason}" in str(refused.value)
+    assert "restore the file, or delete it" in str(refused.value)
 
 
 class Meeting:

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from kumi import __version__
 from kumi.config.pinned_run import layout_keys
 from kumi.config.schema import LayoutSection, Positive, PrecisionKind, Section
+from kumi.config.validation_messages import describe_errors
 from kumi.errors import RefusedError
 from kumi.files.untrusted import CONFIG, read_bytes, strict_json
 from kumi.plan.estimates import Estimate
@@ -125,5 +126,5 @@ def _damaged(where: str, reason: str) -> RefusedError:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ValidationError):
-        return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:3])
+        return describe_errors(error, LayoutSection if error.title == LayoutSection.__name__ else MadeFor)
     return f"{error} is missing" if isinstance(error, KeyError) else str(error)
