@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kumi.data import DataPathError, Source, binfile, inspect, open_store, pool, prepare, shards
+from kumi.data import DataPathError, Source, binfile, inspect, open_store, pool, preparation, prepare, shards
 from kumi.data.bpe import train as train_tokenizer
 from kumi.errors import ConfigError, DataError, KumiError, RefusedError
 
@@ -297,3 +297,10 @@ def test_store_gives_training_and_validation_sequences(stored):
     labels = sweep.batch(0, len(sweep))["labels"]
     held_out = sum(s.validation_documents for s in stored.sources)
     assert np.count_nonzero(labels != -100) == stored.validation_tokens - held_out
+
+
+@pytest.mark.parametrize("error", [ConfigError, DataPathError, RefusedError])
+def test_an_error_of_a_worker_keeps_its_class(error):
+    with pytest.raises(error, match="as written") as raised:
+        preparation._raise_worker_error({"kind": error.__name__, "error": "as written"}, None)
+    assert type(raised.value) is error

@@ -185,6 +185,10 @@ def _job(cache: Path, plan: Plan, number: int, tokenizer: Tokenizer, on_error: s
     }
 
 
+# Errors that a worker reports by the names of their classes.
+_CONFIG_ERRORS = {error.__name__: error for error in (ConfigError, DataPathError, RefusedError)}
+
+
 def _raise_worker_error(answer: dict[str, Any], unit: Unit) -> None:
     """Raise the error that a worker reported for `unit`."""
     kind, text = answer["kind"], answer["error"]
@@ -195,8 +199,8 @@ def _raise_worker_error(answer: dict[str, Any], unit: Unit) -> None:
         raise DataError(_fault_sentence(file, line, reason))
     if kind == "OSError":
         raise OSError(answer["errno"], text)
-    if kind in ("ConfigError", "DataPathError", "RefusedError"):
-        raise ConfigError(text)
+    if kind in _CONFIG_ERRORS:
+        raise _CONFIG_ERRORS[kind](text)
     raise KumiError(f"a data worker failed unexpectedly:\n{text}")
 
 
