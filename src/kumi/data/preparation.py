@@ -25,6 +25,7 @@ from typing import Any
 
 from kumi.data import pool, records, shards, store
 from kumi.data.merge_shards import merge_shards
+from kumi.data.row_guard import StoppedError
 from kumi.data.shards import SIDES, Plan, Unit
 from kumi.data.sources import DataPathError
 from kumi.data.store import Store
@@ -197,6 +198,8 @@ def _raise_worker_error(answer: dict[str, Any], unit: Unit) -> None:
         if unit.segments[segment].file.format == "jsonl":
             line += records.lines_before(Path(file), unit.segments[segment].start)
         raise DataError(_fault_sentence(file, line, reason))
+    if kind == "StoppedError":
+        raise StoppedError(text)
     if kind == "OSError":
         raise OSError(answer["errno"], text)
     if kind in _CONFIG_ERRORS:

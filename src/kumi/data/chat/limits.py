@@ -8,6 +8,7 @@ another program. All of it is off while no template runs: tokenizers and arrays 
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -23,6 +24,8 @@ Result = TypeVar("Result")
 TIME, MEMORY, OUTPUT, ERROR = "template-time", "template-memory", "template-output", "template-error"
 # Seconds of CPU time after the limit until the process ends.
 GRACE_S = 1.0
+# Seconds of CPU time in which no template links enough objects to overflow a stack of 8 MiB when they are freed.
+_LONG_S = 0.02
 _STATM = "/proc/self/statm"
 
 # Whether the signal of the time limit raises; one template at a time runs in a process.
@@ -70,8 +73,14 @@ class Limits:
             self._bound = (min([size, *finite]), self._before[1])
 
     def end(self) -> None:
-        """End the conversation: each later call of `run` has all of the time."""
+        """End the conversation: each later call of `run` has all of the time.
+
+        Objects of a template that worked long are freed here: it may have linked so many, in a cycle, that freeing them
+        ends the process, which must not happen in another row.
+        """
         self._together = False
+        if self.timeout_s - self._left > _LONG_S:
+            gc.collect()
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Return `function()`. Raise RowRefused if it needs more than the time that is left, or more memory."""

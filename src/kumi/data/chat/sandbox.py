@@ -76,8 +76,8 @@ class Renderer:
     ) -> str:
         """Return the text of `messages`; with `prompt`, followed by the start of a reply.
 
-        Raise RowRefused if the template raises or exceeds a limit. Between `limits.start()` and `limits.end()` the limit
-        of time is that of all renderings.
+        Raise RowRefused if the template raises or exceeds a limit. The limit of time is that of all renderings between
+        `limits.start()` and `limits.end()`.
         """
         return self.limits.run(lambda: self._render(messages, tools, prompt, kwargs))
 
