@@ -124,9 +124,9 @@ class Limits:
 
 def timeout_reason(timeout_s: float) -> str:
     """Return the reason of a row refused for its time."""
-    return f"the chat template takes more than {timeout_s:g} s to render it (data.chat.timeout_s)"
+    return f"the chat template takes more than {timeout_s:g} s (data.chat.timeout_s)"
 
 
 def memory_reason(memory_gib: float) -> str:
     """Return the reason of a row refused for its memory."""
-    return f"the chat template needs more than {memory_gib:g} GiB to render it (data.chat.memory_gib)"
+    return f"the chat template needs more than {memory_gib:g} GiB (data.chat.memory_gib)"

@@ -88,7 +88,7 @@ class Renderer:
             return self.limits.run(lambda: _compile(environment, text, origin))
         except RowRefused as refused:
             reason = refused.reason
-        raise ConfigError(f"{origin}: {reason}, and so it cannot be compiled; set data.chat.template to another one")
+        raise ConfigError(f"{origin}: cannot be compiled: {reason}; set data.chat.template to another template")
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, prompt: bool, kwargs: dict[str, Any]
