@@ -18,7 +18,7 @@ from kumi.files.untrusted import CONFIG, TOKENIZER, brief, explain, inside, read
 from kumi.spec.data_source import ChatOptions
 
 # The largest published templates have 30 kB.
-MAX_BYTES = 1 << 20
+MAX_TEMPLATE = 1 << 20
 DEFAULT, TOOL_USE = "default", "tool_use"
 FILE, FOLDER, TOKENIZER_CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
 _NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -44,7 +44,7 @@ def load_template(options: ChatOptions, folder: Path | str) -> ChatTemplate:
 
     `options.template` is the name of one of the tokenizer's templates, or a path. The tokenizer's are
     `chat_template.jinja` with the files of `additional_chat_templates`, else `chat_template` in its
-    tokenizer_config.json. Raise ConfigError if there is none, or if it is unreadable or larger than `MAX_BYTES`.
+    tokenizer_config.json. Raise ConfigError if there is none, or if it is unreadable or larger than `MAX_TEMPLATE`.
     """
     folder = Path(folder)
     texts, origin = _tokenizer_templates(folder)
@@ -74,9 +74,9 @@ def load_template(options: ChatOptions, folder: Path | str) -> ChatTemplate:
 
 def _template(text: str, origin: str, tool_text: str | None = None) -> ChatTemplate:
     for source in (text, tool_text or ""):
-        if len(source) > MAX_BYTES:
+        if len(source) > MAX_TEMPLATE:
             raise ConfigError(
-                f"{origin}: the chat template has {len(source)} characters, more than the limit of {MAX_BYTES}; "
+                f"{origin}: the chat template has {len(source)} characters, more than the limit of {MAX_TEMPLATE}; "
                 "set data.chat.template to a shorter one"
             )
     digest = hashlib.sha256(text.encode(errors="surrogatepass"))
@@ -89,12 +89,12 @@ def _tokenizer_templates(folder: Path) -> tuple[dict[str, str], str]:
     """Return the templates of the tokenizer in `folder` by name, and the file or folder that has them."""
     texts: dict[str, str] = {}
     if (folder / FILE).is_file():
-        texts[DEFAULT] = _decode(read_bytes(folder, FILE, ConfigError, MAX_BYTES), folder / FILE)
+        texts[DEFAULT] = _decode(read_bytes(folder, FILE, ConfigError, MAX_TEMPLATE), folder / FILE)
     more = folder / FOLDER
     if more.is_dir():
         home = inside(folder, FOLDER, ConfigError)
         for path in sorted(home.glob("*.jinja")):
-            texts[path.stem] = _decode(read_bytes(home, path.name, ConfigError, MAX_BYTES), path)
+            texts[path.stem] = _decode(read_bytes(home, path.name, ConfigError, MAX_TEMPLATE), path)
     if texts:
         return texts, str(folder / FILE if list(texts) == [DEFAULT] else folder)
     config = folder / TOKENIZER_CONFIG
@@ -120,7 +120,7 @@ def _named_templates(value: Any, path: Path) -> dict[str, str]:
 def _read_named(path: Path) -> str:
     """Return the text of the template at `path`, which the user names."""
     try:
-        return _decode(read_regular(path, MAX_BYTES, follow=True), path)
+        return _decode(read_regular(path, MAX_TEMPLATE, follow=True), path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"data.chat.template={str(path)!r}: cannot be read ({explain(error)}); name a Jinja file of at most 1 MiB"
