@@ -60,7 +60,7 @@ class Renderer:
         for name in kwargs or {}:
             if name in RESERVED:
                 raise ConfigError(f"data.chat.template_kwargs: {name!r} is set by each conversation; leave it out")
-        self.template = template
+        self.template, self.kwargs = template, dict(kwargs or {})
         self.limits = Limits(timeout_s, memory_gib)
         self._fixed = {**tokens, **_plain(dict(kwargs or {}))}
         environment = _environment(date)
