@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from kumi.data import records, shards, tokenizer
+from kumi.data.job_checks import in_validation
 from kumi.data.records import Fault
 from kumi.data.sources import compression
-from kumi.data.tokenize_worker import in_validation
 from kumi.data.tokenizer import Tokenizer
 from kumi.errors import ConfigError, KumiError, RefusedError
 from kumi.files.output import make_folder, remove_file, write_text

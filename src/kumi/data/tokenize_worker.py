@@ -8,7 +8,6 @@ tokenizer's threads and memory out of the parent. A unit's result is a folder wi
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -17,7 +16,6 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -28,24 +26,16 @@ import numpy as np
 
 from kumi.data import binfile, records, tokenizer
 from kumi.data.binfile import Append, Array
+from kumi.data.job_checks import EXPANSION, Report, check_parent, check_unchanged, in_validation, record_fault
 from kumi.data.records import Fault
 from kumi.data.shards import SIDES
 from kumi.data.sources import compression
 from kumi.data.tokenizer import Tokenizer
-from kumi.errors import ConfigError, DataError, KumiError
+from kumi.errors import ConfigError, KumiError
 from kumi.files.output import open_new, remove_tree, write_text
 
 _BATCH_CHARS = 1 << 18
 _BATCH_TEXTS = 1024
-Report = Callable[[int, int], None]
-# Estimated ratio of text to compressed bytes, for the progress display only.
-_EXPANSION = 4
-
-
-def in_validation(text: str, fraction: float) -> bool:
-    """Return True if a document is held out; the hash of its text decides, so identical documents are on one side."""
-    raw = hashlib.blake2b(text.encode(), digest_size=8, person=b"kumi-split").digest()
-    return int.from_bytes(raw, "little") < fraction * 2**64
 
 
 def encode_unit(job: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -94,7 +84,7 @@ def _write(job: dict[str, Any], tokens: Tokenizer, folder: Path, report: Report)
         for number, segment in enumerate(job["segments"]):
             encode = _encode_indexed if segment["file"]["format"] == "indexed" else _encode_texts
             lines.append(encode(sink, number, segment))
-            _check_unchanged(segment["file"])
+            check_unchanged(segment["file"])
             done += segment["bytes"]
             counts["bytes"] = done
     return {**counts, "lines": lines}
@@ -104,7 +94,7 @@ def _encode_texts(sink: Sink, number: int, segment: dict[str, Any]) -> int:
     """Encode the documents of one segment in batches; return the number of lines of the segment."""
     path, fmt = Path(segment["file"]["path"]), segment["file"]["format"]
     items = records.read_range(path, fmt, sink.job["text_key"], segment["start"], segment["end"])
-    expansion = _EXPANSION if compression(path) else 1
+    expansion = EXPANSION if compression(path) else 1
     texts: list[str] = []
     size = 0
     while True:
@@ -114,7 +104,7 @@ def _encode_texts(sink: Sink, number: int, segment: dict[str, Any]) -> int:
             _add_texts(sink, texts, size // expansion)
             return int(end.value)
         if isinstance(item, Fault):
-            _record_fault(sink, number, item)
+            record_fault(sink.job, sink.counts, sink.faults, number, item)
             continue
         texts.append(item.text)
         size += len(item.text)
@@ -143,7 +133,13 @@ def _encode_indexed(sink: Sink, number: int, segment: dict[str, Any]) -> int:
             )
         without_eos = _without_eos(ids.tolist(), tokens)
         if not without_eos:
-            _record_fault(sink, number, Fault(str(path), document + 1, "empty", "the document has no tokens"))
+            record_fault(
+                sink.job,
+                sink.counts,
+                sink.faults,
+                number,
+                Fault(str(path), document + 1, "empty", "the document has no tokens"),
+            )
             continue
         text = tokens.decode(without_eos[1:] if without_eos[0] == tokens.bos_id else without_eos)
         batch.append((in_validation(text, sink.job["validation"]), _with_bos_eos(without_eos, sink)))
@@ -153,14 +149,6 @@ def _encode_indexed(sink: Sink, number: int, segment: dict[str, Any]) -> int:
             batch, size = [], 0
     _add(sink, batch, size)
     return 0
-
-
-def _record_fault(sink: Sink, segment: int, fault: Fault) -> None:
-    """Count the fault and write it to faults.jsonl. Raise DataError with on_error="fail"."""
-    if sink.job["on_error"] == "fail":
-        raise DataError(json.dumps([segment, fault.file, fault.line, fault.reason]))
-    sink.counts[f"fault:{fault.kind}"] += 1
-    sink.faults.write(json.dumps([segment, fault.file, fault.line, fault.kind, fault.reason]) + "\n")
 
 
 def _without_eos(ids: list[int], tokens: Tokenizer) -> list[int]:
@@ -189,7 +177,7 @@ def _add(sink: Sink, batch: list[tuple[bool, list[int]]], size: int) -> None:
         counts[f"{side}_documents"] += len(documents)
         counts[f"{side}_tokens"] += total
     counts["bytes"] += size
-    _check_parent(sink.job["parent"])
+    check_parent(sink.job["parent"])
     sink.report(counts["bytes"], counts["train_tokens"] + counts["validation_tokens"])
 
 
@@ -200,24 +188,6 @@ def _tokenizer(folder: str, digest: str) -> Tokenizer:
     if loaded.digest != digest:
         raise ConfigError(f"{folder}: tokenizer.json was changed while the data was being prepared; run again")
     return loaded
-
-
-def _check_unchanged(file: dict[str, Any]) -> None:
-    """Raise ConfigError unless `file` has its planned size and time; an index is checked when it is opened."""
-    if file["format"] == "indexed":
-        return
-    path = Path(file["path"])
-    now = path.stat() if path.exists() else None
-    if now is None or (now.st_size, now.st_mtime_ns) != (file["size"], file["mtime"]):
-        raise ConfigError(
-            f"{file['path']}: was changed or removed while it was being read; run again when it is complete"
-        )
-
-
-def _check_parent(parent: int) -> None:
-    """Exit if the parent was killed, before this worker writes to a folder that a new run may use."""
-    if os.getppid() != parent:
-        raise SystemExit(1)
 
 
 def _publish(partial: Path, final: Path) -> None:
