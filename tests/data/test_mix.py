@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kumi.data import Mixture, SequentialSampler, binfile, sampler
-from kumi.data.sampler import mean_document_span, windows
+from kumi.data import Mixture, SequentialSampler, binfile, text_windows
+from kumi.data.text_windows import mean_document_span, windows
 from kumi.errors import ConfigError
 
 FIELDS = ("input_ids", "labels", "position_ids", "document_ids")
@@ -162,6 +162,6 @@ def test_the_span_is_that_of_the_documents_in_the_rows(files, seq_len):
 
 
 def test_the_span_of_many_rows_is_that_of_some(files, monkeypatch):
-    monkeypatch.setattr(sampler, "_SPAN_WINDOWS", 3)
+    monkeypatch.setattr(text_windows, "_SPAN_WINDOWS", 3)
     assert mean_document_span(files[1], 14) == pytest.approx(7)
     assert mean_document_span(files[2], 10) == pytest.approx(10)

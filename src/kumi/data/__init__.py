@@ -1,7 +1,7 @@
 """Records to tokens to training sequences, without torch.
 
 sources (which files) -> records (documents and faults) -> preparation (parallel, resumable)
-  -> store (.bin/.idx and meta.json) -> sampler (sequence n as a pure function of data, seed and n) -> batches
+  -> store (.bin/.idx and meta.json) -> rows -> sampler (sequence n as a pure function of data, seed and n) -> batches
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from kumi.data.batches import BatchSource, MixtureSource
 from kumi.data.binfile import IndexedFile
 from kumi.data.preparation import TOKENIZER, TOKENS, foreign_files, prepare
 from kumi.data.records import Fault, Record, read
-from kumi.data.sampler import Batch, Mixture, SequentialSampler
+from kumi.data.row_source import Batch, RowSource
+from kumi.data.sampler import Mixture, SequentialSampler
 from kumi.data.sources import DataPathError, expand, would_read
 from kumi.data.store import Store, StoredSource, inspect, open_store
 from kumi.data.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ __all__ = [
     "Mixture",
     "MixtureSource",
     "Record",
+    "RowSource",
     "SequentialSampler",
     "Source",
     "Store",

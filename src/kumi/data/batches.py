@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kumi.data.sampler import Batch, Mixture
+from kumi.data.row_source import Batch
+from kumi.data.sampler import Mixture
 
 
 class BatchSource(Protocol):

@@ -21,7 +21,8 @@ import numpy as np
 from kumi.data import binfile
 from kumi.data.binfile import Array, IndexedFile
 from kumi.data.checksums import Checksums, from_plain
-from kumi.data.sampler import Mixture, SequentialSampler, mean_document_span
+from kumi.data.sampler import Mixture, SequentialSampler
+from kumi.data.text_windows import mean_document_span
 from kumi.data.tokenizer import Tokenizer, load
 from kumi.errors import ConfigError, RefusedError
 from kumi.files.output import write_text
