@@ -1,0 +1,74 @@
+"""The units that packing reads, and the number of positions that each takes in a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from kumi.data.binfile import Array, IndexedFile
+
+
+class SequenceTokens(Protocol):
+    """The tokens of a unit's sequences, one after another.
+
+    ids, mask, weights: one value a token; weights is None if all are 1. See `kumi.data.chat.masked`.
+    lengths: tokens of each sequence.
+    """
+
+    @property
+    def ids(self) -> Array: ...
+    @property
+    def mask(self) -> Array: ...
+    @property
+    def weights(self) -> Array | None: ...
+    @property
+    def lengths(self) -> Array: ...
+
+
+class Units(Protocol):
+    """Units of examples, each of one sequence or more.
+
+    prefix: of the files of the units.
+    kind: the kind of the rows that they were made from.
+    file: the sequences of all units in order; document n is sequence n.
+    columns: a record a unit, with the fields "documents" and "tokens": its sequences, and the tokens of all of them.
+    weighted: whether a token has a weight other than 1.
+    """
+
+    @property
+    def prefix(self) -> Path: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def file(self) -> IndexedFile: ...
+    @property
+    def columns(self) -> Array: ...
+    @property
+    def weighted(self) -> bool: ...
+
+    def tokens_of(self, unit: int) -> SequenceTokens:
+        """Return the tokens of unit number `unit`."""
+
+
+def positions_of(units: Units) -> Array:
+    """Return the positions of a row that each unit takes, int32 (units,).
+
+    The last token of a sequence is a label only, never an input, so a sequence of n tokens takes n - 1 positions. The
+    tokens of a prompt are all inputs: a model continues it.
+    """
+    positions = np.array(units.columns["tokens"], np.int32)
+    return positions if units.kind == "prompt" else positions - np.array(units.columns["documents"], np.int32)
+
+
+def mean_sequence_span(units: Units, seq_len: int) -> float:
+    """Return the mean over positions of the positions of their sequence, over the units that fit a row of `seq_len`.
+
+    No sequence is split, so it depends on no plan of bins. Padding is not counted. It is `seq_len` if nothing fits.
+    """
+    fits = positions_of(units) <= seq_len
+    lengths = np.array(units.file.lengths[: int(units.columns["documents"].sum(dtype=np.int64))], np.float64) - 1
+    lengths = lengths[np.repeat(fits, units.columns["documents"])]
+    total = float(lengths.sum())
+    return float((lengths**2).sum()) / total if total else float(seq_len)
