@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kumi.data import DataPathError, Fault, Record, read, records
+from kumi.data import DataPathError, Fault, Record, read, record_files, records
 from kumi.errors import ConfigError
 
 LINES = [
@@ -129,7 +129,7 @@ def test_an_empty_jsonl_file_is_a_fault(tmp_path):
 
 
 def test_a_document_beyond_the_limit_is_a_fault_and_the_next_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MAX_BYTES", 100)
+    monkeypatch.setattr(record_files, "MAX_BYTES", 100)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 500}) + "\n" + json.dumps({"text": "y"}) + "\n")
     fault, record = read(tmp_path / "a.jsonl")
     assert (fault.kind, record.text, record.line) == ("too-long", "y", 2)

@@ -115,7 +115,10 @@ REASONS: dict[str, list[str]] = {
         "data/binfile.py open_file",
         "data/checksums.py _map_file",
     ],
-    "a stream that the door opened": ["data/records.py parquet_groups _parquet"],
+    "a stream that the door opened": [
+        "data/records.py parquet_groups _parquet",
+        "data/arrow_rows.py group_rows _parquet_batches",
+    ],
     "the trained model's logits, written by this run in its folder, in which no link is followed": [
         "train/finish.py _difference",
         "train/export_probe.py write_probe",

@@ -176,6 +176,14 @@ def json_record(text: str) -> Any:
     return _RECORD.decode(text)
 
 
+def json_prefix(text: str, start: int) -> tuple[Any, int]:
+    """Return the value of the JSON record that begins at `start` of `text`, and the position behind it.
+
+    Raise ValueError or RecursionError as `json_record` does.
+    """
+    return _RECORD.raw_decode(text, start)
+
+
 def _levels(value: Any) -> Iterator[int]:
     """Yield the level of every container in `value`."""
     pending = [(value, 1)]
