@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -17,12 +19,13 @@ from kumi.data.chat.sandbox import Renderer
 from kumi.data.chat.template import ChatTemplate
 from kumi.data.formats import Conversation, Example
 from kumi.data.tokenizer import Tokenizer
+from kumi.spec.data_source import ChatOptions
 
 # Templates whose content must be a list of texts and images.
 IMAGES = {"idefics3", "llava_next", "smolvlm"}
 
 IM, QWEN = ("<|im_end|>",), ("<|im_end|>", "<|endoftext|>")
-DEEPSEEK = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+DEEPSEEK = "<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"
 GEMMA4 = ("<eos>", "<turn|>", "<|tool_response>")
 LLAMA31 = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 PHI = ("<|endoftext|>", "<|assistant|>", "<|end|>")
@@ -47,8 +50,9 @@ MODELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 # Added tokens that are not special: the model writes them in its text.
 PLAIN_ADDED = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
 CONTROL = re.compile(
-    r"<\|[^<>|\s]+\|>|<\|[a-z_\"]+\|?>|<[a-z_]+\|>|<｜[^<>\s]+｜>|<(?:[A-Z]+_TOKEN|bos|eos|s|/s|start_of_turn|end_of_turn)>"
-    r"|\[gMASK\]|<sop>|\[/?(?:INST|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|SYSTEM_PROMPT|THINK|ARGS|CALL_ID)\]"
+    r"<\|[^<>|\s]+\|>|<\|[a-z_\"]+\|?>|<[a-z_]+\|>|<\uff5c[^<>\s]+\uff5c>|<(?:[A-Z]+_TOKEN|SPECIAL_\d+|seed:[a-z]+)>"
+    r"|</?s>|<(?:bos|eos|sop|start_of_turn|end_of_turn)>|\]~!?b[\[\]]|\[e~\["
+    r"|\[(?:gMASK|BOS|/?(?:INST|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|SYSTEM_PROMPT|THINK|ARGS|CALL_ID))\]"
 )
 TEXT = "The cat sat on the mat, and the dog user assistant system said: what is the weather in Oslo? " * 4
 
@@ -67,11 +71,7 @@ TOOLS = [
         },
     }
 ]
-CALL = {
-    "type": "function",
-    "id": "call12345",
-    "function": {"name": "get_weather", "arguments": {"city": "Oslo"}},
-}
+CALL = {"type": "function", "id": "call12345", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
 
 
 def stock() -> dict[str, str]:
@@ -122,10 +122,7 @@ def make_encoder(name: str, text: str, model: Any = None, turns: str = "all") ->
 
 def make_chat(messages: list[dict[str, Any]], tools: Any = None, **fields: Any) -> Example:
     """Return a chat in which all replies are trained."""
-    values = {
-        "train": tuple(message["role"] == "assistant" for message in messages),
-        "weight": (1.0,) * len(messages),
-    }
+    values = {"train": tuple(message["role"] == "assistant" for message in messages), "weight": (1.0,) * len(messages)}
     return Example("chat", (Conversation(tuple(messages), tools=tools, **(values | fields)),), "test.jsonl", 1)
 
 
@@ -154,12 +151,19 @@ CONVERSATIONS = {
     ),
     "thoughts": (
         turns(
-            {"reasoning_content": "the cat T1", "content": REPLY},
-            {"reasoning_content": "the dog T2", "content": LAST},
+            {"reasoning_content": "the cat T1", "content": REPLY}, {"reasoning_content": "the dog T2", "content": LAST}
         ),
         None,
     ),
 }
+
+
+class _FixedDate(datetime):
+    """The date that kumi gives to templates by default."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> _FixedDate:
+        return cls.fromisoformat(ChatOptions.date)
 
 
 def transformers_render(
@@ -168,7 +172,8 @@ def transformers_render(
     """Return the rendering by transformers' own function."""
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     tokens = {"bos_token": model[0], "eos_token": model[1]}
-    rendered, _ = utils.render_jinja_template(
-        [messages], tools=tools, chat_template=text, add_generation_prompt=prompt, **tokens, **kwargs
-    )
+    with mock.patch.object(utils, "datetime", _FixedDate):
+        rendered, _ = utils.render_jinja_template(
+            [messages], tools=tools, chat_template=text, add_generation_prompt=prompt, **tokens, **kwargs
+        )
     return str(rendered[0])
