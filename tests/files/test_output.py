@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kumi.convert.hf.write_folder import check_target
-from kumi.data import store
+from kumi.data import store_meta
 from kumi.errors import KumiError, RefusedError
 from kumi.files.output import copy_into, open_append, open_new, remove_tree
 from kumi.storage import checkpoint
@@ -86,7 +86,7 @@ def test_new_files_take_the_place_of_links_and_kept_ones_are_regular(tmp_path, v
         file.write("new")
     assert not (tmp_path / "a").is_symlink()
     (tmp_path / "meta.json.partial").symlink_to(victim / "thesis.txt")
-    store.write_json(tmp_path / "meta.json", {})
+    store_meta.write_json(tmp_path / "meta.json", {})
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(RefusedError, match="not a regular file"):
         open_append(tmp_path / "pipe")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -18,7 +18,8 @@ from kumi.data.binfile import Array, token_dtype
 from kumi.data.chat.masked import TRAINED, EncodedUnit, RowRefused
 from kumi.data.formats.example import Example
 from kumi.data.job_checks import Report, check_parent, check_unchanged, in_validation, record_fault
-from kumi.data.records import Fault
+from kumi.data.record_files import Fault
+from kumi.data.row_path import RowPath
 from kumi.data.shards import SIDES
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.unit_files import COLUMNS, UnitTokens
@@ -28,30 +29,6 @@ from kumi.files.output import open_new
 _BATCH_TOKENS, _BATCH_UNITS = 1 << 18, 1024
 # The largest number of a message that fits a store's turn file.
 _LAST_TURN = 0xFFFF
-
-Rows = Generator[tuple[int, dict[str, Any]] | Fault, None, int]
-
-
-class Encoder(Protocol):
-    """Encodes examples to units, as `kumi.data.chat.encode.ConversationEncoder` does."""
-
-    def encode(self, example: Example) -> list[EncodedUnit]:
-        """Return the units of `example`, one or more. Raise RowRefused."""
-        ...
-
-
-@dataclass(frozen=True)
-class RowPath:
-    """The functions that turn the rows of one source into units.
-
-    read: rows of a segment, by its entry in the job; returns the number of lines.
-    convert: (row, file, line) to an example; raises RowRefused.
-    """
-
-    kind: str
-    read: Callable[[dict[str, Any]], Rows]
-    convert: Callable[[dict[str, Any], str, int], Example]
-    encoder: Encoder
 
 
 @dataclass
@@ -73,11 +50,12 @@ class _Batch:
 def write_units(job: dict[str, Any], path: RowPath, tokens: Tokenizer, folder: Path, report: Report) -> dict[str, Any]:
     """Write the units and faults of the job's segments to `folder`; return the counts for unit.json.
 
-    Besides those of documents, the counts are: rows (used and refused), samples:N (rows of N units), and for each side
-    units and trained tokens.
+    Besides those of documents, the counts are: rows (used and refused), samples:N (rows of N units), special (spellings
+    of control tokens in texts), and for each side units and trained tokens.
     """
     counts: Counter[str] = Counter()
     lines, done = [], 0
+    path.encoder.counts.clear()
     with ExitStack() as stack:
         faults = stack.enter_context(open_new(folder / "faults.jsonl"))
         writers = [
@@ -91,6 +69,7 @@ def write_units(job: dict[str, Any], path: RowPath, tokens: Tokenizer, folder: P
             done += segment["bytes"]
             counts["bytes"] = done
         worker.flush()
+        counts["special"] = path.encoder.counts["control_tokens_as_text"]
     return {**counts, "lines": lines}
 
 
@@ -125,13 +104,14 @@ class _RowWorker:
                 continue
             line, row = item
             try:
-                self._encode(self.path.convert(row, file, line))
+                self._encode(number, self.path.convert(row, file, line))
             except RowRefused as error:
                 self._refuse(number, Fault(file, line, error.kind, error.reason))
 
-    def _encode(self, example: Example) -> None:
+    def _encode(self, segment: int, example: Example) -> None:
         content = content_of(example)
-        units = self.path.encoder.encode(example)
+        with self.path.guarded(segment, example.line):
+            units = self.path.encoder.encode(example)
         for unit in units:
             _check_unit(unit, self.path.kind)
         held_out = in_validation(content, self.job["validation"])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from kumi.data.records import Fault
+from kumi.data.record_files import Fault
 from kumi.errors import ConfigError, DataError
 
 Report = Callable[[int, int], None]

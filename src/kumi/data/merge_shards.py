@@ -5,31 +5,36 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 import kumi
-from kumi.data import binfile, shards, store
+from kumi.data import binfile, shards, store, store_meta
 from kumi.data.binfile import Array
+from kumi.data.merge_units import join_units, samples_of
+from kumi.data.refused_rows import fault_counts, read_faults, refuse_rows
+from kumi.data.selection import Selection, document_digests
 from kumi.data.shards import SIDES, Plan, Unit
 from kumi.data.tokenizer import Tokenizer
-from kumi.data.verify_store import ContentDigest, add_checksums
+from kumi.data.verify_store import ContentDigest, add_checksums, side_files
 from kumi.errors import ConfigError, KumiError
 from kumi.files.output import open_new
-from kumi.files.untrusted import json_record
-from kumi.spec.data_source import Source
+from kumi.spec.data_source import ChatOptions, Source
 
 
-def merge_shards(folder: Path, cache: Path, plan: Plan, tokenizer: Tokenizer) -> None:
+def merge_shards(
+    folder: Path, cache: Path, plan: Plan, tokenizer: Tokenizer, max_refused: float = ChatOptions.max_refused
+) -> None:
     """Merge the units in `cache` into a store in `folder`; write meta.json last.
 
-    Raise ConfigError when a source has no training document, or `validation` above 0 holds out no document.
+    Raise ConfigError when a source has no training document, or `validation` above 0 holds out no document; DataError
+    when more than `max_refused` of the rows of a source of examples are refused.
     """
     counts = [shards.read_unit(cache / key) for key in plan.keys]
     by_source: list[list[tuple[Unit, Path, dict[str, Any]]]] = [[] for _ in plan.sources]
@@ -38,27 +43,28 @@ def merge_shards(folder: Path, cache: Path, plan: Plan, tokenizer: Tokenizer) ->
             raise KumiError(f"{cache / key}: a finished unit has vanished; run the same command again")
         by_source[unit.source].append((unit, cache / key, unit_counts))
     totals = [_total(units) for units in by_source]
+    names = _names(plan.sources)
+    for source, name, fmt, units, total in zip(plan.sources, names, plan.formats, by_source, totals, strict=True):
+        if plan.chat is not None and fmt.kind != "text":
+            refuse_rows(source.path, plan.chat["template"]["origin"], total, read_faults(name, units), max_refused)
     _refuse_empty(plan, totals)
     # Without meta.json the folder is not a store until all new files are written.
-    (folder / store.META).unlink(missing_ok=True)
-    names = _names(plan.sources)
-    with ExitStack() as stack:
-        faults = stack.enter_context(open_new(folder / store.FAULTS))
+    (folder / store_meta.META).unlink(missing_ok=True)
+    with open_new(folder / store_meta.FAULTS) as out:
         for name, units in zip(names, by_source, strict=True):
-            _write_faults(faults, name, units)
-    _write_files(folder / store.FILES, names, plan)
+            for fault in read_faults(name, units):
+                out.write(json.dumps(fault) + "\n")
+    _write_files(folder / store_meta.FILES, names, plan)
     sums = np.zeros(tokenizer.vocab_size, np.int64)
     entries = []
     for number, name in enumerate(names):
-        entry, histogram = _join_source(
-            folder, name, plan.sources[number], by_source[number], totals[number], tokenizer
-        )
-        entry["special_tokens_in_text"] = _special_in_text(histogram, totals[number], plan, tokenizer)
+        arguments = (folder, name, plan, number, [path for _, path, _ in by_source[number]], totals[number], tokenizer)
+        entry, histogram = (_join_documents if plan.formats[number].kind == "text" else _join_rows)(*arguments)
         entries.append(entry | {"files": len(plan.files[number]), "bytes": sum(f.size for f in plan.files[number])})
         sums += histogram[0]
     add_checksums(folder, entries)
     _remove_others(folder, entries)
-    store.write_json(folder / store.META, _meta(plan, tokenizer, entries, store.entropy(sums)))
+    store_meta.write_json(folder / store_meta.META, _meta(plan, tokenizer, entries, store.entropy(sums)))
 
 
 def _total(units: list[tuple[Unit, Path, dict[str, Any]]]) -> Counter[str]:
@@ -105,35 +111,69 @@ def _names(sources: Sequence[Source]) -> list[str]:
     return names
 
 
-def _join_source(
-    folder: Path,
-    name: str,
-    source: Source,
-    units: list[tuple[Unit, Path, dict[str, Any]]],
-    total: Counter[str],
-    tokens: Tokenizer,
+def _join_documents(
+    folder: Path, name: str, plan: Plan, number: int, parts: list[Path], total: Counter[str], tokens: Tokenizer
 ) -> tuple[dict[str, Any], Array]:
     """Write the token files of one source; return its entry in meta.json and the histogram of ids per side, (2, V)."""
-    entry: dict[str, Any] = {"name": name, "path": source.path, "weight": source.weight}
-    entry |= {"text_key": source.text_key, "format": source.format, "exclude": list(source.exclude)}
+    source = plan.sources[number]
+    entry = _entry(name, source)
     histogram = np.zeros((2, tokens.vocab_size), np.int64)
-    for number, side in enumerate(SIDES):
+    for row, side in enumerate(SIDES):
         prefix = f"{name}_{side}_text_document"
         entry[f"{side}_documents"], entry[f"{side}_tokens"] = total[f"{side}_documents"], total[f"{side}_tokens"]
         entry[side] = prefix if total[f"{side}_documents"] else None
         digest = ContentDigest()
         if entry[side]:
+            most = None if row else source.max
             with binfile.open_writer(folder / prefix, binfile.token_dtype(tokens.vocab_size)) as append:
-                for ids, lengths in chain.from_iterable(
-                    binfile.open_file(path / side).blocks() for _, path, _ in units
-                ):
-                    histogram[number] += _histogram(ids, tokens)
+                for ids, lengths in _documents([path / side for path in parts], most):
+                    histogram[row] += _histogram(ids, tokens)
                     append(ids, lengths)
                     digest.update(ids, lengths)
+            file = binfile.open_file(folder / prefix)
+            entry[f"{side}_documents"], entry[f"{side}_tokens"] = file.document_count, file.token_count
         entry[f"{side}_digest"] = digest.hexdigest()
-    entry["faults"] = {kind[6:]: count for kind, count in sorted(total.items()) if kind.startswith("fault:")}
+    entry["faults"] = fault_counts(total)
     entry["unigram_entropy"] = store.entropy(histogram[0])
+    entry["special_tokens_in_text"] = _special_in_text(histogram, entry, plan, tokens)
     return entry, histogram
+
+
+def _documents(prefixes: Sequence[Path], most: int | None) -> Iterator[tuple[Array, Array]]:
+    """Yield (ids, lengths) of the documents of all `prefixes` in blocks; with `most`, of so many chosen ones."""
+    files = [binfile.open_file(prefix) for prefix in prefixes]
+    choice = None
+    if most is not None:
+        choice = Selection((document_digests(*block) for file in files for block in file.blocks()), most)
+    for ids, lengths in chain.from_iterable(file.blocks() for file in files):
+        if choice is None:
+            yield ids, lengths
+        else:
+            chosen = choice.admits(document_digests(ids, lengths))
+            yield ids[np.repeat(chosen, lengths)], lengths[chosen]
+
+
+def _join_rows(
+    folder: Path, name: str, plan: Plan, number: int, parts: list[Path], total: Counter[str], tokens: Tokenizer
+) -> tuple[dict[str, Any], Array]:
+    """Write the units of one source; return its entry in meta.json and the histogram of ids per side, (2, V)."""
+    source, fmt, chat = plan.sources[number], plan.formats[number], plan.chat
+    assert chat is not None
+    joined, histogram = join_units(
+        folder, name, fmt.kind, parts, source.max, tokens.vocab_size, partial(_histogram, tokens=tokens)
+    )
+    entry = _entry(name, source) | {"kind": fmt.kind} | joined
+    entry |= {"rows": total["rows"], "samples": samples_of(total), "faults": fault_counts(total)}
+    entry |= {"used": list(fmt.used), "ignored": list(fmt.ignored), "columns": dict(fmt.columns)}
+    entry["template"] = {key: chat["template"][key] for key in ("origin", "digest")}
+    entry |= {"special_tokens_in_text": total["special"], "unigram_entropy": store.entropy(histogram[0])}
+    return entry, histogram
+
+
+def _entry(name: str, source: Source) -> dict[str, Any]:
+    """Return the beginning of the entry of `source` in meta.json."""
+    entry: dict[str, Any] = {"name": name, "path": source.path, "weight": source.weight}
+    return entry | {"text_key": source.text_key, "format": source.format, "exclude": list(source.exclude)}
 
 
 def _histogram(ids: Array, tokens: Tokenizer) -> Array:
@@ -147,28 +187,13 @@ def _histogram(ids: Array, tokens: Tokenizer) -> Array:
     return histogram
 
 
-def _special_in_text(histogram: Array, total: Counter[str], plan: Plan, tokens: Tokenizer) -> int:
+def _special_in_text(histogram: Array, entry: dict[str, Any], plan: Plan, tokens: Tokenizer) -> int:
     """Return the number of special tokens in the text of documents, without the bos and eos added to each document."""
     special = [number for number, token in tokens.backend.get_added_tokens_decoder().items() if token.special]
-    documents = total["train_documents"] + total["validation_documents"]
+    documents = entry["train_documents"] + entry["validation_documents"]
     added = documents * (1 + (plan.options["bos"] is not None))
     framing = {tokens.eos_id, plan.options["bos"]} - {None}
     return int(histogram[:, sorted(framing | set(special))].sum()) - added
-
-
-def _write_faults(out: TextIO, name: str, units: list[tuple[Unit, Path, dict[str, Any]]]) -> None:
-    """Write the faults of a source in file order, with line numbers that count from the start of each file."""
-    lines_read: Counter[str] = Counter()
-    for unit, folder, counts in units:
-        with store.open_lines(folder, "faults.jsonl") as lines:
-            faults = [json_record(line) for line in lines]
-        for number, segment in enumerate(unit.segments):
-            before = lines_read[segment.file.path]
-            for _, file, line, kind, reason in (fault for fault in faults if fault[0] == number):
-                fault = {"source": name, "file": file, "line": before + line, "kind": kind, "reason": reason}
-                out.write(json.dumps(fault) + "\n")
-            if segment.file.format == "jsonl":
-                lines_read[segment.file.path] += counts["lines"][number]
 
 
 def _write_files(path: Path, names: list[str], plan: Plan) -> None:
@@ -179,8 +204,8 @@ def _write_files(path: Path, names: list[str], plan: Plan) -> None:
 
 
 def _remove_others(folder: Path, entries: list[dict[str, Any]]) -> None:
-    """Remove the token files of an earlier preparation that are not in `entries`."""
-    names = {f"{entry[side]}.{suffix}" for entry in entries for side in SIDES for suffix in ("bin", "idx")}
+    """Remove the files of an earlier preparation that are not those of `entries`."""
+    names = {path.name for entry in entries for side in SIDES for path in side_files(folder, entry, side)}
     for path in folder.glob("*_text_document.*"):
         if path.name not in names:
             path.unlink()

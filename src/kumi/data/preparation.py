@@ -19,12 +19,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kumi.data import pool, records, shards, store
+from kumi.data import pool, records, shards, store, store_meta
 from kumi.data.merge_shards import merge_shards
+from kumi.data.refused_rows import RefusedRows, check_stored_rows
 from kumi.data.row_guard import StoppedError
 from kumi.data.shards import SIDES, Plan, Unit
 from kumi.data.sources import DataPathError
@@ -35,7 +36,7 @@ from kumi.errors import ConfigError, DataError, KumiError, RefusedError
 from kumi.files.output import make_folder, open_append, remove_tree
 from kumi.files.untrusted import json_record
 from kumi.progress import show_progress
-from kumi.spec.data_source import Source
+from kumi.spec.data_source import ChatOptions, Source
 from kumi.units import format_count
 
 OWNER = ".kumi-data"
@@ -53,24 +54,33 @@ def prepare(
     workers: int = 0,
     progress: bool = False,
     add_bos: bool = False,
+    chat: ChatOptions = ChatOptions(),  # noqa: B008
 ) -> Store:
     """Return the store of `sources` in folder `out`; prepare the store first unless it exists for the same input.
 
-    Every document gets an eos token. `validation` is the fraction of documents held out, chosen by a hash of the text.
+    Every document gets an eos token; rows that are examples get the tokens of their chat template, by `chat`.
+    `validation` is the fraction of documents held out, chosen by a hash of the text.
     `workers=0` uses all cores available to this process. With `on_error="fail"` the first unreadable record raises
     DataError with file:line; with "skip" it is counted and listed in faults.jsonl. Raise ConfigError for wrong options
-    or unusable sources, RefusedError when `out` has other files."""
+    or unusable sources, RefusedError when `out` has other files, DataError when more than `chat.max_refused` of the
+    rows of a source of examples are refused."""
     _check_options(sources, tokenizer, validation, on_error, add_bos)
     folder = Path(out)
-    plan = shards.plan(sources, tokenizer, validation, add_bos)
+    plan = shards.plan(sources, tokenizer, validation, add_bos, chat)
     with _locked_folder(folder):
         if not _is_prepared(folder, plan):
-            _build_store(folder, plan, tokenizer, on_error, workers or len(os.sched_getaffinity(0)), progress)
+            _print_columns(plan)
+            run = _Run(tokenizer, on_error, workers or len(os.sched_getaffinity(0)), progress, chat.max_refused)
+            _build_store(folder, plan, run)
         elif verify(folder):
-            print(f"{folder}: verified by its digests; added checksums of its blocks to {store.META}", file=sys.stderr)
+            print(
+                f"{folder}: verified by its digests; added checksums of its blocks to {store_meta.META}",
+                file=sys.stderr,
+            )
         _store_weights(folder, plan.sources)
         if on_error == "fail":
             _refuse_faults(folder)
+        check_stored_rows(folder, chat.max_refused)
         return store.open_store(folder)
 
 
@@ -121,17 +131,37 @@ def _locked_folder(folder: Path) -> Iterator[None]:
 
 def _is_prepared(folder: Path, plan: Plan) -> bool:
     """Return True when `folder` has the finished store of `plan`."""
-    meta = store.read_meta(folder)
+    meta = store_meta.read_meta(folder)
     return meta is not None and meta.get("fingerprint") == plan.fingerprint
 
 
-def _build_store(folder: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers: int, show: bool) -> None:
+@dataclass(frozen=True)
+class _Run:
+    """Arguments of a preparation that do not change its result."""
+
+    tokenizer: Tokenizer
+    on_error: str
+    workers: int
+    show: bool
+    max_refused: float
+
+
+def _print_columns(plan: Plan) -> None:
+    """Print what each source of examples is read as, and which columns are used and ignored."""
+    for source, fmt in zip(plan.sources, plan.formats, strict=True):
+        if fmt.kind != "text":
+            ignored = f"; ignores {', '.join(fmt.ignored)}" if fmt.ignored else ""
+            line = f"source {source.path}: {fmt.kind}; uses {', '.join(fmt.used)}{ignored}"
+            print("".join(c if c.isprintable() else repr(c)[1:-1] for c in line), file=sys.stderr, flush=True)
+
+
+def _build_store(folder: Path, plan: Plan, run: _Run) -> None:
     """Tokenize the units of `plan` and merge them into a store in `folder`."""
     cache = folder / "cache"
     make_folder(cache)
     try:
-        _run_units(cache, plan, tokenizer, on_error, workers, show)
-        merge_shards(folder, cache, plan, tokenizer)
+        _run_units(cache, plan, run)
+        merge_shards(folder, cache, plan, run.tokenizer, run.max_refused)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
@@ -143,16 +173,20 @@ def _build_store(folder: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, 
     remove_tree(cache)
 
 
-def _run_units(cache: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers: int, show: bool) -> None:
-    """Tokenize the units that are not in `cache`, on `workers` processes."""
+def _run_units(cache: Path, plan: Plan, run: _Run) -> None:
+    """Tokenize the units that are not in `cache`, in worker processes."""
     counts = [shards.read_unit(cache / key) for key in plan.keys]
     missing = [number for number, unit_counts in enumerate(counts) if unit_counts is None]
-    jobs = [_job(cache, plan, number, tokenizer, on_error) for number in missing]
+    jobs = [_job(cache, plan, number, run) for number in missing]
     total = sum(unit.bytes for unit in plan.units)
     done = {number: unit.bytes for number, unit in enumerate(plan.units) if counts[number] is not None}
     tokens: dict[int, int] = {}
+    refused = RefusedRows(cache, plan, run.max_refused)
     started = time.monotonic()
-    with show_progress("tokenizing", total, enabled=show) as update, closing(pool.run_jobs(jobs, workers)) as answers:
+    with (
+        show_progress("tokenizing", total, enabled=run.show) as update,
+        closing(pool.run_jobs(jobs, run.workers)) as answers,
+    ):
         for job, answer in answers:
             number = missing[job]
             if "error" in answer:
@@ -163,6 +197,8 @@ def _run_units(cache: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, wor
             else:
                 done[number] = plan.units[number].bytes
                 tokens[number] = sum(answer["result"].get(f"{side}_tokens", 0) for side in SIDES)
+                counts[number] = answer["result"]
+                refused.check(plan.units[number].source, counts)
             update(sum(done.values()), _throughput(sum(tokens.values()), time.monotonic() - started))
 
 
@@ -170,20 +206,21 @@ def _throughput(tokens: int, seconds: float) -> str:
     return f"{format_count(tokens)} tokens | {format_count(tokens / max(seconds, 1e-9))} tok/s"
 
 
-def _job(cache: Path, plan: Plan, number: int, tokenizer: Tokenizer, on_error: str) -> dict[str, Any]:
+def _job(cache: Path, plan: Plan, number: int, run: _Run) -> dict[str, Any]:
     """Return the job for unit `number`, as JSON data for a worker."""
     unit = plan.units[number]
+    source, fmt = plan.sources[unit.source], plan.formats[unit.source]
     return {
-        "tokenizer": str(tokenizer.folder.resolve()),
-        "digest": tokenizer.digest,
+        "tokenizer": str(run.tokenizer.folder.resolve()),
+        "digest": run.tokenizer.digest,
         "target": str((cache / plan.keys[number]).resolve()),
         "segments": [asdict(segment) for segment in unit.segments],
-        "text_key": plan.sources[unit.source].text_key,
-        "validation": plan.options["validation"],
+        "text_key": source.text_key,
+        "validation": shards.validation_fraction(source, unit, plan.options["validation"]),
         "add_bos": plan.options["bos"] is not None,
-        "on_error": on_error,
+        "on_error": run.on_error,
         "parent": os.getpid(),
-    }
+    } | ({} if fmt.kind == "text" else {"chat": plan.chat, "format": asdict(fmt)})
 
 
 # Errors that a worker reports by the names of their classes.
@@ -213,7 +250,7 @@ def _fault_sentence(file: str, line: int, reason: str) -> str:
 
 def _refuse_faults(folder: Path) -> None:
     """Raise DataError for the first fault of the store in `folder`, if it has one."""
-    with store.open_lines(folder, store.FAULTS) as lines:
+    with store_meta.open_lines(folder, store_meta.FAULTS) as lines:
         for line in lines:
             fault = json_record(line)
             raise DataError(_fault_sentence(fault["file"], fault["line"], fault["reason"]))
@@ -221,10 +258,10 @@ def _refuse_faults(folder: Path) -> None:
 
 def _store_weights(folder: Path, sources: Sequence[Source]) -> None:
     """Write the weights of `sources` to meta.json; they affect only the mixture, not the tokens."""
-    meta = store.read_meta(folder)
+    meta = store_meta.read_meta(folder)
     assert meta is not None
     weights = [source.weight for source in sources]
     if weights != [entry["weight"] for entry in meta["sources"]]:
         for entry, weight in zip(meta["sources"], weights, strict=True):
             entry["weight"] = weight
-        store.write_json(folder / store.META, meta)
+        store_meta.write_json(folder / store_meta.META, meta)

@@ -8,17 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from kumi.data import binfile, records
-from kumi.data.sources import compression, expand, file_format
+from kumi.data.arrow_rows import group_rows
+from kumi.data.formats import Format, detect_source
+from kumi.data.row_path import chat_settings, settings_key
+from kumi.data.sources import DataPathError, compression, expand, file_format
 from kumi.data.tokenizer import Tokenizer
 from kumi.errors import RefusedError
 from kumi.files.untrusted import INDEX, read_object
-from kumi.spec.data_source import Source
+from kumi.spec.data_source import ChatOptions, Source
 
 FORMAT_VERSION = 1
 SIDES = ("train", "validation")
@@ -52,10 +55,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Unit:
-    """Segments of source number `source` that one worker processes as one job."""
+    """Segments of source number `source` that one worker processes as one job.
+
+    held_out: whether they belong to the source's own validation data.
+    """
 
     source: int
     segments: tuple[Segment, ...]
+    held_out: bool = False
 
     @property
     def bytes(self) -> int:
@@ -66,20 +73,42 @@ class Unit:
 class Plan:
     """The input of a preparation: sources with their files, options, and units with their keys.
 
+    files: of each source, those of its own validation data last.
+    formats: of the rows of each source.
+    chat: the result of `kumi.data.row_path.chat_settings`; None if all sources are text.
     fingerprint: digest of all inputs; plans with the same fingerprint give identical stores.
     """
 
     sources: tuple[Source, ...]
     files: tuple[tuple[File, ...], ...]
+    formats: tuple[Format, ...]
+    chat: dict[str, Any] | None
     options: dict[str, Any]
     units: tuple[Unit, ...]
     keys: tuple[str, ...]
     fingerprint: str
 
 
-def plan(sources: Sequence[Source], tokenizer: Tokenizer, validation: float, add_bos: bool) -> Plan:
-    """Return the plan for `sources`; it depends only on the options and the files' names, sizes and times."""
-    files = tuple(tuple(files_of(source)) for source in sources)
+def plan(
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    validation: float,
+    add_bos: bool,
+    chat: ChatOptions = ChatOptions(),  # noqa: B008
+) -> Plan:
+    """Return the plan for `sources`; it depends only on the options, the files' names, sizes and times, and first rows.
+
+    Raise ConfigError for unusable sources or chat options.
+    """
+    given = tuple(tuple(files_of(source)) for source in sources)
+    own = tuple(_validation_files(source, files) for source, files in zip(sources, given, strict=True))
+    files = tuple(first + second for first, second in zip(given, own, strict=True))
+    formats = tuple(
+        detect_source(source, [(Path(file.path), file.format) for file in group])
+        for source, group in zip(sources, files, strict=True)
+    )
+    kinds = {fmt.kind for fmt in formats} - {"text"}
+    settings = chat_settings(chat, tokenizer, kinds) if kinds else None
     size = unit_bytes(file for group in files for file in group)
     options = {
         "tokenizer": tokenizer.digest,
@@ -88,13 +117,46 @@ def plan(sources: Sequence[Source], tokenizer: Tokenizer, validation: float, add
         "validation": validation,
     }
     keys, all_units = [], []
-    for number, (source, group) in enumerate(zip(sources, files, strict=True)):
-        for unit in units(number, list(group), source.text_key, size):
-            all_units.append(unit)
-            keys.append(unit_key(unit, options | {"text_key": source.text_key}))
-    listed = [[source.path, [asdict(file) for file in group]] for source, group in zip(sources, files, strict=True)]
+    for number, (source, fmt) in enumerate(zip(sources, formats, strict=True)):
+        for held_out, group in ((False, given[number]), (True, own[number])):
+            for unit in units(number, list(group), source.text_key, size, fmt.kind, held_out):
+                if settings is None or fmt.kind == "text":
+                    rows: dict[str, Any] = {"text_key": source.text_key}
+                else:
+                    rows = {"rows": settings_key(settings, fmt)}
+                all_units.append(unit)
+                fraction = validation_fraction(source, unit, validation)
+                keys.append(unit_key(unit, options | rows | {"validation": fraction}))
+    listed = [_listed(source, *group) for source, *group in zip(sources, given, own, strict=True)]
     fingerprint = digest([FORMAT_VERSION, options, listed, keys])
-    return Plan(tuple(sources), files, options, tuple(all_units), tuple(keys), fingerprint)
+    return Plan(tuple(sources), files, formats, settings, options, tuple(all_units), tuple(keys), fingerprint)
+
+
+def validation_fraction(source: Source, unit: Unit, fraction: float) -> float:
+    """Return the fraction of `unit` that is held out: `fraction`, unless the source has its own validation data."""
+    return fraction if source.validation is None else float(unit.held_out)
+
+
+def _validation_files(source: Source, files: tuple[File, ...]) -> tuple[File, ...]:
+    """Return the files of the source's own validation data, if it has any; refuse those that are trained on."""
+    if source.validation is None:
+        return ()
+    own = tuple(files_of(replace(source, path=source.validation)))
+    shared = {file.path for file in files} & {file.path for file in own}
+    if shared:
+        raise DataPathError(
+            f"data source {source.path!r}: validation={source.validation!r} names {min(shared)}, which is also trained "
+            "on; leave it out of path with exclude, or name other files"
+        )
+    return own
+
+
+def _listed(source: Source, files: tuple[File, ...], own: tuple[File, ...]) -> list[Any]:
+    """Return the part of the fingerprint for a source; keys of a source that it does not set are not part of it."""
+    more: dict[str, Any] = {} if source.max is None else {"max": source.max}
+    if source.validation is not None:
+        more["validation"] = [source.validation, [asdict(file) for file in own]]
+    return [source.path, [asdict(file) for file in files], *([more] if more else [])]
 
 
 def files_of(source: Source) -> list[File]:
@@ -116,19 +178,21 @@ def unit_bytes(files: Iterable[File]) -> int:
     return min(max(sum(file.size for file in files) // _UNITS, _MIN_BYTES), _MAX_BYTES)
 
 
-def units(source: int, files: list[File], text_key: str, size: int) -> list[Unit]:
-    """Return units of about `size` bytes with all segments of `files`, each once and in order."""
+def units(
+    source: int, files: list[File], text_key: str, size: int, kind: str = "text", held_out: bool = False
+) -> list[Unit]:
+    """Return units of about `size` bytes with all segments of `files`, rows of `kind`, each once and in order."""
     result: list[Unit] = []
     group: list[Segment] = []
     group_bytes = 0
     for file in files:
-        for segment in _segments(file, text_key, size):
+        for segment in _segments(file, text_key, size, kind):
             group.append(segment)
             group_bytes += segment.bytes
             if group_bytes >= size or len(group) >= _MAX_SEGMENTS:
-                result.append(Unit(source, tuple(group)))
+                result.append(Unit(source, tuple(group), held_out))
                 group, group_bytes = [], 0
-    return [*result, Unit(source, tuple(group))] if group else result
+    return [*result, Unit(source, tuple(group), held_out)] if group else result
 
 
 def unit_key(unit: Unit, options: dict[str, Any]) -> str:
@@ -141,7 +205,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _segments(file: File, text_key: str, size: int) -> Iterator[Segment]:
+def _segments(file: File, text_key: str, size: int, kind: str) -> Iterator[Segment]:
     """Split `file` into segments of about `size` bytes; compressed and text files are one segment."""
     path = Path(file.path)
     if compression(path) == ".zst":
@@ -150,8 +214,9 @@ def _segments(file: File, text_key: str, size: int) -> Iterator[Segment]:
         count = file.size // size
         bounds = [file.size * n // count for n in range(count + 1)]
         yield from (Segment(file, a, b, b - a) for a, b in pairwise(bounds))
-    elif file.format == "parquet":
-        rows = records.parquet_groups(path, text_key)
+    elif file.format in ("parquet", "arrow"):
+        text = kind == "text" and file.format == "parquet"
+        rows = records.parquet_groups(path, text_key) if text else group_rows(path, file.format)
         yield from _row_groups(file, rows, size) if rows else [Segment(file, bytes=file.size)]
     elif file.format == "indexed":
         documents = binfile.open_file(path.with_suffix("")).document_count

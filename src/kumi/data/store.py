@@ -6,59 +6,25 @@ files, and `faults.jsonl` with all skipped records."""
 from __future__ import annotations
 
 import hashlib
-import io
-import json
-import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
-from kumi.data import binfile
+from kumi.data import binfile, unit_files
 from kumi.data.binfile import Array, IndexedFile
 from kumi.data.checksums import Checksums, from_plain
 from kumi.data.sampler import Mixture, SequentialSampler
+from kumi.data.store_meta import FAULTS, META, SOURCE_TYPES, open_lines, read_meta
 from kumi.data.text_windows import mean_document_span
 from kumi.data.tokenizer import Tokenizer, load
+from kumi.data.unit_files import UnitFile, suffixes
 from kumi.errors import ConfigError, RefusedError
-from kumi.files.output import write_text
-from kumi.files.untrusted import INDEX, brief, explain, inside, json_record, open_stream, read_object
-
-META, FAULTS, FILES = "meta.json", "faults.jsonl", "files.jsonl"
-
-
-_COUNT, _TEXT, _NUMBER, _NONE = (int,), (str,), (int, float), type(None)
-_TYPES: dict[str, tuple[type, ...]] = {
-    "sources": (list,),
-    "tokenizer": (dict,),
-    "vocab_size": _COUNT,
-    "eos_id": _COUNT,
-    "bos_id": (int, _NONE),
-    "validation": _NUMBER,
-    "unigram_entropy": _NUMBER,
-    "fingerprint": _TEXT,
-}
-_SOURCE_TYPES: dict[str, tuple[type, ...]] = {
-    "name": _TEXT,
-    "path": _TEXT,
-    "weight": _NUMBER,
-    "train": (str, _NONE),
-    "validation": (str, _NONE),
-    "train_documents": _COUNT,
-    "train_tokens": _COUNT,
-    "validation_documents": _COUNT,
-    "validation_tokens": _COUNT,
-    "faults": (dict,),
-    "special_tokens_in_text": _COUNT,
-    "unigram_entropy": _NUMBER,
-    "train_digest": _TEXT,
-    "validation_digest": _TEXT,
-}
-_OPTIONAL = ("train_checksums", "validation_checksums")
+from kumi.files.untrusted import inside, json_record
 
 
 @dataclass(frozen=True)
@@ -66,12 +32,21 @@ class StoredSource:
     """The tokens of one source.
 
     train, validation: prefix of the token files; None when the side has no document.
+    kind: "text" for documents; else the kind of the rows, whose units `Store.open_units` opens.
     faults: number of skipped records by kind.
     special_tokens_in_text: special tokens that are spelled out in the text of documents.
     unigram_entropy: of the training tokens, in nats per token.
     train_digest, validation_digest: digest of token ids and document lengths.
     train_checksums, validation_checksums: checksums of the .bin file; None in a store of an earlier version that has
         not been verified yet.
+    rows: rows of the files, used and refused; 0 for documents, as all that follow.
+    train_units, validation_units: units of examples.
+    train_trained, validation_trained: trained tokens.
+    train_weighted, validation_weighted: whether a token has a weight other than 1.
+    roles: tokens by role; "template" for text of the template.
+    samples: number of rows by their number of units.
+    used, ignored: columns of the files.
+    sidecar_checksums: checksums of the other files of units, by side and suffix.
     """
 
     name: str
@@ -90,6 +65,19 @@ class StoredSource:
     validation_digest: str
     train_checksums: Checksums | None = None
     validation_checksums: Checksums | None = None
+    kind: str = "text"
+    rows: int = 0
+    train_units: int = 0
+    validation_units: int = 0
+    train_trained: int = 0
+    validation_trained: int = 0
+    train_weighted: bool = False
+    validation_weighted: bool = False
+    roles: Mapping[str, int] = field(default_factory=dict)
+    samples: Mapping[str, int] = field(default_factory=dict)
+    used: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    sidecar_checksums: Mapping[str, Mapping[str, Checksums]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,7 +108,7 @@ class Store:
 
     @property
     def content(self) -> str:
-        """Digest of the training tokens and document lengths; independent of paths and times."""
+        """Digest of training tokens, document lengths, masks and records of units; independent of paths and times."""
         digests = "".join(source.train_digest for source in self.sources)
         return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
 
@@ -136,15 +124,38 @@ class Store:
             total.update(source.faults)
         return dict(sorted(total.items()))
 
+    def open_units(self, source: StoredSource, side: str) -> UnitFile:
+        """Open the units of `side` ("train" or "validation") of `source`, one of this store that has them.
+
+        Raise RefusedError when they are damaged, or `source` has documents.
+        """
+        prefix: Path | None = getattr(source, side)
+        if prefix is None or source.kind == "text":
+            raise RefusedError(f"{self.folder}: source {source.name} has no units of examples to open for {side}")
+        checksums = dict(source.sidecar_checksums.get(side, {}))
+        weighted = getattr(source, f"{side}_weighted")
+        return unit_files.open_units(prefix, source.kind, checksums, self.vocab_size, weighted)
+
     def train_parts(self) -> list[tuple[IndexedFile, float]]:
-        """Open the training files; return them with their weights."""
+        """Open the training files of documents; return them with their weights. Raise ConfigError for examples."""
+        self._refuse_units()
         files = ((binfile.open_file(s.train, s.train_checksums, self.vocab_size), s) for s in self.sources if s.train)
         return [(file, source.weight) for file, source in files]
 
     def validation_parts(self) -> list[IndexedFile]:
-        """Open the validation files."""
+        """Open the validation files of documents. Raise ConfigError for examples."""
+        self._refuse_units()
         held_out = ((s.validation, s.validation_checksums) for s in self.sources if s.validation)
         return [binfile.open_file(prefix, checksums, self.vocab_size) for prefix, checksums in held_out]
+
+    def _refuse_units(self) -> None:
+        """Raise ConfigError if a source has examples: windows of their tokens would train prompts, and cut replies."""
+        for source in self.sources:
+            if source.kind != "text":
+                raise ConfigError(
+                    f"{self.folder}: source {source.name} has examples ({source.kind}), which are no text to train in "
+                    "windows; train it with an objective for examples, or name a source of text"
+                )
 
     def document_span(self, seq_len: int) -> float:
         """Return the `BatchSpec.document_span` of the training data in rows of `seq_len` tokens.
@@ -177,32 +188,6 @@ def open_store(folder: Path | str) -> Store:
     sources = tuple(_stored_source(folder, entry) for entry in meta["sources"])
     names = ("vocab_size", "eos_id", "bos_id", "validation", "unigram_entropy", "fingerprint")
     return Store(folder, sources, meta["tokenizer"]["sha256"], **{name: meta[name] for name in names})
-
-
-def read_meta(folder: Path) -> dict[str, Any] | None:
-    """Return the checked content of a store's meta.json, or None when `folder` is not a store."""
-    if not (folder / META).exists():
-        return None
-    meta = read_object(folder, META, RefusedError, INDEX)
-    if meta.get("kind") != "kumi data":
-        return None
-    _check_types(folder, "", meta, _TYPES)
-    _check_types(folder, "tokenizer.", meta["tokenizer"], {"folder": (str,), "sha256": (str,)})
-    for entry in meta["sources"]:
-        if not isinstance(entry, dict):
-            raise RefusedError(f"{folder / META}: the source {brief(entry)} is not an object; prepare the data again")
-        _check_types(folder, "sources.", entry, _SOURCE_TYPES)
-        _check_types(folder, "sources.", entry, {key: (dict, _NONE) for key in _OPTIONAL if key in entry})
-    return meta
-
-
-def _check_types(folder: Path, prefix: str, entry: dict[str, Any], types: dict[str, tuple[type, ...]]) -> None:
-    """Raise RefusedError unless `entry` has all keys of `types` with values of their types, and no negative number."""
-    for key, expected in types.items():
-        value = entry.get(key, brief)  # the function `brief` stands for a missing value; JSON has no functions
-        if not isinstance(value, expected) or isinstance(value, bool) or (isinstance(value, int | float) and value < 0):
-            fault = "is missing" if value is brief else f"is {brief(value)}"
-            raise RefusedError(f"{folder / META}: {prefix}{key} {fault}; remove the folder and prepare again")
 
 
 def inspect(
@@ -258,15 +243,25 @@ def _first_documents(
 
 def _stored_source(folder: Path, entry: dict[str, Any]) -> StoredSource:
     """Return the source of an entry in meta.json. Raise RefusedError when its token files contradict the entry."""
-    values = {name: entry[name] for name in StoredSource.__dataclass_fields__ if not name.endswith("_checksums")}
+    units = entry.get("kind", "text") != "text"
+    fields = (name for name in StoredSource.__dataclass_fields__ if not name.endswith("_checksums"))
+    # Keys of examples in an entry of text are ignored.
+    values = {name: entry[name] for name in fields if units or name in SOURCE_TYPES}
+    sidecars: dict[str, dict[str, Checksums]] = {}
     for side in ("train", "validation"):
         if entry[side] is not None:
-            # `inside` refuses links out of the folder, for both files of the pair.
+            # `inside` refuses links out of the folder, for all files of the side.
             values[side] = inside(folder, f"{entry[side]}.bin", RefusedError).with_suffix("")
-            inside(folder, f"{entry[side]}.idx", RefusedError)
-            if (checksums := entry.get(f"{side}_checksums")) is not None:
+            listed = entry.get(f"{side}_checksums")
+            for suffix in suffixes(entry["kind"] if units else "text", entry.get(f"{side}_weighted") is True):
+                path = inside(folder, f"{entry[side]}.{suffix}", RefusedError)
+                if units and listed is not None:
+                    sidecars.setdefault(side, {})[suffix] = from_plain(listed.get(suffix), path)
+            if listed is not None:
                 path = binfile.bin_path(values[side])
-                values[f"{side}_checksums"] = from_plain(checksums.get("bin"), path)
+                values[f"{side}_checksums"] = from_plain(listed.get("bin"), path)
+            if units:
+                _check_units(folder, entry, side, values[side])
             file = binfile.open_file(values[side])
             actual, expected = (
                 (file.token_count, file.document_count),
@@ -277,7 +272,20 @@ def _stored_source(folder: Path, entry: dict[str, Any]) -> StoredSource:
                     f"{values[side]}.bin: has {actual[0]} tokens in {actual[1]} documents, but {META} lists "
                     f"{expected[0]} in {expected[1]}; remove {folder / META} and prepare again"
                 )
-    return StoredSource(**values)
+    for name in ("used", "ignored"):
+        if name in values:
+            values[name] = tuple(values[name])
+    return StoredSource(**values, sidecar_checksums=sidecars)
+
+
+def _check_units(folder: Path, entry: dict[str, Any], side: str, prefix: Path) -> None:
+    """Raise RefusedError unless the files of units fit one another and their entry in meta.json."""
+    units = unit_files.open_units(prefix, entry["kind"], weighted=entry[f"{side}_weighted"]).unit_count
+    if units != entry[f"{side}_units"]:
+        raise RefusedError(
+            f"{prefix}.columns.npy: has {units} units, but {META} lists {entry[f'{side}_units']}; remove "
+            f"{folder / META} and prepare again"
+        )
 
 
 def entropy(counts: Sequence[int] | Array) -> float:
@@ -288,18 +296,3 @@ def entropy(counts: Sequence[int] | Array) -> float:
         return 0.0
     fractions = positive / positive.sum()
     return float(-(fractions * np.log(fractions)).sum()) + 0.0
-
-
-def open_lines(folder: Path, name: str) -> TextIO:
-    """Open the text file `name` of a store. Raise RefusedError when it is unreadable or a link out of the folder."""
-    try:
-        return io.TextIOWrapper(open_stream(inside(folder, name, RefusedError)), encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise RefusedError(f"{folder / name}: cannot be read ({explain(error)}); prepare the data again") from None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file atomically."""
-    partial = path.with_name(path.name + ".partial")
-    write_text(partial, json.dumps(value, indent=2) + "\n")
-    os.replace(partial, path)

@@ -26,8 +26,10 @@ import numpy as np
 
 from kumi.data import binfile, records, tokenizer
 from kumi.data.binfile import Append, Array
+from kumi.data.encode_rows import write_units
 from kumi.data.job_checks import EXPANSION, Report, check_parent, check_unchanged, in_validation, record_fault
 from kumi.data.records import Fault
+from kumi.data.row_path import open_row_path
 from kumi.data.shards import SIDES
 from kumi.data.sources import compression
 from kumi.data.tokenizer import Tokenizer
@@ -48,7 +50,10 @@ def encode_unit(job: dict[str, Any], report: Report) -> dict[str, Any]:
     remove_tree(partial)
     partial.mkdir(parents=True)
     try:
-        counts = _write(job, tokens, partial, report)
+        if "chat" in job:
+            counts = write_units(job, open_row_path(job, tokens), tokens, partial, report)
+        else:
+            counts = _write(job, tokens, partial, report)
         write_text(partial / "unit.json", json.dumps(counts))
         _publish(partial, final)
     finally:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from kumi.data import binfile, store
-from kumi.data.binfile import Array, bin_path, idx_path
+from kumi.data import binfile, store, store_meta
+from kumi.data.binfile import Array, bin_path
 from kumi.data.checksums import Guard, block_bytes, checksums_of, from_plain, remedy
 from kumi.data.shards import SIDES
+from kumi.data.unit_files import EXTRA_SUFFIX, TOKEN_SIDECARS, open_units, sidecar_path, suffixes
 from kumi.errors import RefusedError
 
 # Bytes of tokens. Smaller stores are verified in full at the start of a run, in seconds; in larger ones each block is
@@ -37,21 +38,29 @@ class ContentDigest:
 
 def add_checksums(folder: Path, entries: list[dict[str, Any]]) -> bool:
     """Add missing checksums to `entries`, the sources in the meta.json of `folder`; return True if any were missing."""
-    pairs = _pairs(folder, entries)
-    block = block_bytes(sum(path.stat().st_size for _, _, prefix in pairs for path in _files(prefix)))
-    missing = [(entry, f"{side}_checksums", prefix) for entry, side, prefix in pairs if not _has_checksums(entry, side)]
-    for entry, key, prefix in missing:
-        entry[key] = {path.suffix[1:]: checksums_of(path, block).plain() for path in _files(prefix)}
+    pairs = _pairs(entries)
+    block = block_bytes(sum(path.stat().st_size for entry, side in pairs for path in side_files(folder, entry, side)))
+    missing = [(entry, side) for entry, side in pairs if not _has_checksums(entry, side)]
+    for entry, side in missing:
+        entry[f"{side}_checksums"] = {
+            suffix: checksums_of(sidecar_path(folder / entry[side], suffix), block).plain()
+            for suffix in _suffixes(entry, side)
+        }
     return bool(missing)
 
 
-def _pairs(folder: Path, entries: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str, Path]]:
-    """Return (entry, side, prefix) of each .bin/.idx pair of `entries`."""
-    return [(entry, side, folder / entry[side]) for entry in entries for side in SIDES if entry[side]]
+def _pairs(entries: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+    """Return (entry, side) of each side of `entries` that has files."""
+    return [(entry, side) for entry in entries for side in SIDES if entry[side]]
 
 
-def _files(prefix: Path) -> tuple[Path, Path]:
-    return bin_path(prefix), idx_path(prefix)
+def side_files(folder: Path, entry: dict[str, Any], side: str) -> list[Path]:
+    """Return the files of one side of a source, by its entry in the meta.json of `folder`."""
+    return [sidecar_path(folder / entry[side], suffix) for suffix in _suffixes(entry, side)] if entry[side] else []
+
+
+def _suffixes(entry: dict[str, Any], side: str) -> list[str]:
+    return suffixes(entry.get("kind", "text"), entry.get(f"{side}_weighted", False))
 
 
 def _has_checksums(entry: dict[str, Any], side: str) -> bool:
@@ -61,29 +70,41 @@ def _has_checksums(entry: dict[str, Any], side: str) -> bool:
 def verify(folder: Path) -> bool:
     """Verify the token files of the store in `folder`; return True if checksums were added to its meta.json.
 
-    All indexes are verified, and all tokens if they have at most `AT_START` bytes in total. A store of an earlier
-    version has only digests: its files are verified by the digests once, and checksums are added. Raise RefusedError
-    with the file and position of a difference, DataError for an id outside the vocabulary.
+    All indexes and records of units are verified, and all values of tokens if they have at most `AT_START` bytes in
+    total. A store of an earlier version has only digests: its files are verified by the digests once, and checksums are
+    added. Raise RefusedError with the file and position of a difference, DataError for an id outside the vocabulary.
     """
     store.open_store(folder)  # refuses files of the wrong size with a clearer message than a checksum
-    meta = store.read_meta(folder)
+    meta = store_meta.read_meta(folder)
     assert meta is not None, f"{folder} has been prepared"
-    pairs = _pairs(folder, meta["sources"])
-    at_start = sum(bin_path(prefix).stat().st_size for _, _, prefix in pairs) <= AT_START
-    for entry, side, prefix in pairs:
+    pairs = _pairs(meta["sources"])
+    values = ("bin", f"{EXTRA_SUFFIX}.bin", *TOKEN_SIDECARS)
+    files = {
+        (id(entry), side): dict(zip(_suffixes(entry, side), side_files(folder, entry, side), strict=True))
+        for entry, side in pairs
+    }
+    at_start = sum(p.stat().st_size for group in files.values() for s, p in group.items() if s in values) <= AT_START
+    for entry, side in pairs:
+        prefix = folder / entry[side]
         if not _has_checksums(entry, side):
-            _verify_digest(prefix, entry[f"{side}_digest"], meta["vocab_size"])
+            _verify_digest(prefix, entry, side, meta["vocab_size"])
             continue
-        for path in _files(prefix) if at_start else (idx_path(prefix),):
-            Guard(path, from_plain(entry[f"{side}_checksums"].get(path.suffix[1:]), path)).check()
+        for suffix, path in files[id(entry), side].items():
+            if at_start or suffix not in values:
+                Guard(path, from_plain(entry[f"{side}_checksums"].get(suffix), path)).check()
+        if entry.get("kind", "text") != "text":
+            open_units(prefix, entry["kind"]).check_lists()
     added = add_checksums(folder, meta["sources"])
     if added:
-        store.write_json(folder / store.META, meta)
+        store_meta.write_json(folder / store_meta.META, meta)
     return added
 
 
-def _verify_digest(prefix: Path, expected: str, vocab_size: int) -> None:
-    """Raise RefusedError unless the documents of the pair `prefix` have the digest `expected`."""
+def _verify_digest(prefix: Path, entry: dict[str, Any], side: str, vocab_size: int) -> None:
+    """Raise RefusedError unless the documents of the pair `prefix` have the digest of their entry in meta.json."""
+    expected = entry[f"{side}_digest"]
+    if entry.get("kind", "text") != "text":
+        raise RefusedError(f"{prefix}: meta.json has no checksums of these units; {remedy(prefix)}")
     file = binfile.open_file(prefix, vocab_size=vocab_size)
     file.check_lists()
     digest = ContentDigest()

@@ -21,6 +21,7 @@ from kumi.data import (
 )
 from kumi.data.bpe import train as train_tokenizer
 from kumi.errors import ConfigError
+from kumi.spec.data_source import ChatOptions
 
 
 def data_folder(run: ResolvedRun) -> Path:
@@ -71,6 +72,7 @@ def prepare_data(run: ResolvedRun) -> Store:
         workers=_worker_count(run),
         progress=True,
         add_bos=data.add_bos,
+        chat=ChatOptions(**data.chat.model_dump()),
     )
 
 
