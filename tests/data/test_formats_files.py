@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kumi.data import Fault, json_rows, record_files, records
+from kumi.data import DataPathError, Fault, Source, expand, json_rows, record_files, records
 from kumi.data.arrow_rows import group_rows
 from kumi.data.row_files import read_rows
 
@@ -237,3 +237,52 @@ def test_a_value_that_is_not_utf_8_costs_its_row(tmp_path):
     column = pa.array([b"a", b"\xff", b"c"]).cast(pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": column}), path)
     assert kinds(path, "parquet") == [(1, {"text": "a"}), (2, "encoding"), (3, {"text": "c"})]
+
+
+def save_dataset(folder, tables, **state):
+    """Write a folder as `datasets` does."""
+    folder.mkdir(parents=True)
+    files = [f"data-{n:05}-of-{len(tables):05}.arrow" for n in range(len(tables))]
+    for file, rows in zip(files, tables, strict=True):
+        write_table(folder / file, pa.Table.from_pylist(rows), 2)
+    (folder / "cache-1234.arrow").write_bytes(b"another program's")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": file} for file in files], **state}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_a_folder_of_datasets_gives_its_arrow_files(tmp_path):
+    parts = [[{"text": "a"}, {"text": "b"}, {"text": "c"}], [{"text": "d"}]]
+    save_dataset(tmp_path / "saved", parts)
+    files = expand(Source(str(tmp_path / "saved")))
+    assert [file.name for file in files] == ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    assert [record.text for file in files for record in records.read(file)] == ["a", "b", "c", "d"]
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataPathError, match=r"has several splits \('train', 'test'\); name the folder of one"):
+        expand(Source(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"_data_files": []}, "lists no data files"),
+        ({"_data_files": [7]}, "lists no data files"),
+        ({"_data_files": {}}, "lists no data files"),
+        ({"_data_files": [{"filename": "../x.arrow"}]}, "not a plain file name"),
+        ({"_indices_data_files": [{"filename": "indices.arrow"}]}, "selection of rows of an older"),
+    ],
+)
+def test_a_damaged_folder_of_datasets_is_refused(tmp_path, state, words):
+    save_dataset(tmp_path / "saved", [[{"text": "a"}]], **state)
+    with pytest.raises(DataPathError, match=words):
+        expand(Source(str(tmp_path / "saved")))
+
+
+@pytest.mark.exhaustive
+def test_a_folder_that_datasets_saves_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(CLEAN[:2]).save_to_disk(tmp_path / "saved")
+    (file,) = expand(Source(str(tmp_path / "saved")))
+    assert len(items(file, "arrow")) == 2
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(CLEAN[:2])}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataPathError, match="several splits"):
+        expand(Source(str(tmp_path / "splits")))

@@ -257,14 +257,14 @@ def commit(handler, body, name, revision):
 NAME = r"([\w.-]+/[\w.-]+?)"
 ROUTES = [
     (r"/", ("HEAD", "GET"), root),
-    (rf"/api/models/{NAME}/revision/([^/]+)", ("GET",), info),
-    (rf"/api/models/{NAME}/tree/([^/]+)", ("GET",), tree),
+    (rf"/api/(?:models|datasets)/{NAME}/revision/([^/]+)", ("GET",), info),
+    (rf"/api/(?:models|datasets)/{NAME}/tree/([^/]+)", ("GET",), tree),
     (rf"/api/models/{NAME}/preupload/([^/]+)", ("POST",), preupload),
     (rf"/api/models/{NAME}/commit/([^/]+)", ("POST",), commit),
-    (rf"/api/models/{NAME}", ("GET",), info),
+    (rf"/api/(?:models|datasets)/{NAME}", ("GET",), info),
     (r"/api/repos/create", ("POST",), create),
     (r"/api/validate-yaml", ("POST",), validate),
     (rf"/{NAME}\.git/info/lfs/objects/batch", ("POST",), batch),
     (r"/lfs/(\w+)", ("PUT",), put),
-    (rf"/{NAME}/resolve/([^/]+)/(.+)", ("HEAD", "GET"), resolve),
+    (rf"(?:/datasets)?/{NAME}/resolve/([^/]+)/(.+)", ("HEAD", "GET"), resolve),
 ]

@@ -1,6 +1,7 @@
 """Data sources: expand a source's path to files, and determine the format of each file.
 
-A source's path is a file, a folder, a glob or (for `format="indexed"`) the prefix of a .bin/.idx pair. `{stdlib}`
+A source's path is a file, a folder, a glob, a hub dataset (see `kumi.hub.datasets`) or (for `format="indexed"`) the
+prefix of a .bin/.idx pair. A folder that `datasets` saved gives the Arrow files that its state.json lists. `{stdlib}`
 stands for the standard library of the running interpreter, `~` for the home folder, `{a,b}` for alternatives."""
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kumi.errors import ConfigError
+from kumi.files.untrusted import INDEX, brief, inside, read_object
+from kumi.hub.datasets import fetch_data_files, is_dataset
 from kumi.paths import looked_for
 from kumi.spec.data_source import FORMATS, Source
 
 COMPRESSIONS = (".gz", ".zst")
+# Files that `datasets` writes with save_to_disk.
+_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 _JSONL = frozenset({".jsonl", ".ndjson"})
 _PROSE = (".txt", ".md", ".rst", ".tex", ".org", ".html", ".xml")
 _CODE = (
@@ -51,14 +56,21 @@ def expand(source: Source) -> list[Path]:
 
     In a folder, names that begin with a dot and `__pycache__` are skipped. Raise DataPathError when no file matches,
     or a file's suffix names no known format."""
+    if source.format != "indexed" and is_dataset(source.path):
+        return _without_excluded(source, list(fetch_data_files(source.path)))
     excluded_folders = [_glob_regex(pattern) for pattern in source.exclude if pattern.endswith("/**")]
     matches: set[Path] = set()
     for pattern in _alternatives(source.path):
         matches.update(_matches(pattern, source.format == "indexed", excluded_folders))
     if not matches:
         raise DataPathError(f"data source {looked_for(source.path)} matches no file; correct the path")
+    return _without_excluded(source, sorted(matches, key=lambda f: f.as_posix()))
+
+
+def _without_excluded(source: Source, matches: list[Path]) -> list[Path]:
+    """Return the files that `exclude` leaves. Raise DataPathError if there are none, or one is of no known format."""
     excluded = [_glob_regex(pattern) for pattern in source.exclude]
-    files = sorted((f for f in matches if not _is_excluded(f.as_posix(), excluded)), key=lambda f: f.as_posix())
+    files = [f for f in matches if not _is_excluded(f.as_posix(), excluded)]
     if not files:
         raise DataPathError(
             f"data source {source.path!r}: exclude={list(source.exclude)} removes all {len(matches)} files; correct "
@@ -71,7 +83,11 @@ def expand(source: Source) -> list[Path]:
 
 def would_read(source: Source, path: Path) -> bool:
     """Return True if a file at the absolute `path` would belong to `source`; the file need not exist."""
-    if source.format == "indexed" or any(_glob_regex(pattern).fullmatch(path.as_posix()) for pattern in source.exclude):
+    if (
+        source.format == "indexed"
+        or is_dataset(source.path)
+        or any(_glob_regex(pattern).fullmatch(path.as_posix()) for pattern in source.exclude)
+    ):
         return False
     return any(_covers(pattern, path) for pattern in _alternatives(source.path))
 
@@ -91,8 +107,8 @@ def file_format(path: Path, fmt: str = "auto") -> str | None:
     suffix = _inner_suffix(path)
     if suffix in _JSONL:
         return "jsonl"
-    if suffix == ".parquet":
-        return "parquet"
+    if suffix in (".parquet", ".json", ".arrow"):
+        return suffix.removeprefix(".")
     return "text" if suffix in _TEXT else None
 
 
@@ -151,7 +167,8 @@ def _matches(pattern: str, indexed: bool, excluded: Sequence[re.Pattern[str]]) -
     if indexed:
         yield from _indexed_matches(pattern)
     elif path.is_dir():
-        yield from _walk(path, excluded)
+        saved = saved_files(path)
+        yield from _walk(path, excluded) if saved is None else saved
     elif path.is_file():
         yield path
     elif "**" in pattern and "[" not in pattern:
@@ -160,6 +177,29 @@ def _matches(pattern: str, indexed: bool, excluded: Sequence[re.Pattern[str]]) -
         yield from (file for file in _walk(Path(*plain), excluded) if regex.fullmatch(file.as_posix()))
     elif glob.has_magic(pattern):
         yield from (Path(name) for name in glob.iglob(pattern, recursive=True) if os.path.isfile(name))
+
+
+def saved_files(folder: Path) -> list[Path] | None:
+    """Return the Arrow files of a folder that `datasets` saved; None for another folder.
+
+    Raise DataPathError for a folder of several splits, or a damaged state.json."""
+    if (folder / _SPLITS).is_file():
+        splits = read_object(folder, _SPLITS, DataPathError).get("splits")
+        shown = ", ".join(map(brief, splits[:8])) if isinstance(splits, list) else "none"
+        raise DataPathError(f"data source {str(folder)!r} has several splits ({shown}); name the folder of one of them")
+    if not (folder / _STATE).is_file() or not (folder / _INFO).is_file():
+        return None
+    state = read_object(folder, _STATE, DataPathError, INDEX)
+    entries = state.get("_data_files")
+    listed = entries if isinstance(entries, list) else []
+    names = [str(entry["filename"]) for entry in listed if isinstance(entry, dict) and "filename" in entry]
+    if not names or len(names) < len(listed):
+        raise DataPathError(f"{folder / _STATE}: lists no data files; save the dataset again")
+    if state.get("_indices_data_files"):
+        raise DataPathError(
+            f"{folder}: is a selection of rows of an older `datasets`; load it with `datasets` and save it again"
+        )
+    return [inside(folder, name, DataPathError) for name in names]
 
 
 def _indexed_matches(pattern: str) -> Iterator[Path]:

@@ -19,7 +19,7 @@ ROW_KINDS = ("auto", "text", "chat", "prompt-completion", "instruction", "prefer
 class Source:
     """One source of documents or examples."""
 
-    path: str = described("A file, folder or glob; {stdlib} is this Python's standard library.")
+    path: str = described("A file, folder, glob or hub dataset; {stdlib} is this Python's standard library.")
     weight: float = described("Share of this source in the training tokens, relative to the others.", 1.0)
     text_key: str = described("The field that holds the text, in JSONL and parquet.", "text")
     format: str = described(
