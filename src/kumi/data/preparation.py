@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -200,6 +200,29 @@ def _run_units(cache: Path, plan: Plan, run: _Run) -> None:
                 counts[number] = answer["result"]
                 refused.check(plan.units[number].source, counts)
             update(sum(done.values()), _throughput(sum(tokens.values()), time.monotonic() - started))
+
+
+def stock_texts(
+    sources: Sequence[Source], tokenizer: Tokenizer, digests: Collection[str], chat: ChatOptions
+) -> dict[str, list[str]]:
+    """Return the texts of the chat template over the whole conversations of the rows with these `digests`.
+
+    There is one text for each side of a row. The files are read until all rows are rendered, by one worker process.
+    """
+    plan = shards.plan(sources, tokenizer, 0.0, False, chat)
+    run = _Run(tokenizer, "skip", 1, False, 1.0)
+    texts: dict[str, list[str]] = {}
+    for number, unit in enumerate(plan.units):
+        missing = sorted(set(digests) - set(texts))
+        if not missing or plan.formats[unit.source].kind == "text":
+            continue
+        job = _job(Path(), plan, number, run) | {"digests": missing}
+        with closing(pool.run_jobs([job], 1, "kumi.data.stock_worker")) as answers:
+            for _, answer in answers:
+                if "error" in answer:
+                    raise KumiError(f"the rows cannot be rendered again: {answer['error']}")
+                texts |= answer["result"]
+    return texts
 
 
 def _throughput(tokens: int, seconds: float) -> str:

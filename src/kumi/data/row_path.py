@@ -13,7 +13,7 @@ from typing import Any
 
 from kumi.data.chat.masked import FORMAT
 from kumi.data.chat.template import ChatTemplate, load_stops, load_template, load_tokens
-from kumi.data.formats import Example, Format, to_example
+from kumi.data.formats import Conversation, Example, Format, to_example
 from kumi.data.row_files import read_rows
 from kumi.data.row_guard import RowGuard
 from kumi.data.tokenizer import Tokenizer
@@ -33,6 +33,7 @@ class RowPath:
     convert: (row, file, line) to an example; raises RowRefused.
     encoder: `encode` gives the units of an example, or raises RowRefused; `counts` has "control_tokens_as_text".
     guarded: context in which row (segment, line) is encoded.
+    render: the text of a whole conversation by its template, as it is without samples and masks.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class RowPath:
     convert: Callable[[dict[str, Any], str, int], Example]
     encoder: Any
     guarded: Callable[[int, int], AbstractContextManager[None]]
+    render: Callable[[Conversation], str]
 
 
 def chat_settings(options: ChatOptions, tokenizer: Tokenizer, kinds: Collection[str]) -> dict[str, Any]:
@@ -94,6 +96,7 @@ def open_row_path(job: dict[str, Any], tokens: Tokenizer) -> RowPath:
         functools.partial(to_example, fmt),
         encoder,
         lambda segment, line: guard.rendering(segment, line, renderer.limits),
+        lambda side: renderer.render(side.messages, side.tools, **side.template_kwargs),
     )
 
 

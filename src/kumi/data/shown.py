@@ -6,13 +6,132 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
+from kumi.data import binfile
+from kumi.data.binfile import Array
 from kumi.data.chat.masked import ROLE_SHIFT, TRAINED
+from kumi.data.feistel import key, permute
 from kumi.data.formats.example import ROLES
+from kumi.data.packing import PackedRows, open_bins
+from kumi.data.store import Store, StoredSource
+from kumi.data.tokenizer import Tokenizer
+from kumi.data.unit_files import UnitFile
+from kumi.errors import ConfigError, RefusedError
+
+# Names of the sequences of a unit with two of them.
+_SIDES_OF_PAIR = ("chosen", "rejected")
 
 Decode = Callable[[Sequence[int]], str]
 
 # (trained, role, turn, control token, weight): consecutive tokens that agree are one run.
 _Key = tuple[bool, int, int, bool, float]
+
+
+def show_units(
+    store: Store, tokens: Tokenizer, count: int, *, first: int = 0, source: str | None = None, side: str = "train"
+) -> list[dict[str, Any]]:
+    """Return the units or documents [first, first + count) of each source of `store`, or of the source named `source`.
+
+    side: "train" or "validation". Each unit is plain data: its source, side, number, label, margin, extra columns, the
+    digest of its row, and its sequences as of `shown_sequence`. Raise ConfigError for an unknown source.
+    """
+    names = [entry.name for entry in store.sources]
+    if source is not None and source not in names:
+        raise ConfigError(f"data show: no source has the name {source!r}; use {', '.join(names)}")
+    control = frozenset(tokens.backend.get_added_tokens_decoder())
+    units: list[dict[str, Any]] = []
+    for entry in store.sources:
+        if (source is None or entry.name == source) and getattr(entry, side) is not None:
+            show = _documents if entry.kind == "text" else _units
+            units += show(store, entry, side, range(first, first + count), tokens, control)
+    return units
+
+
+def add_rows(units: Sequence[dict[str, Any]], store: Store, seq_len: int, seed: int) -> None:
+    """Add to each of `units` of the training side the bin that it is packed into, and the bin's row in the first epoch.
+
+    Units without a bin get None: the data is not packed for rows of `seq_len` yet, or the unit is longer than a row.
+    """
+    for number, entry in enumerate(store.sources):
+        chosen = [unit for unit in units if unit["source"] == entry.name and unit["side"] == "train"]
+        if not chosen or entry.kind == "text":
+            continue
+        file = store.open_units(entry, "train")
+        try:
+            packed = PackedRows(file, open_bins(file, entry.train_digest, seq_len, seed), seq_len)
+        except RefusedError:
+            packed = None
+        for unit in chosen:
+            unit["bin"], unit["row"] = (None, None) if packed is None else _row_of(packed, unit["unit"], number, seed)
+
+
+def _row_of(packed: PackedRows, unit: int, source: int, seed: int) -> tuple[int | None, int | None]:
+    """Return the bin of `unit`, and the number of the bin among the rows of the source's first epoch."""
+    places = np.flatnonzero(packed.bins.units == unit)
+    if not len(places):
+        return None, None
+    number = int(np.searchsorted(np.array(packed.bins.bounds), places[0], side="right")) - 1
+    order = permute(np.arange(packed.rows), packed.rows, key(seed, 1, source, 0))
+    return number, int(np.flatnonzero(order == number)[0])
+
+
+def _units(
+    store: Store, entry: StoredSource, side: str, numbers: range, tokens: Tokenizer, control: frozenset[int]
+) -> Iterator[dict[str, Any]]:
+    file = store.open_units(entry, side)
+    for number in numbers[: max(0, file.unit_count - numbers.start)]:
+        yield _shown_unit(file, entry.name, side, number, tokens, control)
+
+
+def _shown_unit(
+    file: UnitFile, source: str, side: str, number: int, tokens: Tokenizer, control: frozenset[int]
+) -> dict[str, Any]:
+    unit, record = file.tokens_of(number), file.columns[number]
+    ends = np.cumsum(unit.lengths)
+    sequences = []
+    for position, (start, stop) in enumerate(zip(ends - unit.lengths, ends, strict=True)):
+        part = slice(int(start), int(stop))
+        weights = None if unit.weights is None else unit.weights[part].tolist()
+        sequence = shown_sequence(
+            unit.ids[part].tolist(),
+            unit.mask[part].tolist(),
+            unit.turns[part].tolist(),
+            weights,
+            tokens.decode,
+            control,
+        )
+        sequences.append({"name": _SIDES_OF_PAIR[position] if len(ends) == len(_SIDES_OF_PAIR) else "", **sequence})
+    label, margin = int(record["label"]), float(record["margin"])
+    return {
+        "source": source,
+        "kind": file.kind,
+        "side": side,
+        "unit": number,
+        "label": None if label < 0 else bool(label),
+        "margin": None if np.isnan(margin) else margin,
+        "digest": f"{int(record['digest']):016x}",
+        "extra": file.extra_of(number),
+        "sequences": sequences,
+    }
+
+
+def _documents(
+    store: Store, entry: StoredSource, side: str, numbers: range, tokens: Tokenizer, control: frozenset[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield documents of text, in which every token but the first is trained."""
+    file = binfile.open_file(getattr(entry, side), getattr(entry, f"{side}_checksums"), store.vocab_size)
+    for number in numbers[: max(0, file.document_count - numbers.start)]:
+        ids: Array = file.document(number)
+        mask = [0, *[TRAINED] * (len(ids) - 1)][: len(ids)]
+        sequence = shown_sequence(ids.tolist(), mask, [0] * len(ids), None, tokens.decode, control)
+        yield {
+            "source": entry.name,
+            "kind": "text",
+            "side": side,
+            "unit": number,
+            "sequences": [{"name": "", **sequence}],
+        }
 
 
 def shown_sequence(

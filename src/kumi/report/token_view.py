@@ -21,7 +21,7 @@ def visible(text: str) -> str:
 def render_units(units: list[dict[str, Any]], *, colour: bool) -> RenderableType:
     """Return the content of `kumi data show`: for each unit its origin and counts, then its messages.
 
-    units: plain data of `kumi.data.show_units`.
+    units: plain data of `kumi.data.shown.show_units`.
     colour: trained text is green and bold, control tokens are orange; otherwise trained text is in [[ ]].
     """
     from rich.console import Group
@@ -36,21 +36,24 @@ def render_units(units: list[dict[str, Any]], *, colour: bool) -> RenderableType
             table.add_column(justify="right", style="dim", no_wrap=True)
             table.add_column(overflow="fold")
             for message in sequence["messages"]:
-                table.add_row(message["role"] or "template", _message(message, colour))
+                table.add_row(message["role"], _message(message, colour))
             parts += [table, Text()]
+        if "stock" in unit:
+            parts += [_difference(unit, colour), Text()]
+        parts += [Text(f"{key}: {visible(str(value))}") for key, value in unit.get("extra", {}).items()]
     return Group(*parts)
 
 
 def _heading(unit: dict[str, Any], sequence: dict[str, Any]) -> str:
     """Return the line above a sequence: where it comes from, where it is trained, how much of it."""
     share = sequence["trained"] / sequence["tokens"] if sequence["tokens"] else 0.0
-    words = [f"{unit['source']} {unit['side']} unit {unit['unit']}"]
-    if sequence.get("name"):
+    words = [f"{unit['source']}, {unit['side']}, {'document' if unit['kind'] == 'text' else 'unit'} {unit['unit']}"]
+    if sequence["name"]:
         words.append(sequence["name"])
     if unit.get("label") is not None:
         words.append("desirable" if unit["label"] else "not desirable")
     if unit.get("bin") is not None:
-        words.append(f"row {unit['row']} of the first epoch, bin {unit['bin']}")
+        words.append(f"bin {unit['bin']}, row {unit['row']} of the first epoch")
     words.append(f"{sequence['tokens']} tokens, {sequence['trained']} trained ({share:.0%})")
     return " | ".join(words)
 
@@ -69,6 +72,27 @@ def _message(message: dict[str, Any], colour: bool) -> Text:
         text.append("]]")
     if text.plain.endswith("\n"):
         text.right_crop(1)
+    return text
+
+
+def _difference(unit: dict[str, Any], colour: bool) -> Text:
+    """Return the lines in which the template's text of the whole conversation differs from the sequences."""
+    from difflib import unified_diff
+
+    from rich.text import Text
+
+    text = Text()
+    for position, sequence in enumerate(unit["sequences"]):
+        if position >= len(unit["stock"]):
+            text.append("the row is not in the files any more\n")
+            continue
+        trained = "".join(run["text"] for message in sequence["messages"] for run in message["runs"])
+        stock, ours = (visible(words).splitlines() for words in (unit["stock"][position], trained))
+        lines = list(unified_diff(stock, ours, "whole conversation by the template", "as trained", n=1, lineterm=""))
+        for line in lines or ["the same text as the template's over the whole conversation"]:
+            style = {"+": GREEN, "-": ORANGE}.get(line[:1], "") if colour else ""
+            text.append(line + "\n", style=style)
+    text.rstrip()
     return text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from kumi.config import ResolvedRun, document_lengths
@@ -16,6 +17,7 @@ from kumi.data import (
     expand,
     load_tokenizer,
     open_store,
+    preparation,
     prepare,
     would_read,
 )
@@ -72,8 +74,13 @@ def prepare_data(run: ResolvedRun) -> Store:
         workers=_worker_count(run),
         progress=True,
         add_bos=data.add_bos,
-        chat=ChatOptions(**data.chat.model_dump()),
+        chat=_chat_options(run),
     )
+
+
+def stock_texts(run: ResolvedRun, digests: Collection[str]) -> dict[str, list[str]]:
+    """Return the texts of the chat template over the whole conversations of the rows with these `digests`."""
+    return preparation.stock_texts(_sources(run), _tokenizer(run), digests, _chat_options(run))
 
 
 def open_data(run: ResolvedRun) -> Store:
@@ -87,6 +94,10 @@ def tokenizer_folder(run: ResolvedRun) -> Path:
     if "data.tokenizer" in run.snapshots:
         return run.snapshots["data.tokenizer"].folder
     return local_folder(tokenizer) if isinstance(tokenizer, str) else data_folder(run) / TOKENIZER
+
+
+def _chat_options(run: ResolvedRun) -> ChatOptions:
+    return ChatOptions(**run.config.data.chat.model_dump())
 
 
 def _sources(run: ResolvedRun) -> list[Source]:
