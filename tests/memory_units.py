@@ -1,4 +1,4 @@
-"""Units of examples in memory, for tests of packing: as `kumi.data.packing.units.Units`, without files of their own."""
+"""Units of examples in memory, for tests of packing: `kumi.data.packing.unit_positions.Units` without files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Objectives that know no layout give the same loss and gradients on every layout as in one process, in float64.
 
-Beside language modelling: one that weights tokens by a column, and one that couples two sequences of a row.
+Beside language modelling: the same with weights of tokens, and an objective that couples two sequences of a row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kumi.objectives import IGNORED, OBJECTIVES, LinearObjective, Objective
+from kumi.objectives import IGNORED, OBJECTIVES, Objective
 from kumi.parallel import all_reduce_sum, build, clip_gradients
 from kumi.parallel.run_microbatches import forward_backward
 from kumi.spec.layout import Layout
@@ -22,18 +22,6 @@ from ranks import run_ranks
 from steps import LENGTH, SEQUENCES, SPECS, batch, gradients, mesh_of
 
 SEGMENTS = 4
-
-
-class WeightedTokens(LinearObjective):
-    """Language modelling with a weight for each token."""
-
-    columns: ClassVar = {"weight": "token"}
-
-    def count(self, batch):
-        return int((batch["labels"] != IGNORED).sum())
-
-    def token_weights(self, batch, units):
-        return torch.where(batch["labels"] != IGNORED, batch["weight"], 0.0) * (-1.0 / units)
 
 
 class Pairs(Objective):
@@ -49,25 +37,26 @@ class Pairs(Objective):
         return -F.logsigmoid(0.1 * (ahead[:, 0::2] - ahead[:, 1::2])).sum() / units
 
 
-KINDS = {"lm": OBJECTIVES["lm"], "weighted": WeightedTokens(), "pairs": Pairs()}
+KINDS = {"lm": OBJECTIVES["lm"], "weighted": OBJECTIVES["lm"], "pairs": Pairs()}
 
 
-def _columns():
-    """Return the batch of `steps.batch`, with the further columns that the objectives read."""
+def _columns(kind):
+    """Return the batch of `steps.batch`, with the further columns that the objective of `kind` reads."""
     random, place = torch.Generator().manual_seed(5), torch.arange(LENGTH)
     segments = ((place >= 3).long() + (place >= 9) + (place >= 12)).expand(SEQUENCES, LENGTH).contiguous()
-    return batch(0) | {
-        "weight": torch.rand(SEQUENCES, LENGTH, generator=random, dtype=torch.float64),
-        "segments": segments,
-        "reference": torch.randn(SEQUENCES, SEGMENTS, generator=random, dtype=torch.float64),
-    }
+    weights = torch.rand(SEQUENCES, LENGTH, generator=random, dtype=torch.float64)
+    return (
+        batch(0)
+        | ({"loss_weights": weights} if kind == "weighted" else {})
+        | {"segments": segments, "reference": torch.randn(SEQUENCES, SEGMENTS, generator=random, dtype=torch.float64)}
+    )
 
 
 def _step(layout, kind, family, microbatches):
     """The loss, the norm of the gradients, and this rank's part of them."""
     mesh, objective = mesh_of(layout), KINDS[kind]
     model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=7)
-    whole = _columns()
+    whole = _columns(kind)
     share, index = SEQUENCES // layout.dp, layout.dp_index(mesh.rank)
     mine = {name: column[index * share : (index + 1) * share].chunk(microbatches) for name, column in whole.items()}
     batches = [{name: chunks[number] for name, chunks in mine.items()} for number in range(microbatches)]
@@ -110,9 +99,20 @@ def test_an_objective_gives_the_same_on_every_layout(ranks, layout, kind):
             assert np.abs(part.values - expected[here]).max(initial=0.0) <= 1e-10 * np.abs(expected).max(), part.name
 
 
+def test_weighted_tokens_are_those_of_one_formula():
+    mesh, columns = mesh_of(Layout()), _columns("weighted")
+    model = build(SPECS["llama"], mesh, PRECISIONS["fp64"], weights=7)
+    log_probs = model(columns["input_ids"], labels=columns["labels"], document_ids=columns["document_ids"])
+    trained = columns["labels"] != IGNORED
+    weights = columns["loss_weights"][trained]
+    expected = -(weights * log_probs[trained]).sum() / weights.sum()
+    assert alone("weighted", "llama")[0] == pytest.approx(expected.item(), rel=1e-6)  # token weights are float32
+    assert alone("weighted", "llama")[0] != pytest.approx(alone("lm", "llama")[0], rel=1e-5)
+
+
 def test_pairs_are_those_of_one_formula():
     """Compute the loss from the log-probs of the complete batch in one process."""
-    mesh, columns = mesh_of(Layout()), _columns()
+    mesh, columns = mesh_of(Layout()), _columns("pairs")
     model = build(SPECS["llama"], mesh, PRECISIONS["fp64"], weights=7)
     log_probs = model(columns["input_ids"], labels=columns["labels"], document_ids=columns["document_ids"])
     ahead = torch.stack([log_probs[:, first:stop].sum(1) for first, stop in ((0, 3), (3, 9), (9, 12), (12, LENGTH))], 1)

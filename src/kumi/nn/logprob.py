@@ -162,6 +162,7 @@ class _WeightedSum(torch.autograd.Function):
         hidden = vocabulary.gather(hidden)
         log_prob = hidden.new_empty(len(labels), dtype=wide(hidden.dtype))
         gradients = _gradient_buffers(hidden, weight) if needs_grad else None
+        token_weights = token_weights.to(log_prob.dtype)
         # Use weights of at most 1 so that gradients stay in float16's range. The backward pass multiplies by `peak`.
         peak = token_weights.abs().amax().clamp(min=torch.finfo(token_weights.dtype).tiny)
         relative = token_weights / peak

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kumi.objectives.objective import IGNORED, LinearObjective
 
@@ -12,12 +13,23 @@ if TYPE_CHECKING:
 
 
 class LanguageModeling(LinearObjective):
-    """The mean over all tokens with a label. Each token has the same weight."""
+    """The mean over all tokens with a label, weighted by the column "loss_weights" if the batch has it.
 
-    def count(self, batch: Mapping[str, Any]) -> int:
-        """Return the number of labels that are not ignored."""
-        return int((batch["labels"] != IGNORED).sum())
+    The loss is sum w l / sum w over all tokens of the step, and every w is 1 without the column. Either all batches of
+    a run have it, or none has.
+    """
+
+    columns: ClassVar[Mapping[str, Literal["token", "row"]]] = {"loss_weights": "token"}
+
+    def count(self, batch: Mapping[str, Any]) -> float:
+        """Return the number of labels that are not ignored, or the sum of their weights."""
+        trained = batch["labels"] != IGNORED
+        if "loss_weights" not in batch:
+            return int(trained.sum())
+        # Exact, so that the sum is the same in every order and division of the tokens, up to its last rounding.
+        return math.fsum(batch["loss_weights"][trained].tolist())
 
     def token_weights(self, batch: Mapping[str, Tensor], units: float) -> Tensor:
-        """Return -1 / `units` for each label that is not ignored, else 0."""
-        return (batch["labels"] != IGNORED).float() * (-1.0 / units)
+        """Return -w / `units` for each label of weight w that is not ignored, else 0."""
+        weights = (batch["labels"] != IGNORED).float() * (-1.0 / units)
+        return weights * batch["loss_weights"] if "loss_weights" in batch else weights

@@ -26,14 +26,15 @@ class Objective(ABC):
     """A loss whose terms may be any function of the log-probs of a row's labels.
 
     `columns`: the columns, other than labels, that only the objective reads. A "token" column is (B, S), and context
-    parallelism shards its positions. A "row" column is (B, ...), and every rank has all of it.
+    parallelism shards its positions. A "row" column is (B, ...), and every rank has all of it. An objective may do
+    without a column that no batch of a run has.
     """
 
     columns: ClassVar[Mapping[str, Literal["token", "row"]]] = {}
 
     @abstractmethod
-    def count(self, batch: Mapping[str, Any]) -> int:
-        """Return the number of units in `batch`."""
+    def count(self, batch: Mapping[str, Any]) -> float:
+        """Return the number of units in `batch`, or the sum of their weights."""
 
     @abstractmethod
     def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor], units: float, sums: SegmentSums) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kumi.objectives import IGNORED
 from kumi.parallel import pipeline
 from kumi.parallel.data_parallel import reshard
 from kumi.parallel.mesh import all_reduce_sum, is_loss_rank
@@ -22,7 +23,7 @@ class Evaluation:
     """
 
     loss: float  # mean per held-out unit, in nats
-    tokens: int  # number of units
+    tokens: int  # held-out tokens with a label
 
 
 @torch.no_grad()
@@ -36,14 +37,17 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
     count = len(rank_state.validation) if first is None else first
     # The stages of a pipeline work at the same time on the microbatches of one call.
     mesh, per_call = rank_state.mesh, 1 if layout.pp == 1 else 4 * layout.pp
-    loss, counted, objective = torch.zeros((), dtype=torch.float64, device=mesh.device), 0, rank_state.objective
+    loss, objective = torch.zeros((), dtype=torch.float64, device=mesh.device), rank_state.objective
+    counted, tokens = 0.0, 0
     rank_state.model.eval()
     # Every rank runs the same number of microbatches, because all ranks all-gather sharded parameters together.
     # Sequences past the end are padding.
     starts = [begin + layout.dp_index(mesh.rank) * size for begin in range(0, count, layout.dp * size)]
     for group in (starts[begin : begin + per_call] for begin in range(0, len(starts), per_call)):
         full_batches = [rank_state.validation.batch(start, size) for start in group]
-        counted += sum(map(objective.count, full_batches)) if is_loss_rank(mesh) else 0
+        if is_loss_rank(mesh):
+            counted += sum(map(objective.count, full_batches))
+            tokens += sum(int((batch["labels"] != IGNORED).sum()) for batch in full_batches)
         batches = [shard_batch(objective, to_device(batch, mesh.device), mesh) for batch in full_batches]
         outputs = pipeline.forward_microbatches(rank_state.model, mesh, list(map(decoder_inputs, batches)))
         # Ranks without the head return no log-probs.
@@ -52,5 +56,6 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
             loss += batch_loss if adds_to_loss(objective, mesh) else 0.0
     rank_state.model.train()
     reshard(rank_state.model)
-    loss_sum, units = all_reduce_sum(torch.stack([loss, loss.new_tensor(counted)]), mesh).tolist()
-    return Evaluation(loss_sum / max(units, 1), int(units))
+    sums = torch.stack([loss, loss.new_tensor(counted), loss.new_tensor(tokens)])
+    loss_sum, units, labels = all_reduce_sum(sums, mesh).tolist()
+    return Evaluation(loss_sum / (units or 1.0), int(labels))

@@ -96,7 +96,7 @@ class StepBatch:
     """This rank's sequences of a step, and numbers that are the same on all ranks."""
 
     batch: Batch
-    units: int  # units in the sequences of all ranks; the loss is a mean over units (see kumi.objectives)
+    units: float  # units in the sequences of all ranks; the loss is a mean over units (see kumi.objectives)
     tokens: int  # tokens with a label in the sequences of all ranks
     signal: int | None  # a stop signal that any rank received
     data_s: float  # seconds to read the batch
@@ -115,14 +115,17 @@ def read_step(rank_state: RankState, state: TrainState, signal: int | None) -> S
     return StepBatch(batch, units, tokens, signal, data_s)
 
 
-def _agree(units: int, tokens: int, signal: int | None, mesh: Mesh) -> tuple[int, int, int | None]:
-    """Return the sums of `units` and `tokens` over all sequences, and a signal that any rank got: one all-reduce."""
+def _agree(units: float, tokens: int, signal: int | None, mesh: Mesh) -> tuple[float, int, int | None]:
+    """Return the sums of `units` and `tokens` over all sequences, and a signal that any rank got: one all-reduce.
+
+    The sum of units is at least 1 in a step without any, so that its loss is 0.
+    """
     own = (units, tokens) if is_loss_rank(mesh) else (0, 0)
     counts = all_reduce_sum(
-        torch.tensor([*own, *(int(signal == number) for number in EXIT_CODES)], dtype=torch.int64), mesh
+        torch.tensor([*own, *(int(signal == number) for number in EXIT_CODES)], dtype=torch.float64), mesh
     )
     signals = [int(number) for number, count in zip(EXIT_CODES, counts[2:].tolist(), strict=True) if count]
-    return int(counts[0]), int(counts[1]), signals[0] if signals else None
+    return float(counts[0]) or 1.0, int(counts[1]), signals[0] if signals else None
 
 
 def _microbatches(batch: Batch, size: int) -> Iterator[Batch]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from kumi.data.binfile import Array
 from kumi.data.packing.best_fit import VERSION, Bins, pack
-from kumi.data.packing.units import Units, positions_of
+from kumi.data.packing.unit_positions import Units, positions_of
 from kumi.errors import ConfigError, RefusedError
 from kumi.files.output import open_new
 from kumi.files.untrusted import explain, open_stream

@@ -16,7 +16,7 @@ import numpy as np
 from kumi.data.binfile import Array
 from kumi.data.chat.masked import TRAINED
 from kumi.data.packing.best_fit import Bins
-from kumi.data.packing.units import SequenceTokens, Units, mean_sequence_span, positions_of
+from kumi.data.packing.unit_positions import SequenceTokens, Units, mean_sequence_span, positions_of
 from kumi.data.row_source import LOSS_WEIGHTS, Batch
 from kumi.errors import RefusedError
 from kumi.objectives import IGNORED
