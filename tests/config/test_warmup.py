@@ -40,10 +40,10 @@ def test_schedules_that_do_not_fit_the_run_are_refused():
         ({"schedule": "wsd", "warmup_ratio": 0.6, "decay_steps": 5}, r"warmup_ratio=0\.6 and the decay over 5 steps"),
         ({"warmup_steps": 10}, "warmup_steps=10 and a cosine decay"),
     ):
-        with pytest.raises(ConfigError, match=rf"optim\.{words} do not fit into train\.steps=10; shorten"):
+        with pytest.raises(ConfigError, match=rf"optim\.{words} do not fit into 10 steps; shorten"):
             choose_optim(OptimSection(**keys), 10)
     constant = OptimSection(schedule="constant", warmup_steps=11)
-    with pytest.raises(ConfigError, match=r"warmup_steps=11 is longer than the run of train\.steps=10; shorten"):
+    with pytest.raises(ConfigError, match=r"warmup_steps=11 is longer than the run of 10 steps; shorten"):
         choose_optim(constant, 10)
     assert choose_optim(constant, 11).warmup_steps == 11
 

@@ -85,10 +85,11 @@ def _saved(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator
 def _exported(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
     if arguments.export:
         from kumi.config.optim_section import choose_optim
+        from kumi.config.run_length import run_steps
         from kumi.export import export
         from kumi.export.common import DEFAULT_STEPS
 
-        steps = DEFAULT_STEPS if config.train is None else config.train.steps
+        steps = run_steps(config) or DEFAULT_STEPS
         job = replace(report.job, optim=choose_optim(config.optim, steps))  # the schedule of exactly these steps
         for name, text in export(job, report.best.layout, arguments.export, steps).items():
             yield _write(Path(_folder(arguments)) / name, text)

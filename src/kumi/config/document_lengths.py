@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kumi.config.schema import PlanConfig
 from kumi.errors import KumiError
 from kumi.spec.batch import span_of_documents
+
+if TYPE_CHECKING:
+    from kumi.data import Store
 
 # The folder of a run's tokenizer and tokenised data, inside `train.out`.
 DATA = "data"
@@ -42,12 +46,22 @@ def document_span(config: PlanConfig) -> float | None:
 
 def _prepared_span(config: PlanConfig) -> float | None:
     """Return the span of the documents in the prepared data; None if there is none that can be read."""
+    store = prepared_store(config)
+    try:
+        return None if store is None else store.document_span(config.batch.seq_len)
+    except (KumiError, OSError):
+        return None  # training reports why
+
+
+def prepared_store(config: PlanConfig) -> Store | None:
+    """Return the prepared data of `config`; None if there is none that can be read, or it has other sources."""
     folder = data_folder(config)
-    if folder is None or not (folder / "tokens" / "meta.json").is_file():
+    if config.data is None or folder is None or not (folder / "tokens" / "meta.json").is_file():
         return None
     from kumi.data import TOKENS, open_store
 
     try:
-        return open_store(folder / TOKENS).document_span(config.batch.seq_len)
+        store = open_store(folder / TOKENS)
     except (KumiError, OSError):
         return None  # training reports why
+    return store if len(store.sources) == len(config.data.sources) else None

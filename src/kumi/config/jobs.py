@@ -11,6 +11,7 @@ from kumi.config.document_lengths import document_span
 from kumi.config.model_source import model_name, read_hf_config
 from kumi.config.numerics import choose_numerics
 from kumi.config.optim_section import choose_optim
+from kumi.config.run_length import run_steps
 from kumi.config.schema import LoraSection, PlanConfig
 from kumi.plan.search.candidates import Pins
 from kumi.spec import families
@@ -51,7 +52,7 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
         cluster=cluster,
         batch=BatchSpec(config.batch.seq_len, config.batch.tokens_per_step, document_span(config)),
         precision=reduce_precision(choose_precision(kind, cluster.device, numerics), comm_spec(config)),
-        optim=choose_optim(config.optim, None if config.train is None else config.train.steps),
+        optim=choose_optim(config.optim, run_steps(config)),
         engine=engine_for(comm_spec(config)),
         numerics=numerics,
         margin=None if config.plan.margin == "auto" else float(config.plan.margin),

@@ -14,9 +14,9 @@ from kumi.spec.optim import Optim
 def choose_optim(section: OptimSection, steps: int | None) -> Optim:
     """Return the optimizer of `section` in a run of `steps` updates.
 
-    In a plan without [train], `steps` is None; a warm-up or decay that the run file does not give in steps then has 0
-    steps. The decay of "wsd" defaults to a tenth of the run. Raise ConfigError if warm-up and decay together are longer
-    than the run.
+    `steps` is None while they are not known, as in a plan without [train]; a warm-up or decay that the run file does
+    not give in steps then has 0 steps. The decay of "wsd" defaults to a tenth of the run. Raise ConfigError if warm-up
+    and decay together are longer than the run.
     """
     fields = section.model_dump(exclude={"warmup_steps", "warmup_ratio"})
     if section.decay_steps and section.schedule != "wsd":
@@ -45,13 +45,14 @@ def _warmup_steps(optim: Optim, section: OptimSection, steps: int) -> int:
         key, minimum, length = f"warmup_ratio={section.warmup_ratio}", math.floor(exact), min(math.ceil(exact), longest)
     if minimum > longest and optim.schedule == "constant":
         raise ConfigError(
-            f"optim.{key} is longer than the run of train.steps={steps}; shorten the warm-up, or raise train.steps"
+            f"optim.{key} is longer than the run of {steps} steps; shorten the warm-up, or raise train.steps or "
+            f"train.epochs"
         )
     if minimum > longest:
         decay = f"the decay over {optim.decay_steps} steps" if optim.schedule == "wsd" else f"a {optim.schedule} decay"
         raise ConfigError(
-            f"optim.{key} and {decay} do not fit into train.steps={steps}; shorten the warm-up or the decay, or raise "
-            f"train.steps"
+            f"optim.{key} and {decay} do not fit into {steps} steps; shorten the warm-up or the decay, or raise "
+            f"train.steps or train.epochs"
         )
     return length
 

@@ -13,11 +13,12 @@ from typing import Any
 from kumi import hub
 from kumi.config.balance_section import Balance, choose_balance
 from kumi.config.decide_layout import decide_layout
-from kumi.config.document_lengths import document_span
+from kumi.config.document_lengths import data_folder, document_span
 from kumi.config.jobs import comm_spec, plan_input
 from kumi.config.model_source import fetch_snapshots, read_hf_config, source_folder
 from kumi.config.numerics import pin_numerics
 from kumi.config.pinned_run import pin_layout
+from kumi.config.run_length import run_steps, steps_of_epochs, unknown_steps
 from kumi.config.run_plan import RunPlan, estimate_figures, made_for
 from kumi.config.schema import LayoutSection, RunConfig
 from kumi.config.stored_config import StoredRun, read_stored_run, with_stored_values
@@ -46,6 +47,7 @@ class ResolvedRun:
     `job`, `estimate`: model, cluster, batch, precision and optimizer; the layout with its estimate.
     `snapshots`: snapshots of hub repositories, by the run-file key that names them.
     `pinned`: the layout fields that the run file pins.
+    `planned_steps`: the number of steps; None while they follow from data that is not prepared.
     `change`: how and why the layout differs from the stored one, or "".
     `stored`: the content of the run folder; None for a new run.
     """
@@ -57,8 +59,16 @@ class ResolvedRun:
     estimate: Estimate
     snapshots: Mapping[str, hub.Snapshot] = field(default_factory=dict)
     pinned: Pins = field(default_factory=dict)
+    planned_steps: int | None = None
     change: str = ""
     stored: StoredRun | None = None
+
+    @property
+    def steps(self) -> int:
+        """The number of optimizer steps. Raise ConfigError while they follow from data that is not prepared."""
+        if self.planned_steps is None:
+            raise unknown_steps()
+        return self.planned_steps
 
     @property
     def model(self) -> ModelSpec:
@@ -136,7 +146,7 @@ class ResolvedRun:
             "precision": self.precision,
             "optim": self.optim,
             "comm": self.comm,
-            "train": (train.steps, train.seed, train.compile, train.trace_step),
+            "train": (self.planned_steps, train.seed, train.compile, train.trace_step),
             "data": config.data.cross_document,
             "eval": config.eval,
             "checkpoint": config.checkpoint,
@@ -160,17 +170,28 @@ def resolve(
     config, snapshots = with_stored_values(config, stored), snapshots or {}
     source = source_folder(config.model.source, snapshots)
     hf_config = read_hf_config(config.model, source)
-    if config.train.trace_step > config.train.steps:
+    steps = run_steps(config)
+    if steps is not None and config.train.trace_step > steps:
+        last = f"train.steps={steps}" if config.train.epochs is None else f"which is {steps}"
         raise ConfigError(
-            f"train.trace_step={config.train.trace_step} is after the last step, train.steps={config.train.steps}; use "
-            f"1 to {config.train.steps}, or 0 to record no step"
+            f"train.trace_step={config.train.trace_step} is after the last step, {last}; use 1 to {steps}, or 0 to "
+            f"record no step"
         )
     planned = plan_input(config, hf_config)
     choose_balance(planned.job.model, config.model)  # raises ConfigError if the model does not support it
     decision = decide_layout(planned, None if stored is None else stored.plan)
     written = pin_layout(pin_numerics(config, planned.job), decision.estimate.layout)
     run = ResolvedRun(
-        written, hf_config, source, planned.job, decision.estimate, snapshots, decision.pinned, decision.change, stored
+        written,
+        hf_config,
+        source,
+        planned.job,
+        decision.estimate,
+        snapshots,
+        decision.pinned,
+        steps,
+        decision.change,
+        stored,
     )
     problems = list(illegal_comm(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
     if run.model.lora is not None and config.comm.async_tp:
@@ -202,8 +223,18 @@ def with_plan(run: ResolvedRun, plan: RunPlan) -> ResolvedRun:
 
 
 def with_prepared_data(run: ResolvedRun) -> ResolvedRun:
-    """Return `run` with its layout estimated for the documents of its data, which have been prepared."""
-    if run.batch.document_span == document_span(run.config):
+    """Return `run` with its steps and its layout's estimate for its data, which have been prepared.
+
+    Raise ConfigError if the steps follow from the data, and the data has too few rows.
+    """
+    steps = run_steps(run.config)
+    if steps is None:  # raises the reason
+        from kumi.data import TOKENS, open_store
+
+        folder = data_folder(run.config)
+        assert folder is not None, "a run has data"
+        steps = steps_of_epochs(run.config, open_store(folder / TOKENS))
+    if run.batch.document_span == document_span(run.config) and run.planned_steps == steps:
         return run
     return with_plan(run, run.plan)
 

@@ -224,11 +224,35 @@ class DataSection(Section):
         False, description="Let attention and prediction cross the boundaries of documents in a sequence."
     )
     shares: Literal["tokens", "sequences"] = Field(
-        "tokens", description="Whether the weights of sources are shares of the tokens or of the sequences."
+        "tokens",
+        description="The weights of sources are shares of the tokens, or of the sequences: documents or examples.",
     )
     chat: ChatSection = ChatSection()
     workers: NotNegative = Field(0, description="Processes that tokenise; 0 means one per core.")
     cache: Text | None = Field(None, description="Folder of tokenised data; by default `data` inside `train.out`.")
+
+    @property
+    def holds_out(self) -> bool:
+        """Return True if the run may have held-out documents: a share of all, or a source's own."""
+        return self.validation > 0 or any(source.validation is not None for source in self.sources)
+
+    @model_validator(mode="after")
+    def _check_epochs(self) -> DataSection:
+        numbers = [source.epochs for source in self.sources]
+        given = sum(number is not None for number in numbers)
+        if 0 < given < len(numbers):
+            raise ValueError(
+                f"epochs is set for {given} of {len(numbers)} sources, so the shares of the others are not known; set "
+                f"it for all sources, or give all of them a weight instead"
+            )
+        if given:
+            for source in self.sources:
+                if source.weight != 1.0:
+                    raise ValueError(
+                        f"source {source.path!r} has epochs={source.epochs:g} and weight={source.weight:g}, which both "
+                        f"set its share; give only one of them"
+                    )
+        return self
 
 
 class OptimSection(Section):
@@ -348,7 +372,12 @@ class CommSection(Section):
 class TrainSection(Section):
     """The training run."""
 
-    steps: Positive = Field(description="Optimizer steps.")
+    steps: Positive | None = Field(None, description="Optimizer steps. Give either `steps` or `epochs`.")
+    epochs: Annotated[Number, Field(gt=0, le=10**6)] | None = Field(
+        None,
+        description="Passes over the data, instead of `steps`: an epoch reads each source once, or "
+        "`data.sources[].epochs` times. The number of steps follows from the prepared data.",
+    )
     out: Text = Field(description="Folder of the run; the same command resumes from it.")
     seed: NotNegative = Field(0, description="Seed of the initial weights and of the data order.")
     compile: Switch = Field(False, description="Compile each layer with torch.compile.")
@@ -367,6 +396,16 @@ class TrainSection(Section):
         description="Seconds that ranks wait for each other in a collective, and for their shards of a checkpoint; "
         "then the run ends with exit code 7 and names the missing ranks.",
     )
+
+    @model_validator(mode="after")
+    def _check_one_length(self) -> TrainSection:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"steps={self.steps} and epochs={self.epochs:g} both set the length of the run; give only one of them"
+            )
+        if self.steps is None and self.epochs is None:
+            raise ValueError("the run has no length; give either steps or epochs")
+        return self
 
 
 class EvalSection(Section):
@@ -462,6 +501,19 @@ class PlanConfig(Section):
     export: ExportSection = ExportSection()
     sample: SampleSection = SampleSection()
 
+    @model_validator(mode="after")
+    def _check_passes(self) -> PlanConfig:
+        if self.train is None or self.train.epochs is None or self.data is None or len(self.data.sources) == 1:
+            return self
+        for source in self.data.sources:
+            if source.weight != 1.0:
+                raise ValueError(
+                    f"train.epochs={self.train.epochs:g} reads every source equally often, so "
+                    f"weight={source.weight:g} of source {source.path!r} cannot set its share; give the sources epochs "
+                    f"instead of weights, or set train.steps instead of train.epochs"
+                )
+        return self
+
 
 class RunConfig(PlanConfig):
     """A kumi run file."""
@@ -495,7 +547,7 @@ class RunConfig(PlanConfig):
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> RunConfig:
-        if self.eval.every and not self.data.validation:
+        if self.eval.every and not self.data.holds_out:
             raise ValueError(
                 f"eval.every={self.eval.every} has no documents to evaluate, because data.validation=0; hold out a "
                 f"share of the documents with data.validation, or set eval.every=0"

@@ -24,11 +24,18 @@ class RowSource(Protocol):
     """Rows of one source of training data, each a pure function of its number.
 
     rows: rows of an epoch, at least 1.
+    units, tokens: documents or examples in these rows, and their tokens, without padding.
     weighted: whether labels have weights other than 1. All batches of a mixture then have the column "loss_weights".
     """
 
     @property
     def rows(self) -> int: ...
+
+    @property
+    def units(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
 
     @property
     def weighted(self) -> bool: ...

@@ -1,6 +1,6 @@
 """Sample training sequences from sources of rows: sequence n is a pure function of (data, seed, n), in constant time.
 
-    n -> part, by weights that are exact in every block of 256 -> draw k from that part
+    n -> part, by shares that are exact in every block of 256 (`kumi.data.interleaving`) -> draw k from that part
       -> epoch k // rows, row = permutation(k % rows) of the part
 
 A part is one source: the windows of a token file (`kumi.data.text_windows`), or packed rows (`kumi.data.packing`). Each
@@ -11,42 +11,62 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from kumi.data.binfile import Array, IndexedFile
 from kumi.data.feistel import key, permute
+from kumi.data.interleaving import Interleaving, by_counts, by_weights
 from kumi.data.row_source import Batch, RowSource, padding_rows
 from kumi.data.text_windows import TextWindows
 from kumi.errors import ConfigError
 
-_BLOCK = 256
-_ONE = 1 << 32
+BY = ("tokens", "sequences")
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """An endless weighted mixture of sources.
+    """An endless mixture of sources.
 
-    parts: sources with their weights; the number of sequences from a source is proportional to its weight. A token file
-        stands for its windows.
+    parts: sources with their weights. A token file stands for its windows.
     cross_document: attend and predict across document boundaries of text, as Megatron does.
+    by: weights are shares of the "tokens", or of the "sequences": documents or examples.
+    epochs: how often an epoch of the mixture reads each source, instead of the weights; the number of its rows is
+        rounded, and at least 1.
     """
 
     parts: Sequence[tuple[IndexedFile | RowSource, float]]
     seq_len: int
     seed: int = 0
     cross_document: bool = False
+    by: str = "tokens"
+    epochs: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        if any(not weight > 0 for _, weight in self.parts):
-            raise ConfigError(f"mixture weights {[weight for _, weight in self.parts]} must all be greater than 0")
-        _ = self.sources  # refuses wrong parts here, not at the first batch
+        if self.by not in BY:
+            raise ConfigError(f"a mixture by {self.by!r} must be one by {' or '.join(BY)}")
+        _ = self.interleaving  # refuses wrong parts here, not at the first batch
 
     @cached_property
     def sources(self) -> list[RowSource]:
         """The rows of each part."""
         return _row_sources((source for source, _ in self.parts), self.seq_len, self.cross_document)
+
+    @cached_property
+    def interleaving(self) -> Interleaving:
+        """The part of each sequence."""
+        if self.epochs is None:
+            return by_weights(
+                [self._row_weight(*each) for each in zip(self.sources, self.parts, strict=True)], self.seed
+            )
+        pairs = zip(self.sources, self.epochs, strict=True)
+        return by_counts([max(1, round(source.rows * epochs)) for source, epochs in pairs], self.seed)
+
+    @property
+    def round(self) -> int:
+        """Sequences of an epoch of the mixture; 0 unless it is given by `epochs`."""
+        return self.interleaving.round
 
     def batch(self, start: int, count: int) -> Batch:
         """Return the sequences [start, start + count)."""
@@ -55,7 +75,7 @@ class Mixture:
 
     def locate(self, start: int, count: int) -> tuple[Array, Array, Array]:
         """Return part, epoch and row of the sequences [start, start + count), each (count,)."""
-        part, draw = self._draws(start, count)
+        part, draw = self.interleaving.draws(start, count)
         epoch, row = np.zeros(count, np.int64), np.zeros(count, np.int64)
         for number, source in enumerate(self.sources):
             mask = part == number
@@ -65,53 +85,20 @@ class Mixture:
             row[mask] = permute(draw[mask] % size, size, keys)
         return part, epoch, row
 
-    def _draws(self, start: int, count: int) -> tuple[Array, Array]:
-        """Return the part of each sequence, and the number of earlier sequences from that part.
-
-        The parts form a chain. A part with fraction p takes the m-th sequence that reaches it if floor(m * p) increases
-        at m, and passes the other sequences to the next part. After each complete block, the sequences of every part
-        are therefore exact to within one or two, and no state is needed. The sequences of a block arrive in shuffled
-        order, so that the parts do not alternate in step with the ranks.
-        """
-        first = start - start % _BLOCK
-        numbers = np.arange(first, -(-(start + count) // _BLOCK) * _BLOCK, dtype=np.uint64)
-        block, offset = numbers // np.uint64(_BLOCK), numbers % np.uint64(_BLOCK)
-        arrivals = block * np.uint64(_BLOCK) + permute(offset, _BLOCK, key(self.seed, 0, block))
-        part, draw = np.full(len(numbers), -1, np.int64), np.zeros(len(numbers), np.int64)
-        for number, (fraction, drawn) in enumerate(zip(self._fractions(), self._drawn_before(first), strict=True)):
-            before = _scale(arrivals, fraction)
-            taken = (part < 0) & (_scale(arrivals + np.uint64(1), fraction) > before)
-            part[taken] = number
-            draw[taken] = drawn + np.arange(np.count_nonzero(taken))
-            arrivals = arrivals - before
-        requested = slice(start - first, start - first + count)
-        return part[requested], draw[requested]
-
-    def _drawn_before(self, number: int) -> list[int]:
-        """Return the sequences of each part among the first `number` sequences, a multiple of the block size."""
-        result, remaining = [], np.array([number], np.uint64)
-        for fraction in self._fractions():
-            taken = _scale(remaining, fraction)
-            remaining = remaining - taken
-            result.append(int(taken[0]))
-        return result
-
-    def _fractions(self) -> list[int]:
-        """Return the fraction that each part takes of the sequences that reach it, in units of 2^-32.
-
-        For part i it is weight[i] / sum(weight[i:]). The last part takes all sequences that reach it.
-        """
-        weights = [weight for _, weight in self.parts]
-        remaining = [sum(weights[number:]) for number in range(len(weights))]
-        fractions = [min(max(round(w / r * _ONE), 1), _ONE - 1) for w, r in zip(weights, remaining, strict=True)]
-        return [*fractions[:-1], _ONE]
+    def _row_weight(self, source: RowSource, part: tuple[IndexedFile | RowSource, float]) -> float:
+        """Return the share of `source` in the rows, relative to the others."""
+        if self.by == "sequences":
+            return part[1] * source.rows / source.units
+        # Windows of text are full, except the last, so the shares of tokens are those of rows; packed rows have gaps.
+        return part[1] if isinstance(source, TextWindows) else part[1] * source.rows * self.seq_len / source.tokens
 
 
 @dataclass(frozen=True, eq=False)
 class SequentialSampler:
     """The validation set: all rows of the sources in order, each once; len() is their number.
 
-    limit: if greater than 0, use at most this many rows, evenly spaced over all sources.
+    limit: if greater than 0, use this many rows at most, evenly spaced over all sources, and one of each source that
+        then has none.
     """
 
     parts: Sequence[IndexedFile | RowSource]
@@ -127,18 +114,42 @@ class SequentialSampler:
         """The rows of each part."""
         return _row_sources(self.parts, self.seq_len, self.cross_document)
 
-    def __len__(self) -> int:
-        total = sum(source.rows for source in self.sources)
-        return min(self.limit, total) if self.limit else total
+    @cached_property
+    def _ends(self) -> Array:
+        """The number of rows up to the end of each source, without a limit."""
+        return np.cumsum([source.rows for source in self.sources])
 
-    def batch(self, start: int, count: int) -> Batch:
-        """Return the sequences [start, start + count); rows past the last sequence are padding."""
-        ends = np.cumsum([source.rows for source in self.sources])
+    @cached_property
+    def _chosen(self) -> Array | None:
+        """The rows of the sequences under a limit, in order; None without one."""
+        total = int(self._ends[-1])
+        if not 0 < self.limit < total:
+            return None
+        spaced = np.arange(self.limit) * total // self.limit
+        begins = np.concatenate([[0], self._ends[:-1]])
+        absent = begins[np.searchsorted(spaced, begins) == np.searchsorted(spaced, self._ends)]
+        return np.sort(np.concatenate([spaced, absent]))
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """The first sequence of each source, and the one after its last."""
+        ends = self._ends if self._chosen is None else np.searchsorted(self._chosen, self._ends)
+        return list(pairwise([0, *ends.tolist()]))
+
+    def __len__(self) -> int:
+        return self.spans[-1][1]
+
+    def batch(self, start: int, count: int, stop: int | None = None) -> Batch:
+        """Return the sequences [start, start + count); from `stop` on, by default past the last one, rows are
+        padding."""
+        ends, stop = self._ends, len(self) if stop is None else stop
         numbers = np.arange(start, start + count)
-        if len(self) < ends[-1]:
-            numbers = np.where(numbers < len(self), numbers * ends[-1] // len(self), ends[-1])
-        part = np.searchsorted(ends, numbers, side="right")
-        row = numbers - np.concatenate([[0], ends])[part]
+        padding = numbers >= stop
+        numbers = np.where(padding, 0, numbers)
+        if self._chosen is not None:
+            numbers = self._chosen[numbers]
+        part = np.where(padding, len(ends), np.searchsorted(ends, numbers, side="right"))
+        row = numbers - np.concatenate([[0], ends, [0]])[part]
         return _batch(self.sources, part, row, self.seq_len, self.cross_document)
 
 
@@ -150,16 +161,6 @@ def _row_sources(parts: Iterable[IndexedFile | RowSource], seq_len: int, cross_d
     if not sources:
         raise ConfigError("a mixture needs at least one token file")
     return sources
-
-
-def _scale(values: Array, fraction: int) -> Array:
-    """Return floor(values * fraction / 2^32), exact for values up to 2^63."""
-    low = (
-        (values & np.uint64(_ONE - 1)) * np.uint64(fraction)
-        if fraction < _ONE
-        else (values & np.uint64(_ONE - 1)) << np.uint64(32)
-    )
-    return (values >> np.uint64(32)) * np.uint64(fraction) + (low >> np.uint64(32))
 
 
 def _batch(sources: Sequence[RowSource], part: Array, row: Array, seq_len: int, cross_document: bool) -> Batch:

@@ -170,9 +170,33 @@ class Store:
             else float(seq_len)
         )
 
-    def mixture(self, seq_len: int, seed: int, *, cross_document: bool = False) -> Mixture:
-        """Return the training sequences of this store."""
-        return Mixture(self.train_parts(), seq_len, seed, cross_document)
+    def mixture(
+        self,
+        seq_len: int,
+        seed: int,
+        *,
+        cross_document: bool = False,
+        by: str = "tokens",
+        epochs: Sequence[float] | None = None,
+    ) -> Mixture:
+        """Return the training sequences of this store, in shares by weights of tokens or sequences, or by epochs.
+
+        `epochs`: one number a source, see `Mixture.epochs`.
+        """
+        if epochs is not None:
+            pairs = zip(self.sources, epochs, strict=True)
+            epochs = [number for source, number in pairs if source.train]
+        return Mixture(self.train_parts(), seq_len, seed, cross_document, by, epochs)
+
+    @property
+    def train_names(self) -> list[str]:
+        """Names of the sources with training data, in the order of the parts of `mixture`."""
+        return [source.name for source in self.sources if source.train]
+
+    @property
+    def validation_names(self) -> list[str]:
+        """Names of the sources with held-out data, in the order of the parts of `sweep`."""
+        return [source.name for source in self.sources if source.validation]
 
     def sweep(self, seq_len: int, *, cross_document: bool = False, limit: int = 0) -> SequentialSampler:
         """Return the validation sequences of this store, at most `limit` if that is greater than 0."""

@@ -42,6 +42,14 @@ class TextWindows:
     def rows(self) -> int:
         return windows(self.file, self.seq_len)
 
+    @property
+    def units(self) -> int:
+        return self.file.document_count
+
+    @property
+    def tokens(self) -> int:
+        return self.file.token_count
+
     def mean_document_span(self) -> float:
         """Return the mean span of documents in these rows; whole rows when attention crosses documents."""
         return float(self.seq_len) if self.cross_document else mean_document_span(self.file, self.seq_len)

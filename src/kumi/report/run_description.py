@@ -63,8 +63,12 @@ def estimate_run_file(path: str, overrides: Sequence[str] = ()) -> tuple[Job, Es
 
 def describe_resolved(run: ResolvedRun) -> dict[str, Any]:
     """Return the model, layout, placement, batch, memory and output folder of `run` as plain data."""
-    steps, description = run.config.train.steps, _described(run.config, run.job, run.estimate)
-    description["batch"] |= {"steps": steps, "tokens": steps * run.batch.tokens_per_step}
+    steps, description = run.planned_steps, _described(run.config, run.job, run.estimate)
+    description["batch"] |= {
+        "steps": steps,
+        "epochs": run.config.train.epochs,
+        "tokens": None if steps is None else steps * run.batch.tokens_per_step,
+    }
     return {**description, "out": str(run.out)}
 
 
@@ -162,7 +166,7 @@ def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
         if model["trained_parameters"] == model["parameters"]
         else f" ({format_count(model['trained_parameters'])} trained, in adapters)"
     )
-    length = [("length", f"{batch['steps']} steps, {format_count(batch['tokens'])} tokens")] if "steps" in batch else []
+    length = [("length", _length(batch))] if "steps" in batch else []
     return [
         (
             "run",
@@ -193,6 +197,14 @@ def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
         *length,
         ("memory", f"{format_bytes(memory['total'])} per rank (estimated): {', '.join(kinds)}"),
     ]
+
+
+def _length(batch: dict[str, Any]) -> str:
+    """Return the length of the run in steps, tokens and epochs."""
+    epochs = "" if batch["epochs"] is None else f"{batch['epochs']:g} epoch{'s' if batch['epochs'] != 1 else ''}"
+    if batch["steps"] is None:
+        return f"{epochs}; steps follow from the data, which is not prepared"
+    return f"{batch['steps']} steps, {format_count(batch['tokens'])} tokens{epochs and f': {epochs}'}"
 
 
 def _numerics_text(numerics: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ class Source:
     """One source of documents or examples."""
 
     path: str = described("A file, folder, glob or hub dataset; {stdlib} is this Python's standard library.")
-    weight: float = described("Share of this source in the training tokens, relative to the others.", 1.0)
+    weight: float = described("Share of this source in the training data, relative to the others: `data.shares`.", 1.0)
     text_key: str = described("The field that holds the text, in JSONL and parquet.", "text")
     format: str = described(
         "How to read it; 'auto' goes by the suffix. 'indexed' is a Megatron .bin/.idx prefix.", "auto"
@@ -33,9 +33,14 @@ class Source:
         "Columns of the files under other names: { messages = 'dialog' } reads `dialog` as `messages`.", None
     )
     epochs: float | None = described(
-        "How often the run reads this source; with it on all sources, shares follow from it instead of `weight`.", None
+        "How often an epoch of the run reads this source. All sources have it, or none; shares follow from it instead "
+        "of `weight`. With `train.steps`, only the ratios of these numbers count.",
+        None,
     )
-    max: int | None = described("Use at most this many units of the source, chosen by a hash of their content.", None)
+    max: int | None = described(
+        "Use at most this many training units of the source, documents or examples, chosen by a hash of their content.",
+        None,
+    )
     validation: str | None = described(
         "Path of this source's own held-out data, in the same format; nothing of `path` is held out then.", None
     )
@@ -47,6 +52,10 @@ class Source:
             raise ConfigError(f"data source {self.path!r}: kind={self.kind!r} must be one of {', '.join(ROW_KINDS)}")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ConfigError(f"data source {self.path!r}: weight={self.weight} must be a finite number above 0")
+        if self.epochs is not None and not (math.isfinite(self.epochs) and self.epochs > 0):
+            raise ConfigError(f"data source {self.path!r}: epochs={self.epochs} must be a finite number above 0")
+        if self.max is not None and self.max < 1:
+            raise ConfigError(f"data source {self.path!r}: max={self.max} must be at least 1")
 
 
 TURNS = ("all", "last")

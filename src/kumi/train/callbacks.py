@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kumi.config.run_length import run_steps
+
 if TYPE_CHECKING:
     from kumi.config import RunConfig
 
@@ -19,7 +21,7 @@ class TrainerState:
     """The progress of the run."""
 
     global_step: int = 0
-    max_steps: int = 0
+    max_steps: int = 0  # 0 before training if it follows from data that is not prepared
     num_input_tokens_seen: int = 0
     log_history: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl entries written since this launch
     is_local_process_zero: bool = True
@@ -81,7 +83,7 @@ class Callbacks:
     """A listener that calls callbacks. They share one state and one control."""
 
     def __init__(self, config: RunConfig, callbacks: Sequence[TrainerCallback]) -> None:
-        self.state = TrainerState(max_steps=config.train.steps)
+        self.state = TrainerState(max_steps=run_steps(config) or 0)
         self.control = TrainerControl()
         self._config, self._callbacks = config, tuple(callbacks)
 
@@ -94,6 +96,7 @@ class Callbacks:
 
     def begin(self, step: int, tokens: int) -> None:
         """Report that training begins, after `step` steps on `tokens` tokens."""
+        self.state.max_steps = run_steps(self._config) or 0  # the data, from which it may follow, exists now
         self.state.global_step, self.state.num_input_tokens_seen = step, tokens
         self.fire("on_train_begin")
 

@@ -192,8 +192,8 @@ def _card_contents(run: ResolvedRun, store: Store) -> dict[str, Any]:
         "facts": {
             "made by": f"kumi train, predicting tokens with {run.optim.kind}, learning rate {run.optim.lr:g}",
             "trained on": ", ".join(dict.fromkeys(Path(source.path).name for source in run.config.data.sources)),
-            "training tokens": f"{run.config.train.steps * run.batch.tokens_per_step:,}",
-            "steps": f"{run.config.train.steps:,}",
+            "training tokens": f"{run.steps * run.batch.tokens_per_step:,}",
+            "steps": f"{run.steps:,}",
             "sequence length": f"{run.batch.seq_len:,}",
             "precision": f"{run.precision.compute} compute, {run.precision.param} weights",
             "documents": f"{store.documents:,}",

@@ -15,6 +15,7 @@ from signal import SIGTERM, Signals
 import torch
 
 from kumi.config import ResolvedRun
+from kumi.config.run_length import run_mixture
 from kumi.convert import weights_reader
 from kumi.convert.hf.adapter_read import adapters_reader
 from kumi.data import Store
@@ -89,7 +90,7 @@ def _train(
     if rank_state.run.optim.warmup_steps != run.optim.warmup_steps:
         reporter.note(
             f"the warm-up stays {rank_state.run.optim.warmup_steps} steps, as in the run's first start; "
-            f"optim.warmup_ratio={run.config.optim.warmup_ratio} of train.steps={run.config.train.steps} would be "
+            f"optim.warmup_ratio={run.config.optim.warmup_ratio} of {run.steps} steps would be "
             f"{run.optim.warmup_steps} steps"
         )
     try:
@@ -126,10 +127,10 @@ def _train_steps(
     attempt: str,
 ) -> int:
     """Train all remaining steps; a stop signal ends them after a save. Return the exit code."""
-    config, root = rank_state.run.config, checkpoint_root(rank_state.run.out)
+    config, steps, root = rank_state.run.config, rank_state.run.steps, checkpoint_root(rank_state.run.out)
     # The preflight check runs in the first step only.
     before_update: Callable[[], None] | None = partial(run_preflight, rank_state, state, root, attempt)
-    while state.step < config.train.steps:
+    while state.step < steps:
         saver.check()
         step_batch = read_step(rank_state, state, _stop_signal(stop, reporter.listener))
         if step_batch.signal is not None:
@@ -143,7 +144,7 @@ def _train_steps(
         before_update = None
         if _is_due(state.step, TRIM_EVERY):
             trim_heap(rank_state.mesh.device)
-        last = state.step == config.train.steps
+        last = state.step == steps
         if rank_state.validation is not None and (last or _is_due(state.step, config.eval.every)):
             reporter.flush()
             reporter.evaluation(state.step, evaluate(rank_state))
@@ -214,7 +215,7 @@ def _build_and_restore(
     if saved is not None:
         fill_pieces(optimizer_pieces(model, optimizer, mesh), saved.read)
     cross = run.config.data.cross_document
-    mixture = store.mixture(run.batch.seq_len, run.config.train.seed, cross_document=cross)
+    mixture = run_mixture(run.config, store)
     source = open_source(run, mixture, run.layout.dp_index(mesh.rank), None if saved is None else saved.meta)
     limit = run.config.eval.sequences
     validation = store.sweep(run.batch.seq_len, cross_document=cross, limit=limit) if store.validation_tokens else None
@@ -233,10 +234,5 @@ def _open_metrics(run: ResolvedRun, state: TrainState) -> Metrics:
     truncate_metrics(run.out / "metrics.jsonl", state.step)
     log, config = run.config.log, run.config
     return Metrics(
-        run.out,
-        name=config.name,
-        steps=config.train.steps,
-        first_step=state.step,
-        every=log.every,
-        trackers=log.trackers,
+        run.out, name=config.name, steps=run.steps, first_step=state.step, every=log.every, trackers=log.trackers
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kumi.config import ResolvedRun, RunConfig
+from kumi.config.run_length import run_steps
 from kumi.errors import OK
 from kumi.storage.folders import latest, step_of
 from kumi.train.measured_steps import estimate_lines
@@ -24,7 +25,7 @@ class TrainOutput:
     """The result of a training run, from the files in its run folder. Losses are in nats per token."""
 
     global_step: int  # updates that are done and saved
-    max_steps: int
+    max_steps: int  # 0 if it follows from prepared data that is gone
     num_input_tokens_seen: int  # tokens of all steps so far
     train_runtime: float  # seconds of all steps, over all launches of the run
     training_loss: float | None  # mean loss of the steps in metrics.jsonl; None without any
@@ -50,10 +51,11 @@ def train_output(config: RunConfig, code: int = OK) -> TrainOutput:
     checkpoint = latest(out / "checkpoints")
     step = 0 if checkpoint is None else step_of(checkpoint)
     model = out / ("hf" if config.lora is None else "adapter")
-    exported = code == OK and config.export.enabled and step >= config.train.steps and model.is_dir()
+    max_steps = run_steps(config) or 0
+    exported = code == OK and config.export.enabled and step >= max_steps and model.is_dir()
     return TrainOutput(
         global_step=step,
-        max_steps=config.train.steps,
+        max_steps=max_steps,
         num_input_tokens_seen=steps[-1]["tokens"] if steps else 0,
         train_runtime=sum(_values(steps, "perf/step_s")),
         training_loss=sum(losses) / len(losses) if losses else None,
@@ -122,7 +124,8 @@ def next_commands(run: ResolvedRun, output: TrainOutput, code: int = OK) -> Iter
         dtype_option = " --dtype bfloat16" if run.model.lora is None else ""
         yield f"kumi convert {shlex.quote(str(source))} {shlex.quote(str(target))} --to hf{dtype_option}"
     if one_node:
-        yield f"kumi train {file} train.steps={2 * run.config.train.steps} --allow-change train.steps"
+        key, length = ("steps", run.steps) if run.config.train.epochs is None else ("epochs", run.config.train.epochs)
+        yield f"kumi train {file} train.{key}={2 * length} --allow-change train.{key}"
     else:
         yield f"kumi data inspect {file}"
     if output.model_dir is not None and run.model.lora is None:

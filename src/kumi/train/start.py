@@ -204,7 +204,9 @@ def _is_trained(run: ResolvedRun) -> bool:
     """Return True if only the export remains to be done: the last step has its checkpoint, and the export probe
     exists."""
     last = latest(checkpoint_root(run.out))
-    return last is not None and step_of(last) >= run.config.train.steps and (run.out / "probe.safetensors").exists()
+    if last is None or run.planned_steps is None:
+        return False
+    return step_of(last) >= run.planned_steps and (run.out / "probe.safetensors").exists()
 
 
 def _launch(run: ResolvedRun, store: Store, peers: Rendezvous | None, listener: Listener | None) -> int:

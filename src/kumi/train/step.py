@@ -79,7 +79,7 @@ def _update(rank_state: RankState, state: TrainState) -> tuple[Tensor, float]:
     run, scaling = rank_state.run, rank_state.run.precision.loss_scaling
     scale = state.scale.scale if scaling else 1.0
     norm = clip_gradients(rank_state.model, run.optim.grad_clip, rank_state.mesh, loss_scale=scale)
-    lr = run.optim.lr_at(state.step, run.config.train.steps)
+    lr = run.optim.lr_at(state.step, run.steps)
     for group in rank_state.optimizer.param_groups:
         group["lr"] = lr
     # A float16 gradient that overflowed is useless: skip the update and lower the loss scale.

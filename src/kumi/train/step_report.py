@@ -55,7 +55,7 @@ class Reporter:
         """Add one step; raise DivergedError if a loss or gradient that is read from the device is not finite."""
         self._pending.append(result)
         run = self._rank_state.run
-        shown = result.step % run.config.log.every == 0 or result.step == run.config.train.steps
+        shown = result.step % run.config.log.every == 0 or result.step == run.steps
         if self._rank_state.mesh.device.type == "cpu" or shown or len(self._pending) == 1 == result.step:
             self.flush()
 
@@ -116,7 +116,7 @@ class Reporter:
     def _check_scale(self, result: StepResult, scale: LossScale) -> None:
         """Raise DivergedError if float16 updates keep being skipped, or all updates of the run were skipped."""
         run = self._rank_state.run
-        if not scale.hopeless and not (result.step == run.config.train.steps == scale.skipped):
+        if not scale.hopeless and not (result.step == run.steps == scale.skipped):
             return
         kind = "bf16" if "bfloat16" in run.cluster.device.dtypes else "fp32"
         self._diverged(

@@ -1,4 +1,4 @@
-"""The warm-up of a resumed run keeps its original number of steps, even if train.steps has changed."""
+"""The warm-up of a resumed run keeps its original number of steps, even if the number of steps has changed."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ def with_stored_warmup(run: ResolvedRun, meta: Mapping[str, Any]) -> ResolvedRun
     if stored is None or section.warmup_ratio is None or section.warmup_ratio != meta.get("warmup_ratio"):
         return run
     section = section.model_copy(update={"warmup_steps": stored, "warmup_ratio": None})
-    return replace(run, job=replace(run.job, optim=choose_optim(section, run.config.train.steps)))
+    return replace(run, job=replace(run.job, optim=choose_optim(section, run.steps)))
