@@ -88,7 +88,7 @@ def shown(message: Message, added: re.Pattern[str]) -> list[str]:
 
     Content is split at `added` tokens such as `</think>`, because templates move what they enclose.
     """
-    parts = []
+    parts: list[str] = []
     for key in ("reasoning_content", "content"):
         text = message.get(key)
         if isinstance(text, str) and text:

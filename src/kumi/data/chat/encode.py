@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from kumi.data.chat.as_generated import (
     split_samples,
 )
 from kumi.data.chat.control_tokens import ControlTokens, spells, unmarked
+from kumi.data.chat.limits import ERROR
 from kumi.data.chat.masked import TRAINED, EncodedUnit, MaskedSequence, RowRefused
 from kumi.data.chat.sample_tokens import SampleTokens
 from kumi.data.formats.example import ROLES, Conversation, Example, PlainText
@@ -110,9 +112,18 @@ class ConversationEncoder:
             self._check_stops(side, trained)
         modes = () if MODE in side.template_kwargs else self._markup.modes
         markup = self._markup._replace(modes=modes)
-        samples = split_samples(
-            rendered.render, rendered.messages, trained[-1:] if self._turns == "last" else trained, markup
-        )
+        trained = trained[-1:] if self._turns == "last" else trained
+        try:
+            samples = split_samples(rendered.render, rendered.messages, trained, markup)
+        except RowRefused as refused:
+            # Some templates, such as DeepSeek-V3's, concatenate the arguments of a call, and need them as text.
+            if refused.kind != ERROR or "TypeError" not in refused.reason:
+                raise
+            rendered = rendered._replace(messages=[_with_text_arguments(message) for message in rendered.messages])
+            try:
+                samples = split_samples(rendered.render, rendered.messages, trained, markup)
+            except RowRefused as again:
+                raise (refused if again.kind == ERROR else again) from None
         for tool in rendered.tools or ():
             _check_tool(tool, samples[0].text)
         return [rendered._replace(sample=sample) for sample in samples]
@@ -167,13 +178,13 @@ class ConversationEncoder:
         marked, _, mark, count = self._controls.marked(messages, None)
         self.counts["control_tokens_as_text"] += count
         texts = [message["content"] for message in marked]
-        replies = ()
+        replies: tuple[Reply, ...] = ()
         if not prompt:
             start, stop = len(texts[0]), len(texts[0]) + len(texts[1])
             texts.append(self._eos)
             replies = (Reply(1, start, stop, stop + len(self._eos)),)
         sequence = self._tokens.encode(Sample("".join(texts), len(marked), replies), marked, mark)
-        if not self._begins_with_bos:
+        if self._bos is None or not self._begins_with_bos:
             return sequence
         return MaskedSequence([self._bos, *sequence.ids], [0, *sequence.mask], [0, *sequence.turns])
 
@@ -250,6 +261,18 @@ def _check_roles(messages: Sequence[Message]) -> None:
     first = next((message["role"] for message in messages if message["role"] not in ("system", "developer")), None)
     if first == "assistant":
         raise RowRefused("assistant-first", "the conversation begins with the assistant, which has nothing to answer")
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Return `message` with the arguments of its tool calls as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call.get("function", call))
+        function["arguments"] = json.dumps(function.get("arguments"), ensure_ascii=False)
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls}
 
 
 def _check_tool(tool: Any, text: str) -> None:

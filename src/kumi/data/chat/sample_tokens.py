@@ -56,7 +56,9 @@ class SampleTokens:
 
     def __init__(self, tokenizer: Tokenizer, controls: ControlTokens) -> None:
         self._backend, self._controls = tokenizer.backend, controls
-        self._bos, self._bos_once = tokenizer.bos_id, tokenizer.bos_id not in controls.stop_ids
+        # A BOS token that also ends replies may come again.
+        self._bos = -1 if tokenizer.bos_id is None else tokenizer.bos_id
+        self._bos_once = self._bos not in controls.stop_ids
         self._cache: dict[_Piece, _Tokens] = {}
         self._newline = self._ids(_ANCHOR)
         # Before which kinds of text a piece needs the anchor.
