@@ -62,7 +62,7 @@ MORE: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "deepseek-ai-DeepSeek-V3.1": (*DEEPSEEK, DEEPSEEK[1:]),
     "ibm-granite-granite-3.3-2B-Instruct": ("", "<|end_of_text|>", ("<|end_of_text|>",)),
     "mistralai-Mistral-Nemo-Instruct-2407": MISTRAL,
-    "mistralai-Mistral-Small-3.2-24B-Instruct-2506": MISTRAL,
+    "Mistral-Small-3.2-24B-Instruct-2506": MISTRAL,
 }
 FOLDER = os.environ.get("KUMI_CHAT_TEMPLATES")
 

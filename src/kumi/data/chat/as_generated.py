@@ -124,10 +124,10 @@ def _prompt_length(render: Render, before: Sequence[Message], whole: str, parts:
     """
     prompt = render(before, True, {})
     length = len(prompt) if whole.startswith(prompt) else -1
-    # A reply that begins with a word of the message follows the longest prompt already.
-    if length >= 0 and any(part[0].isalnum() and whole.startswith(part, length) for part in parts):
-        return length
     for mode in markup.modes:
+        # A reply that begins with a word of the message follows the longest prompt already.
+        if length >= 0 and any(part[0].isalnum() and whole.startswith(part, length) for part in parts):
+            break
         other = render(before, True, mode)
         if len(other) > length and whole.startswith(other):
             length = len(other)

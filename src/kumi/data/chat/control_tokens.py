@@ -48,7 +48,9 @@ class ControlTokens:
         safe = [token for token in texts.values() if not token.normalized and not token.single_word]
         left = [token.content for token in safe if token.lstrip]
         plain = [token.content for token in safe if not token.lstrip]
-        self.cuts = re.compile(f"{alternatives(plain).pattern}|\\s*(?:{alternatives(left).pattern})")
+        self.cuts = alternatives(plain)
+        if left:
+            self.cuts = re.compile(f"{self.cuts.pattern}|\\s*(?:{alternatives(left).pattern})")
         self.safe = frozenset(token.content for token in safe)
         self._last = re.compile(f"(?:{alternatives([*self.safe]).pattern})\\s*$")
 

@@ -56,9 +56,7 @@ class SampleTokens:
 
     def __init__(self, tokenizer: Tokenizer, controls: ControlTokens) -> None:
         self._backend, self._controls = tokenizer.backend, controls
-        # A BOS token that also ends replies may come again.
-        self._bos = -1 if tokenizer.bos_id is None else tokenizer.bos_id
-        self._bos_once = self._bos not in controls.stop_ids
+        self._bos = tokenizer.bos_id
         self._cache: dict[_Piece, _Tokens] = {}
         self._newline = self._ids(_ANCHOR)
         # Before which kinds of text a piece needs the anchor.
@@ -73,8 +71,8 @@ class SampleTokens:
     def encode(self, sample: Sample, messages: Sequence[Message], mark: str = "") -> MaskedSequence:
         """Return the tokens of `sample`; `mark` is inside each control token that the row spells, "" if it spells none.
 
-        Raise RowRefused if it has two BOS tokens or more than 4 Mi characters, if a stop token is no token, or if the
-        tokenizer makes control tokens of text.
+        Raise RowRefused if it begins with two BOS tokens or has more than 4 Mi characters, if a stop token is no token,
+        or if the tokenizer makes control tokens of text.
         """
         text = sample.text
         if len(text) > PIECE:
@@ -107,8 +105,9 @@ class SampleTokens:
             ids += tokens.ids
             mask += masks
             turns += numbers
-        if (self._bos_once and ids.count(self._bos) > 1) or ids[:2] == [self._bos] * 2:
-            raise RowRefused("two-bos", f"the rendering has two BOS tokens: it begins with {excerpt(text)}")
+        # Some templates, such as Seed-OSS's, begin each message with it.
+        if self._bos is not None and ids[:2] == [self._bos] * 2:
+            raise RowRefused("two-bos", f"the rendering begins with two BOS tokens: {excerpt(text)}")
         return MaskedSequence(ids, mask, turns)
 
     def plain(self, text: str, before: str = "", spelt: bool = False) -> list[int]:

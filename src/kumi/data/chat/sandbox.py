@@ -11,14 +11,14 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, datetime
-from types import BuiltinMethodType
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError, TemplateError, UndefinedError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, generate_lorem_ipsum
 
@@ -198,7 +198,7 @@ def _explain(error: Exception, compiled: Template, origin: str) -> str:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with shorter ways to the same results for dicts and texts, nearly all that chat templates read."""
+    """The sandbox with shorter ways to the same results for dicts, texts, loops and namespaces, read most."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return `obj.attribute`, or `obj[attribute]` of a dict."""
@@ -207,6 +207,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if kind is str and attribute in _STR_METHODS:
             return getattr(obj, attribute)
+        if (kind is LoopContext or kind is _Namespace) and not attribute.startswith("_"):
+            value = getattr(obj, attribute, self)
+            if value is not self and type(value) not in (MethodType, BuiltinMethodType):
+                return value
         return super().getattr(obj, attribute)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
