@@ -43,7 +43,7 @@ def chat_tokens(tokens, tmp_path_factory) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def chats() -> list[Any]:
-    """300 rows, of which two are the same but for their ids, and four are faults."""
+    """300 rows; two are the same but for their ids, and four are faults."""
     rows: list[Any] = [chat(number) for number in range(300)]
     rows[290] = chat(7) | {"id": "copy"}
     rows[50] = "{broken"

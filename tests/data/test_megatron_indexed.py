@@ -69,3 +69,12 @@ def test_both_write_and_read_the_same(tokens, tmp_path: Path) -> None:
     assert sorted(stored_file.document(number).tolist() for number in range(4)) == sorted(
         [*ids, tokens.eos_id] for ids in whole
     )
+
+
+def test_megatron_reads_the_tokens_of_examples(stored_chats) -> None:
+    (source,) = stored_chats.sources
+    units = stored_chats.open_units(source, "train")
+    whole = [units.file.document(number).tolist() for number in range(units.file.document_count)]
+    for result in megatron(str(source.train), []):
+        assert result["sequences"] == whole
+        assert result["documents"] == list(range(len(whole) + 1))

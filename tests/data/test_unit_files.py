@@ -13,7 +13,7 @@ from kumi.data.binfile import open_file
 from kumi.data.chat.masked import EncodedUnit, MaskedSequence
 from kumi.data.checksums import checksums_of
 from kumi.data.encode_rows import to_arrays
-from kumi.data.unit_files import COLUMNS, UnitFile, open_units, sidecar_path, suffixes
+from kumi.data.unit_files import UNIT_COLUMNS, UnitFile, open_units, sidecar_path, suffixes
 from kumi.data.unit_writer import open_unit_writer
 from kumi.errors import DataError, RefusedError
 
@@ -165,7 +165,7 @@ def test_objects_in_the_list_of_units_are_never_loaded(made):
     np.save(folder / "a.columns.npy", np.array([{"a": 1}], object), allow_pickle=True)
     with pytest.raises(RefusedError, match="other columns than kumi writes"):
         again()
-    np.save(folder / "a.columns.npy", np.zeros((2, 2), COLUMNS))
+    np.save(folder / "a.columns.npy", np.zeros((2, 2), UNIT_COLUMNS))
     with pytest.raises(RefusedError, match=r"array of shape \(2, 2\)"):
         again()
 

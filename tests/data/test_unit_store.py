@@ -78,7 +78,7 @@ def test_equal_rows_are_on_one_side_whatever_their_ids(stored_chats):
     train, held_out = (stored_chats.open_units(entry, side).columns["digest"] for side in ("train", "validation"))
     assert not set(train.tolist()) & set(held_out.tolist())
     rows = len(set(train.tolist()) | set(held_out.tolist()))
-    assert rows == 295  # 296 usable ones, of which two are equal
+    assert rows == 295  # 296 usable ones; two are equal
     assert 0.1 < len(held_out) / (len(train) + len(held_out)) < 0.3
 
 

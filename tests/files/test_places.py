@@ -110,7 +110,11 @@ REASONS: dict[str, list[str]] = {
     ],
     "a record in an archive, in memory, that the door opened": ["convert/megatron/pickles.py _archive"],
     "kumi's own data in a value of a configuration": ["spec/families/_shared/vision_language.py to_hf"],
-    "a copy of what is in memory": ["convert/vocab/edit.py _data", "storage/checkpoint.py save"],
+    "a copy of what is in memory": [
+        "convert/vocab/edit.py _data",
+        "storage/checkpoint.py save",
+        "data/row_path.py _encoder",
+    ],
     "a file that was checked just before, mapped into memory": [
         "data/binfile.py open_file",
         "data/checksums.py _map_file",

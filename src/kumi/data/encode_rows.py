@@ -22,7 +22,7 @@ from kumi.data.record_files import Fault
 from kumi.data.row_path import RowPath
 from kumi.data.shards import SIDES
 from kumi.data.tokenizer import Tokenizer
-from kumi.data.unit_files import COLUMNS, UnitTokens
+from kumi.data.unit_files import UNIT_COLUMNS, UnitTokens
 from kumi.data.unit_writer import UnitWriter, open_unit_writer
 from kumi.files.output import open_new
 
@@ -153,7 +153,7 @@ def content_of(example: Example) -> bytes:
 
 
 def digest_of(content: bytes) -> int:
-    """Return the digest of a row's content for `COLUMNS`; independent of the hash that holds rows out."""
+    """Return the digest of a row's content for `UNIT_COLUMNS`; independent of the hash that holds rows out."""
     raw = hashlib.blake2b(content, digest_size=8, person=b"kumi-row").digest()
     return int.from_bytes(raw, "little")
 
@@ -188,7 +188,7 @@ def to_arrays(units: Sequence[EncodedUnit], digests: Sequence[int], dtype: np.dt
     ids, turns = (
         joined((getattr(s, name) for s in sequences), kind) for name, kind in (("ids", dtype), ("turns", "<u2"))
     )
-    columns = np.zeros(len(units), COLUMNS)
+    columns = np.zeros(len(units), UNIT_COLUMNS)
     columns["documents"] = [len(unit.sequences) for unit in units]
     columns["label"] = [-1 if unit.label is None else int(unit.label) for unit in units]
     columns["margin"] = [np.nan if unit.margin is None else unit.margin for unit in units]

@@ -190,7 +190,7 @@ def _histogram(ids: Array, tokens: Tokenizer) -> Array:
 def _special_in_text(histogram: Array, entry: dict[str, Any], plan: Plan, tokens: Tokenizer) -> int:
     """Return the number of special tokens in the text of documents, without the bos and eos added to each document."""
     special = [number for number, token in tokens.backend.get_added_tokens_decoder().items() if token.special]
-    documents = entry["train_documents"] + entry["validation_documents"]
+    documents: int = entry["train_documents"] + entry["validation_documents"]
     added = documents * (1 + (plan.options["bos"] is not None))
     framing = {tokens.eos_id, plan.options["bos"]} - {None}
     return int(histogram[:, sorted(framing | set(special))].sum()) - added

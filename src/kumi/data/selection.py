@@ -33,7 +33,8 @@ class Selection:
         equal = digests == self._last
         first = equal & (np.cumsum(equal) <= self._equal)
         self._equal -= int(first.sum())
-        return (digests < self._last) | first
+        chosen: Array = (digests < self._last) | first
+        return chosen
 
 
 def document_digests(ids: Array, lengths: Array) -> Array:

@@ -91,9 +91,8 @@ def _check_unit_entry(folder: Path, entry: dict[str, Any]) -> None:
     for key in counts:
         _check_types(folder, f"sources.{key}.", entry[key], dict.fromkeys(entry[key], _COUNT))
     for key in ("used", "ignored"):
-        _check_types(
-            folder, f"sources.{key}.", dict(enumerate(entry[key])), dict.fromkeys(range(len(entry[key])), _TEXT)
-        )
+        names = {str(number): name for number, name in enumerate(entry[key])}
+        _check_types(folder, f"sources.{key}.", names, dict.fromkeys(names, _TEXT))
     _check_types(folder, "sources.template.", entry["template"], {"origin": _TEXT, "digest": _TEXT})
     for key in ("train_weighted", "validation_weighted"):
         if type(entry.get(key)) is not bool:

@@ -2,12 +2,12 @@
 
 A unit is an `EncodedUnit`: one sequence, or the two sides of a preference. Its sequences are consecutive documents of
 `<prefix>.bin/.idx`, which Megatron reads as well. Beside them lie `.mask` (uint8 a token, see `kumi.data.chat.masked`),
-`.turn` (uint16 a token), `.weight` (float32 a token, only if a weight is not 1), `.columns.npy` (`COLUMNS`, one record
-a unit), and for prompts `.extra.bin/.idx` (one document a unit: the bytes of a JSON object). All are little endian."""
+`.turn` (uint16 a token), `.weight` (float32 a token, only if a weight is not 1), `.columns.npy` (one record a unit, of
+`UNIT_COLUMNS`), and for prompts `.extra.bin/.idx` (one document a unit: the bytes of a JSON object). All are little
+endian."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ from kumi.data import binfile
 from kumi.data.binfile import Array, IndexedFile
 from kumi.data.checksums import Checksums, Guard, remedy
 from kumi.errors import RefusedError
-from kumi.files.untrusted import explain, open_stream
+from kumi.files.untrusted import explain, json_record, open_stream
 
 TOKEN_SIDECARS: dict[str, np.dtype[Any]] = {"mask": np.dtype("u1"), "turn": np.dtype("<u2"), "weight": np.dtype("<f4")}
 COLUMNS_SUFFIX, EXTRA_SUFFIX = "columns.npy", "extra"
 # label: 1 desirable, 0 not, -1 none. margin: nan for none. tokens, trained: sums over the unit's sequences. digest: of
 # the content of the row; units of one row share it.
-COLUMNS = np.dtype(
+UNIT_COLUMNS = np.dtype(
     [
         ("first_document", "<i8"),
         ("documents", "<i4"),
@@ -63,7 +63,7 @@ class UnitFile:
     kind: the kind of its rows, one of `kumi.spec.data_source.ROW_KINDS` except "auto" and "text".
     file: the sequences; document n is sequence n.
     mask, turns, weights: of all tokens; weights is None if all are 1.
-    columns: (units,) records of `COLUMNS`. They are not aligned in memory: copy what is used often.
+    columns: (units,) records of `UNIT_COLUMNS`. They are not aligned in memory: copy what is used often.
     extra: for prompts the extra columns of each unit, as bytes of a JSON object.
     guards: verifiers of the sidecars by suffix; empty for no verification.
     """
@@ -122,7 +122,7 @@ class UnitFile:
         if self.extra is None:
             return {}
         try:
-            value = json.loads(self.extra.document(unit).tobytes())
+            value = json_record(self.extra.document(unit).tobytes().decode())
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
@@ -244,17 +244,17 @@ def _map_tokens(path: Path, dtype: np.dtype[Any], count: int) -> Array:
 
 
 def _map_columns(path: Path) -> Array:
-    """Return the records of the array file `path`. Raise RefusedError unless it has one dimension of `COLUMNS`."""
+    """Return the records of the array file `path`. Raise RefusedError unless it has one dimension of `UNIT_COLUMNS`."""
     try:
         with open_stream(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             shape, dtype = _read_header(stream)
             start = stream.tell()
-            if dtype != COLUMNS or len(shape) != 1:
+            if dtype != UNIT_COLUMNS or len(shape) != 1:
                 raise ValueError(f"it holds an array of shape {shape} and other columns than kumi writes")
-            if size - start != shape[0] * COLUMNS.itemsize:
+            if size - start != shape[0] * UNIT_COLUMNS.itemsize:
                 raise ValueError(f"it has {size} bytes where {shape[0]} records were expected")
-            return np.memmap(stream, COLUMNS, "r", start) if shape[0] else np.zeros(0, COLUMNS)
+            return np.memmap(stream, UNIT_COLUMNS, "r", start) if shape[0] else np.zeros(0, UNIT_COLUMNS)
     except (OSError, ValueError) as error:
         reason = explain(error)
     raise RefusedError(f"{path}: is no readable list of units ({reason}); {remedy(path)}")

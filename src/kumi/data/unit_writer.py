@@ -14,7 +14,7 @@ import numpy as np
 
 from kumi.data import binfile
 from kumi.data.binfile import Append, Array
-from kumi.data.unit_files import COLUMNS, COLUMNS_SUFFIX, EXTRA_SUFFIX, TOKEN_SIDECARS, UnitTokens, sidecar_path
+from kumi.data.unit_files import COLUMNS_SUFFIX, EXTRA_SUFFIX, TOKEN_SIDECARS, UNIT_COLUMNS, UnitTokens, sidecar_path
 from kumi.data.verify_store import ContentDigest
 from kumi.files.output import open_new
 from kumi.files.untrusted import open_stream
@@ -36,7 +36,7 @@ class UnitWriter:
         self.documents = self.tokens = self.units = 0
 
     def append(self, tokens: UnitTokens, columns: Array, extras: Sequence[bytes] = ()) -> None:
-        """Add units: their tokens, their records (`COLUMNS`; first_document is filled in), for prompts their extras."""
+        """Add units: their tokens, records (`UNIT_COLUMNS`; first_document is filled in), and for prompts extras."""
         weights = tokens.weights
         if weights is not None and "weight" not in self._streams and bool((weights != 1).any()):
             self._streams["weight"] = self._open("weight")
@@ -77,7 +77,7 @@ class UnitWriter:
         return stream
 
     def _write(self, suffix: str, values: Array) -> None:
-        dtype = COLUMNS if suffix == COLUMNS_SUFFIX else TOKEN_SIDECARS[suffix]
+        dtype = UNIT_COLUMNS if suffix == COLUMNS_SUFFIX else TOKEN_SIDECARS[suffix]
         raw = np.ascontiguousarray(values, dtype).view(np.uint8).data
         self._streams[suffix].write(raw)
         self._digests[suffix].update(raw)
@@ -117,10 +117,10 @@ def _partial(prefix: Path, suffix: str) -> Path:
 
 
 def _write_array(path: Path, records: Path, count: int) -> None:
-    """Write the array file `path` of `count` records of `COLUMNS`, which the file `records` has; remove `records`."""
+    """Write the array file `path` of `count` records, which the file `records` has as raw bytes; remove `records`."""
     with_header = path.with_name(path.name + ".header.partial")
     with open_new(with_header, "wb", _BUFFER) as out, open_stream(records) as source:
-        header = {"descr": np.lib.format.dtype_to_descr(COLUMNS), "fortran_order": False, "shape": (count,)}
+        header = {"descr": np.lib.format.dtype_to_descr(UNIT_COLUMNS), "fortran_order": False, "shape": (count,)}
         np.lib.format.write_array_header_1_0(out, header)
         shutil.copyfileobj(source, out, _BUFFER)
         out.flush()
