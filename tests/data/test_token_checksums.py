@@ -79,11 +79,11 @@ def test_of_a_large_store_each_block_is_verified_before_it_is_used(store, again,
     monkeypatch.setattr(verify_store, "AT_START", 0)
     change(next(store.glob("*train*.bin")), flip(-1))
     opened = again()  # the tokens are not read
-    parts = opened.train_parts()
-    size = parts[0][0].token_count
-    assert len(parts[0][0].read(0, BLOCK // 2)) == BLOCK // 2
+    file = opened.row_sources("train", 64, 0)[0].file
+    size = file.token_count
+    assert len(file.read(0, BLOCK // 2)) == BLOCK // 2
     with pytest.raises(RefusedError, match="do not match their checksum"):
-        parts[0][0].read(size - 1, size)
+        file.read(size - 1, size)
     with pytest.raises(RefusedError, match="do not match their checksum"):
         opened.mixture(64, 0).batch(0, -(-size // 64))
     change(next(store.glob("*train*.idx")), flip(34))

@@ -172,7 +172,7 @@ def test_text_has_own_validation_data_and_a_maximum_too(tokens, texts, write_jso
     source = Source(str(path), max=40, validation=str(own))
     store = prepare([source], tokens, tmp_path / "out", workers=1)
     assert (store.sources[0].train_documents, store.sources[0].validation_documents) == (40, 2)
-    file = store.train_parts()[0][0]
+    file = store.row_sources("train", 64, 0)[0].file
     chosen = [tokens.decode(file.document(n)[:-1].tolist()) for n in range(40)]
     ids = [np.array([*tokens.encode(text), tokens.eos_id], file.tokens.dtype) for text in texts]
     digests = [int(document_digests(one, np.array([len(one)]))[0]) for one in ids]
@@ -255,12 +255,6 @@ def test_control_tokens_in_texts_are_counted(chat_tokens, tmp_path):
     start_id = chat_tokens.backend.token_to_id("<|im_start|>")
     file = store.open_units(store.sources[0], "train")
     assert (file.tokens_of(0).ids == start_id).sum() == 2
-
-
-def test_examples_are_never_trained_as_text(stored_chats):
-    for read in (stored_chats.train_parts, stored_chats.validation_parts):
-        with pytest.raises(ConfigError, match=r"has examples \(chat\), which are no text"):
-            read()
 
 
 def test_inspect_shows_the_counts_of_examples(stored_chats, chat_tokens):

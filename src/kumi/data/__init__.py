@@ -13,7 +13,8 @@ from kumi.data.records import Fault, Record, read
 from kumi.data.row_source import Batch, RowSource
 from kumi.data.sampler import Mixture, SequentialSampler
 from kumi.data.sources import DataPathError, expand, would_read
-from kumi.data.store import Store, StoredSource, inspect, open_store
+from kumi.data.store import Store, inspect, open_store
+from kumi.data.stored_source import StoredSource
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.tokenizer import load as load_tokenizer
 from kumi.spec.data_source import Source

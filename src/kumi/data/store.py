@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,68 +16,17 @@ from typing import Any
 import numpy as np
 
 from kumi.data import binfile, unit_files
-from kumi.data.binfile import Array, IndexedFile
+from kumi.data.binfile import Array
 from kumi.data.checksums import Checksums, from_plain
+from kumi.data.packing import PackedRows
+from kumi.data.row_source import RowSource
 from kumi.data.sampler import Mixture, SequentialSampler
 from kumi.data.store_meta import FAULTS, META, SOURCE_TYPES, open_lines, read_meta
-from kumi.data.text_windows import mean_document_span
+from kumi.data.stored_source import StoredSource, open_rows, open_source_units, pack_side, source_span
 from kumi.data.tokenizer import Tokenizer, load
 from kumi.data.unit_files import UnitFile, suffixes
 from kumi.errors import ConfigError, RefusedError
 from kumi.files.untrusted import inside, json_record
-
-
-@dataclass(frozen=True)
-class StoredSource:
-    """The tokens of one source.
-
-    train, validation: prefix of the token files; None when the side has no document.
-    kind: "text" for documents; else the kind of the rows, whose units `Store.open_units` opens.
-    faults: number of skipped records by kind.
-    special_tokens_in_text: special tokens that are spelled out in the text of documents.
-    unigram_entropy: of the training tokens, in nats per token.
-    train_digest, validation_digest: digest of token ids and document lengths.
-    train_checksums, validation_checksums: checksums of the .bin file; None in a store of an earlier version that has
-        not been verified yet.
-    rows: rows of the files, used and refused; 0 for documents, as all that follow.
-    train_units, validation_units: units of examples.
-    train_trained, validation_trained: trained tokens.
-    train_weighted, validation_weighted: whether a token has a weight other than 1.
-    roles: tokens by role; "template" for text of the template.
-    samples: number of rows by their number of units.
-    used, ignored: columns of the files.
-    sidecar_checksums: checksums of the other files of units, by side and suffix.
-    """
-
-    name: str
-    path: str
-    weight: float
-    train: Path | None
-    validation: Path | None
-    train_documents: int
-    train_tokens: int
-    validation_documents: int
-    validation_tokens: int
-    faults: dict[str, int]
-    special_tokens_in_text: int
-    unigram_entropy: float
-    train_digest: str
-    validation_digest: str
-    train_checksums: Checksums | None = None
-    validation_checksums: Checksums | None = None
-    kind: str = "text"
-    rows: int = 0
-    train_units: int = 0
-    validation_units: int = 0
-    train_trained: int = 0
-    validation_trained: int = 0
-    train_weighted: bool = False
-    validation_weighted: bool = False
-    roles: Mapping[str, int] = field(default_factory=dict)
-    samples: Mapping[str, int] = field(default_factory=dict)
-    used: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    sidecar_checksums: Mapping[str, Mapping[str, Checksums]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,46 +78,35 @@ class Store:
 
         Raise RefusedError when they are damaged, or `source` has documents.
         """
-        prefix: Path | None = getattr(source, side)
-        if prefix is None or source.kind == "text":
-            raise RefusedError(f"{self.folder}: source {source.name} has no units of examples to open for {side}")
-        checksums = dict(source.sidecar_checksums.get(side, {}))
-        weighted = getattr(source, f"{side}_weighted")
-        return unit_files.open_units(prefix, source.kind, checksums, self.vocab_size, weighted)
+        return open_source_units(source, side, self.vocab_size)
 
-    def train_parts(self) -> list[tuple[IndexedFile, float]]:
-        """Open the training files of documents; return them with their weights. Raise ConfigError for examples."""
-        self._refuse_units()
-        files = ((binfile.open_file(s.train, s.train_checksums, self.vocab_size), s) for s in self.sources if s.train)
-        return [(file, source.weight) for file, source in files]
+    def row_sources(self, side: str, seq_len: int, seed: int, *, cross_document: bool = False) -> list[RowSource]:
+        """Open the rows of `side` ("train" or "validation") of each source that has some.
 
-    def validation_parts(self) -> list[IndexedFile]:
-        """Open the validation files of documents. Raise ConfigError for examples."""
-        self._refuse_units()
-        held_out = ((s.validation, s.validation_checksums) for s in self.sources if s.validation)
-        return [binfile.open_file(prefix, checksums, self.vocab_size) for prefix, checksums in held_out]
+        Raise the errors of `open_rows`.
+        """
+        sources = [source for source in self.sources if getattr(source, side) is not None]
+        return [open_rows(s, side, self.vocab_size, seq_len, seed, cross_document=cross_document) for s in sources]
 
-    def _refuse_units(self) -> None:
-        """Raise ConfigError if a source has examples: windows of their tokens would train prompts, and cut replies."""
-        for source in self.sources:
-            if source.kind != "text":
-                raise ConfigError(
-                    f"{self.folder}: source {source.name} has examples ({source.kind}), which are no text to train in "
-                    "windows; train it with an objective for examples, or name a source of text"
-                )
+    def pack(self, seq_len: int, seed: int) -> list[PackedRows]:
+        """Store the plans of the packed rows of all sources of examples; return their training rows.
+
+        Raise the errors of `pack_side`.
+        """
+        examples = [source for source in self.sources if source.kind != "text"]
+        for source in examples:
+            if source.validation is not None:
+                pack_side(source, "validation", self.vocab_size, seq_len, seed)
+        return [pack_side(s, "train", self.vocab_size, seq_len, seed) for s in examples if s.train is not None]
 
     def document_span(self, seq_len: int) -> float:
         """Return the `BatchSpec.document_span` of the training data in rows of `seq_len` tokens.
 
-        It is the weighted mean over sources, each from some of its rows.
+        It is the weighted mean over sources; that of documents is measured on some of their rows.
         """
-        parts = [(file, weight) for file, weight in self.train_parts() if file.token_count > 1]
-        total = sum(weight for _, weight in parts)
-        return (
-            sum(weight / total * mean_document_span(file, seq_len) for file, weight in parts)
-            if parts
-            else float(seq_len)
-        )
+        spans = [(s.weight, source_span(s, self.vocab_size, seq_len)) for s in self.sources if s.train]
+        total = sum(weight for weight, span in spans if span)
+        return sum(weight / total * span for weight, span in spans if span) if total else float(seq_len)
 
     def mixture(
         self,
@@ -186,7 +124,9 @@ class Store:
         if epochs is not None:
             pairs = zip(self.sources, epochs, strict=True)
             epochs = [number for source, number in pairs if source.train]
-        return Mixture(self.train_parts(), seq_len, seed, cross_document, by, epochs)
+        rows = self.row_sources("train", seq_len, seed, cross_document=cross_document)
+        weights = [source.weight for source in self.sources if source.train]
+        return Mixture(list(zip(rows, weights, strict=True)), seq_len, seed, cross_document, by, epochs)
 
     @property
     def train_names(self) -> list[str]:
@@ -200,7 +140,8 @@ class Store:
 
     def sweep(self, seq_len: int, *, cross_document: bool = False, limit: int = 0) -> SequentialSampler:
         """Return the validation sequences of this store, at most `limit` if that is greater than 0."""
-        return SequentialSampler(self.validation_parts(), seq_len, cross_document, limit)
+        rows = self.row_sources("validation", seq_len, 0, cross_document=cross_document)
+        return SequentialSampler(rows, seq_len, cross_document, limit)
 
 
 def open_store(folder: Path | str) -> Store:

@@ -63,9 +63,10 @@ def _refuse_own_files(run: ResolvedRun, source: Source) -> None:
 
 
 def prepare_data(run: ResolvedRun) -> Store:
-    """Return the tokenised data of `run`, after preparing it if it does not exist yet."""
+    """Return the tokenised data of `run`, after preparing it and the plans of its packed rows if they do not exist
+    yet."""
     data = run.config.data
-    return prepare(
+    store = prepare(
         _sources(run),
         _tokenizer(run),
         data_folder(run) / TOKENS,
@@ -76,6 +77,8 @@ def prepare_data(run: ResolvedRun) -> Store:
         add_bos=data.add_bos,
         chat=_chat_options(run),
     )
+    store.pack(run.batch.seq_len, run.config.train.seed)
+    return store
 
 
 def stock_texts(run: ResolvedRun, digests: Collection[str]) -> dict[str, list[str]]:

@@ -46,7 +46,7 @@ def pack_units(units: Units, content: str, seq_len: int, seed: int) -> Bins:
 def open_bins(units: Units, content: str, seq_len: int, seed: int) -> Bins:
     """Return the stored bins of `units`, memory-mapped. Raise RefusedError for a missing or damaged plan."""
     path = _path(units, content, seq_len, seed)
-    remedy = "run the same command again, which packs the examples again"
+    remedy = "run kumi train again, which packs the examples before it starts"
     try:
         with open_stream(path) as stream:
             size = os.fstat(stream.fileno()).st_size
