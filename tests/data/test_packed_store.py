@@ -19,7 +19,7 @@ SEQ_LEN = 512
 def packed_chats(stored_chats, tmp_path_factory):
     """A copy of the chats and its packed training rows; tests only read them."""
     store = open_store(copytree(stored_chats.folder, tmp_path_factory.mktemp("packed") / "tokens"))
-    return store, store.pack(SEQ_LEN, 3)
+    return store, [*store.pack(SEQ_LEN, 3).values()]
 
 
 def test_examples_have_no_rows_before_they_are_packed(stored_chats):

@@ -88,8 +88,8 @@ class Store:
         sources = [source for source in self.sources if getattr(source, side) is not None]
         return [open_rows(s, side, self.vocab_size, seq_len, seed, cross_document=cross_document) for s in sources]
 
-    def pack(self, seq_len: int, seed: int) -> list[PackedRows]:
-        """Store the plans of the packed rows of all sources of examples; return their training rows.
+    def pack(self, seq_len: int, seed: int) -> dict[str, PackedRows]:
+        """Store the plans of the packed rows of all sources of examples; return their training rows by source.
 
         Raise the errors of `pack_side`.
         """
@@ -97,7 +97,7 @@ class Store:
         for source in examples:
             if source.validation is not None:
                 pack_side(source, "validation", self.vocab_size, seq_len, seed)
-        return [pack_side(s, "train", self.vocab_size, seq_len, seed) for s in examples if s.train is not None]
+        return {s.name: pack_side(s, "train", self.vocab_size, seq_len, seed) for s in examples if s.train is not None}
 
     def document_span(self, seq_len: int) -> float:
         """Return the `BatchSpec.document_span` of the training data in rows of `seq_len` tokens.

@@ -77,8 +77,20 @@ def prepare_data(run: ResolvedRun) -> Store:
         add_bos=data.add_bos,
         chat=_chat_options(run),
     )
-    store.pack(run.batch.seq_len, run.config.train.seed)
+    _pack_examples(run, store)
     return store
+
+
+def _pack_examples(run: ResolvedRun, store: Store) -> None:
+    """Store the plans of the run's packed rows, and print how full the rows are and the examples that are left out."""
+    for name, rows in store.pack(run.batch.seq_len, run.config.train.seed).items():
+        left_out = [
+            f"{count} {reason} left out"
+            for count, reason in ((rows.bins.too_long, "longer than a row"), (rows.bins.empty, "of a single token"))
+            if count
+        ]
+        sentence = f"{name}: {rows.units} examples in {rows.rows} rows, {rows.filled:.1%} filled"
+        print(f"packing    {'; '.join([sentence, *left_out])}", flush=True)
 
 
 def stock_texts(run: ResolvedRun, digests: Collection[str]) -> dict[str, list[str]]:
