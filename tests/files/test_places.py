@@ -118,6 +118,7 @@ REASONS: dict[str, list[str]] = {
     "a file that was checked just before, mapped into memory": [
         "data/binfile.py open_file",
         "data/checksums.py _map_file",
+        "data/packing/bins_file.py open_bins",
     ],
     "a stream that the door opened": [
         "data/records.py parquet_groups _parquet",
