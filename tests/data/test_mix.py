@@ -151,6 +151,20 @@ def test_a_limited_sweep_is_spread_evenly_over_all_windows(files):
     assert same(SequentialSampler(files, 8, limit=10**6).batch(0, 20), every.batch(0, 20))
 
 
+def test_sources_of_a_sweep_are_spans_of_which_none_is_empty(files):
+    every, some = SequentialSampler(files, 8), SequentialSampler(files, 8, limit=2)
+    sizes = [windows(file, 8) for file in files]
+    assert [stop - start for start, stop in every.spans] == sizes
+    assert every.spans[-1][1] == len(every) == sum(sizes)
+    assert [stop - start for start, stop in some.spans] == [1, 1, 1], "one of the second source beyond the limit"
+    for number, (start, stop) in enumerate(every.spans):
+        alone = SequentialSampler([files[number]], 8)
+        assert same(every.batch(start, stop - start + 3, stop), alone.batch(0, len(alone) + 3))
+    for number, (start, stop) in enumerate(some.spans):
+        assert some.batch(start, 1)["input_ids"][0, 0] in files[number].tokens
+        assert (some.batch(start, 5, stop)["labels"][1:] == -100).all()
+
+
 @pytest.mark.parametrize("seq_len", [1, 4, 8, 13, 64])
 def test_the_span_is_that_of_the_documents_in_the_rows(files, seq_len):
     for file in files:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kumi.cli.arguments import add_run_file, add_verb
-from kumi.errors import OK, ConfigError
+from kumi.errors import OK, ConfigError, RefusedError
 
 if TYPE_CHECKING:
     from kumi.config import ResolvedRun
@@ -40,6 +41,7 @@ def run(arguments: Namespace) -> int:
     """Tokenise, inspect or show. Return the exit code."""
     from kumi.config import load, open_run
     from kumi.data import inspect, load_tokenizer
+    from kumi.report.reading_lines import describe_reading
     from kumi.train.prepare_data import check_data, open_data, prepare_data, tokenizer_folder
 
     numbers = [word for word in arguments.overrides if word.isdecimal()]
@@ -52,6 +54,8 @@ def run(arguments: Namespace) -> int:
         return _show(arguments, resolved, prepare_data(resolved), int(numbers[0]) if numbers else _SHOWN)
     store = prepare_data(resolved) if arguments.action == "prepare" else open_data(resolved)
     data = inspect(store.folder, load_tokenizer(tokenizer_folder(resolved)))
+    with suppress(ConfigError, RefusedError):  # examples that no run can read yet, or that are not packed
+        data["run"] = describe_reading(resolved, store)
     if arguments.json:
         arguments.write_json(data)
     else:

@@ -142,7 +142,7 @@ class SequentialSampler:
     def batch(self, start: int, count: int, stop: int | None = None) -> Batch:
         """Return the sequences [start, start + count); from `stop` on, by default past the last one, rows are
         padding."""
-        ends, stop = self._ends, len(self) if stop is None else stop
+        ends, stop = self._ends, len(self) if stop is None else min(stop, len(self))
         numbers = np.arange(start, start + count)
         padding = numbers >= stop
         numbers = np.where(padding, 0, numbers)

@@ -53,7 +53,8 @@ class TrainerCallback:
     def on_evaluate(
         self, args: RunConfig, state: TrainerState, control: TrainerControl, metrics: dict[str, Any], **kwargs: Any
     ) -> None:
-        """Called after an evaluation with `metrics`: eval/loss, eval/tokens, eval/unigram_entropy."""
+        """Called after an evaluation with `metrics`: eval/loss, eval/tokens, eval/unigram_entropy, and
+        eval/loss/<source> for each of several sources."""
 
     def on_save(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called when a save begins; an asynchronous save is complete before the next one begins."""

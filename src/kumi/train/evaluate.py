@@ -1,8 +1,9 @@
-"""The loss on held-out documents."""
+"""The loss on held-out documents or examples, of all sources and of each."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,46 +17,63 @@ from kumi.train.train_state import RankState
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """The result of an evaluation.
-
-    An objective averages its loss over units, which are tokens for language modelling.
-    """
+class Loss:
+    """A loss on held-out sequences. An objective averages over units, which are tokens for language modelling."""
 
     loss: float  # mean per held-out unit, in nats
     tokens: int  # held-out tokens with a label
 
 
+@dataclass(frozen=True)
+class Evaluation(Loss):
+    """The result of an evaluation: the loss on all sources, and on each of several sources by its name."""
+
+    sources: Mapping[str, Loss] = field(default_factory=dict)
+
+
 @torch.no_grad()
 def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
-    """Return the loss on the run's held-out sequences, or on the first `first` of them.
+    """Return the loss on the run's held-out sequences, or only on the first `first` of them, without those of sources.
 
-    Each data-parallel rank computes some of the sequences; the loss and the count are of all of them.
+    Each data-parallel rank computes some of the sequences; the losses and the counts are of all of them.
     """
     assert rank_state.validation is not None
     layout, size = rank_state.run.layout, rank_state.run.layout.microbatch
-    count = len(rank_state.validation) if first is None else first
+    names, spans = rank_state.store.validation_names, rank_state.validation.spans
+    if first is not None:
+        names, spans = names[:1], [(0, first)]
     # The stages of a pipeline work at the same time on the microbatches of one call.
     mesh, per_call = rank_state.mesh, 1 if layout.pp == 1 else 4 * layout.pp
-    loss, objective = torch.zeros((), dtype=torch.float64, device=mesh.device), rank_state.objective
-    counted, tokens = 0.0, 0
+    # Sums for each source: losses, units that the objective counts, tokens.
+    losses = torch.zeros(len(spans), dtype=torch.float64, device=mesh.device)
+    units, tokens, objective = [0.0] * len(spans), [0] * len(spans), rank_state.objective
     rank_state.model.eval()
     # Every rank runs the same number of microbatches, because all ranks all-gather sharded parameters together.
-    # Sequences past the end are padding.
-    starts = [begin + layout.dp_index(mesh.rank) * size for begin in range(0, count, layout.dp * size)]
-    for group in (starts[begin : begin + per_call] for begin in range(0, len(starts), per_call)):
-        full_batches = [rank_state.validation.batch(start, size) for start in group]
+    # Sequences past the end of a source are padding.
+    microbatches = [
+        (source, begin + layout.dp_index(mesh.rank) * size, stop)
+        for source, (start, stop) in enumerate(spans)
+        for begin in range(start, stop, layout.dp * size)
+    ]
+    for group in (microbatches[begin : begin + per_call] for begin in range(0, len(microbatches), per_call)):
+        full_batches = [rank_state.validation.batch(start, size, stop) for _, start, stop in group]
         if is_loss_rank(mesh):
-            counted += sum(map(objective.count, full_batches))
-            tokens += sum(int((batch["labels"] != IGNORED).sum()) for batch in full_batches)
+            for (source, _, _), full_batch in zip(group, full_batches, strict=True):
+                units[source] += objective.count(full_batch)
+                tokens[source] += int((full_batch["labels"] != IGNORED).sum())
         batches = [shard_batch(objective, to_device(batch, mesh.device), mesh) for batch in full_batches]
         outputs = pipeline.forward_microbatches(rank_state.model, mesh, list(map(decoder_inputs, batches)))
         # Ranks without the head return no log-probs.
-        for batch, log_probs in zip(batches, outputs):
+        for (source, _, _), batch, log_probs in zip(group, batches, outputs):
             batch_loss = objective.loss(log_probs.double(), batch, 1.0, segment_sums(mesh))
-            loss += batch_loss if adds_to_loss(objective, mesh) else 0.0
+            losses[source] += batch_loss if adds_to_loss(objective, mesh) else 0.0
     rank_state.model.train()
     reshard(rank_state.model)
-    sums = torch.stack([loss, loss.new_tensor(counted), loss.new_tensor(tokens)])
-    loss_sum, units, labels = all_reduce_sum(sums, mesh).tolist()
-    return Evaluation(loss_sum / (units or 1.0), int(labels))
+    sums = all_reduce_sum(torch.stack([losses, losses.new_tensor(units), losses.new_tensor(tokens)]), mesh)
+    each = [_mean(*column) for column in sums.T.tolist()]
+    whole = _mean(*sums.sum(1).tolist())
+    return Evaluation(whole.loss, whole.tokens, dict(zip(names, each, strict=True)) if len(each) > 1 else {})
+
+
+def _mean(loss: float, units: float, tokens: float) -> Loss:
+    return Loss(loss / (units or 1.0), int(tokens))

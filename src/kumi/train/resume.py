@@ -7,6 +7,7 @@ model's digest, and the digest of the training tokens. It does not depend on the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kumi.config import ResolvedRun
@@ -64,9 +65,24 @@ def resume_notes(run: ResolvedRun, allow_change: Sequence[str] = ()) -> list[str
             f"values, if they leave all shapes unchanged: --allow-change model"
         )
     last_checkpoint(run)
+    _check_position(folder, meta, run)
     lines = [f"continues with {', '.join(changed)}"] if changed else _missing_comparisons(meta, run)
     lines += _arithmetic_changes(meta, run)
     return [f"resume     {folder}: {line}" for line in lines]
+
+
+def _check_position(folder: Path, meta: Mapping[str, Any], run: ResolvedRun) -> None:
+    """Raise RefusedError if the steps of a run in epochs do not end where its epochs do, because earlier steps had
+    another number of sequences."""
+    step, per_step = meta["step"], run.batch.sequences
+    sequences = meta.get("sequences", step * per_step)
+    if run.config.train.epochs is not None and sequences != step * per_step:
+        raise RefusedError(
+            f"{folder}: has trained on {sequences} sequences in {step} steps, and batch.tokens_per_step is "
+            f"{run.batch.tokens_per_step} now, {per_step} sequences, so the steps of "
+            f"train.epochs={run.config.train.epochs:g} would end elsewhere; restore batch.tokens_per_step, or give "
+            f"train.steps"
+        )
 
 
 def _arithmetic_changes(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:

@@ -17,6 +17,7 @@ from kumi.errors import OK
 from kumi.storage.folders import latest, step_of
 from kumi.train.measured_steps import estimate_lines
 from kumi.train.metrics import read_metrics
+from kumi.train.step_lines import source_losses
 from kumi.units import format_count, format_seconds
 
 
@@ -92,6 +93,7 @@ def summary_lines(run: ResolvedRun, code: int = OK, *, already_finished: bool = 
         if ends is not None
     ]
     parts += [", ".join(losses)] if losses else []
+    parts += [f"validation loss on {line}" for line in source_losses(output.metrics)]
     folders = {"model": output.model_dir, "checkpoint": output.checkpoint}
     parts += [f"{word} in {folder}" for word, folder in folders.items() if folder is not None]
     return [

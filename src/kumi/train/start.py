@@ -20,6 +20,7 @@ from kumi.errors import OK, ConfigError, LayoutError, ModelError
 from kumi.launch.launchers import pick_launcher
 from kumi.launch.local import rank_environment
 from kumi.launch.standing import LaunchedRank, launched_rank
+from kumi.report.reading_lines import describe_reading, reading_lines
 from kumi.report.run_description import describe_resolved, make_console, render_description
 from kumi.spec.families import check_trainable
 from kumi.spec.numerics import parse_numerics
@@ -74,7 +75,10 @@ def _lead(run: ResolvedRun, allow_change: Sequence[str], peers: Rendezvous | Non
             print(line, flush=True)
         store = prepare_data(run)
         print(_data_line(store), flush=True)
-        run, trained = with_prepared_data(run), _is_trained(run)
+        run = with_prepared_data(run)
+        trained = _is_trained(run)
+        for number, line in enumerate(reading_lines(describe_reading(run, store))):
+            print(f"{'' if number else 'reads':<11}{line}", flush=True)
         if peers is not None:
             peers.broadcast(json.dumps({"finished": trained, "numerics": str(run.numerics), "plan": run.plan.plain()}))
         code = OK if trained else _launch(run, store, peers, listener)

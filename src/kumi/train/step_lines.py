@@ -13,7 +13,11 @@ from typing import Any
 from kumi.units import format_bytes, format_count, format_seconds
 
 WIDTH = 100
+# The key of the validation loss; those of sources have this prefix and the source's name.
+EVAL_LOSS = "eval/loss"
 _GAP = "  "
+# Room for the words before the losses of sources.
+_INDENT = 30
 
 # Figures are added to a line in this order of priority, and printed in the order of `_figures`.
 _PRIORITY = ("step", "loss", "time", "skipped", "busy", "memory", "eta", "norm", "tokens", "lr", "mfu")
@@ -49,6 +53,18 @@ def step_line(entry: dict[str, Any], steps: int, time_left: str, busy: str = "")
             shown.add(name)
             room -= length
     return _GAP.join(text for name, text in figures.items() if name in shown)
+
+
+def source_losses(entry: dict[str, Any]) -> list[str]:
+    """Return the validation losses of sources in the metrics `entry` of an evaluation, some in each line."""
+    prefix, lines = f"{EVAL_LOSS}/", [""]
+    for key, loss in entry.items():
+        if key.startswith(prefix) and loss is not None:
+            text = f"{key.removeprefix(prefix)} {_decimals(loss, 4)}"
+            if lines[-1] and len(lines[-1]) + len(_GAP) + len(text) > WIDTH - _INDENT:
+                lines.append("")
+            lines[-1] += f"{_GAP if lines[-1] else ''}{text}"
+    return [line for line in lines if line]
 
 
 def _figures(entry: dict[str, Any]) -> dict[str, str]:

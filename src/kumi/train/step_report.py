@@ -15,7 +15,7 @@ from kumi.train.evaluate import Evaluation
 from kumi.train.metrics import Metrics
 from kumi.train.process_memory import peak_memory
 from kumi.train.step import StepResult
-from kumi.train.step_lines import legend
+from kumi.train.step_lines import legend, source_losses
 from kumi.train.train_state import RankState, TrainState
 
 
@@ -83,12 +83,13 @@ class Reporter:
             entry = {
                 "step": step,
                 "eval/loss": result.loss,
+                **{f"eval/loss/{name}": each.loss for name, each in result.sources.items()},
                 "eval/tokens": result.tokens,
                 "eval/unigram_entropy": entropy,
             }
             self._metrics.note(
                 f"step {step} | validation loss {result.loss:.4f} on {result.tokens} held-out tokens "
-                f"(unigram entropy {entropy:.4f})",
+                f"(unigram entropy {entropy:.4f})" + "".join(f"\n  on {line}" for line in source_losses(entry)),
                 entry,
             )
             self.listener.evaluation(entry)
