@@ -7,66 +7,28 @@ added tokens, where tokenizers cut it too. Pieces that the samples of a conversa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import islice, pairwise, takewhile
 
 from kumi.data.chat.as_generated import Message, Sample, excerpt
-from kumi.data.chat.control_tokens import ControlTokens, unmarked, without_added_tokens
+from kumi.data.chat.control_tokens import ControlTokens, unmarked
 from kumi.data.chat.masked import MaskedSequence, RowRefused
+from kumi.data.chat.piece_tokens import Piece, PieceTokens
 from kumi.data.chat.segments import message_segments
 from kumi.data.tokenizer import PIECE, Tokenizer
 
 _MAX_TURN = 2**16 - 1
-# Before a piece, and its tokens dropped again, a newline keeps tokenizers from adding the space that begins a text.
-_ANCHOR = "\n"
-
-
-class _Piece(NamedTuple):
-    """A part of a text, without marks.
-
-    spelt: whether it spells control tokens, so that none of its characters become an added token.
-    before: the kind of text before it: "" at the start and at cuts that change nothing, else "text" or "token".
-    """
-
-    text: str
-    spelt: bool = False
-    before: str = ""
-
-
-class _Tokens(NamedTuple):
-    """Ids of a piece; `encoding` has `dropped` tokens of `shift` characters before them."""
-
-    ids: list[int]
-    encoding: Any
-    dropped: int
-    shift: int
-
-    def at(self, character: int) -> int:
-        """Return the number of the token with `character`, or of the next that has characters."""
-        for position in range(character + self.shift, character + self.shift + 16):
-            token = self.encoding.char_to_token(position)
-            if token is not None:
-                return max(0, int(token) - self.dropped)
-        return len(self.ids)
 
 
 class SampleTokens:
     """Encodes the samples of one row at a time."""
 
     def __init__(self, tokenizer: Tokenizer, controls: ControlTokens) -> None:
-        self._backend, self._controls = tokenizer.backend, controls
-        self._bos = tokenizer.bos_id
-        self._cache: dict[_Piece, _Tokens] = {}
-        self._newline = self._ids(_ANCHOR)
-        # Before which kinds of text a piece needs the anchor.
-        alone, token = self._ids("kumi"), min(controls.safe, default="")
-        after = {"text": self._ids(f"{_ANCHOR}kumi")[len(self._newline) :], "token": self._ids(f"{token}kumi")[1:]}
-        self._anchored = {name for name, ids in after.items() if ids != alone and (token or name == "text")}
+        self._backend, self._bos, self._controls = tokenizer.backend, tokenizer.bos_id, controls
+        self._tokens = PieceTokens(tokenizer, controls)
 
     def clear(self) -> None:
         """Forget the pieces of the last row."""
-        self._cache = {}
+        self._tokens.clear()
 
     def encode(self, sample: Sample, messages: Sequence[Message], mark: str = "") -> MaskedSequence:
         """Return the tokens of `sample`; `mark` is inside each control token that the row spells, "" if it spells none.
@@ -79,30 +41,25 @@ class SampleTokens:
             raise RowRefused("too-long", f"the conversation has {len(text)} characters; the limit is {PIECE}")
         segments = message_segments(sample, messages, self._controls.added)
         stops = {reply.stop: text[reply.stop : reply.end] for reply in sample.replies}
+        pieces = list(self._pieces(sample, mark))
+        encoded = self._tokens.encode([piece for _, _, piece in pieces])
         ids: list[int] = []
         mask: list[int] = []
         turns: list[int] = []
         number, nearest = 0, 0
-        for start, end, piece in self._pieces(sample, mark):
-            tokens = self._encoded(piece)
-            count = len(tokens.ids)
-            if start in stops and tokens.ids[:1] != [self._backend.token_to_id(stops[start])]:
+        for (start, end, piece), new in zip(pieces, encoded, strict=True):
+            if start in stops and new[:1] != [self._backend.token_to_id(stops[start])]:
                 raise RowRefused("no-stop-token", f"{stops[start]!r} ends a reply, but the tokenizer splits it there")
             while nearest < len(segments) and segments[nearest].end <= start:
                 number = segments[nearest].number
                 nearest += 1
-            masks, numbers = [0] * count, [number] * count
-            for segment in segments[nearest:]:
-                if segment.start >= end:
-                    break
-                first, last = 0, count
-                if segment.start > start:
-                    first = tokens.at(len(unmarked(text[start : segment.start], mark)))
-                if segment.end < end:
-                    last = tokens.at(len(unmarked(text[start : segment.end], mark)) - 1) + 1
+            masks, numbers = [0] * len(new), [number] * len(new)
+            for segment in takewhile(lambda segment: segment.start < end, islice(segments, nearest, None)):  # noqa: B023
+                before, until = text[start : max(start, segment.start)], text[start : min(segment.end, end)]
+                first, last = self._tokens.tokens_of(piece, len(unmarked(before, mark)), len(unmarked(until, mark)))
                 masks[first:last] = [segment.mask] * (last - first)
-                numbers[first:] = [min(segment.number, _MAX_TURN)] * (count - first)
-            ids += tokens.ids
+                numbers[first:] = [min(segment.number, _MAX_TURN)] * (len(new) - first)
+            ids += new
             mask += masks
             turns += numbers
         # Some templates, such as Seed-OSS's, begin each message with it.
@@ -110,11 +67,7 @@ class SampleTokens:
             raise RowRefused("two-bos", f"the rendering begins with two BOS tokens: {excerpt(text)}")
         return MaskedSequence(ids, mask, turns)
 
-    def plain(self, text: str, before: str = "", spelt: bool = False) -> list[int]:
-        """Return the tokens of `text`; of none of its added tokens if it is `spelt`."""
-        return self._encoded(_Piece(text, spelt, before)).ids
-
-    def _pieces(self, sample: Sample, mark: str) -> Iterator[tuple[int, int, _Piece]]:
+    def _pieces(self, sample: Sample, mark: str) -> Iterator[tuple[int, int, Piece]]:
         """Yield the pieces of a sample with their positions in its text."""
         text, cuts = sample.text, self._controls.cuts
         starts = {reply.start for reply in sample.replies}
@@ -128,9 +81,11 @@ class SampleTokens:
                 if mark and unmarked(text[start:end], mark) != text[start:end]:
                     yield from self._spelt_pieces(text, start, end, before, mark)
                 else:
-                    yield start, end, _Piece(text[start:end], False, before)
+                    yield start, end, Piece(text[start:end], False, before)
 
-    def _spelt_pieces(self, text: str, start: int, end: int, before: str, mark: str) -> Iterator[Any]:
+    def _spelt_pieces(
+        self, text: str, start: int, end: int, before: str, mark: str
+    ) -> Iterator[tuple[int, int, Piece]]:
         """Yield parts of `text[start:end]`: added tokens that the template or the assistant writes, and the rest."""
         borders = [start, end]
         for match in self._controls.added.finditer(text, start, end):
@@ -138,35 +93,4 @@ class SampleTokens:
         for first, last in pairwise(sorted(set(borders))):
             part = text[first:last]
             written = self._controls.added.fullmatch(part) is not None
-            yield first, last, _Piece(unmarked(part, mark), not written, before if first == start else "token")
-
-    def _encoded(self, piece: _Piece) -> _Tokens:
-        if piece not in self._cache:
-            self._cache[piece] = self._encode(piece)
-        return self._cache[piece]
-
-    def _encode(self, piece: _Piece) -> _Tokens:
-        backend = self._without_added if piece.spelt else self._backend
-        tokens = None
-        if piece.before in self._anchored:
-            encoding = backend.encode(_ANCHOR + piece.text, add_special_tokens=False)
-            if encoding.ids[: len(self._newline)] == self._newline:
-                tokens = _Tokens(encoding.ids[len(self._newline) :], encoding, len(self._newline), len(_ANCHOR))
-        if tokens is None:
-            encoding = backend.encode(piece.text, add_special_tokens=False)
-            tokens = _Tokens(encoding.ids, encoding, 0, 0)
-        special = self._controls.special_ids
-        if not special.isdisjoint(tokens.ids[1:]) or (piece.spelt and not special.isdisjoint(tokens.ids)):
-            written = 0 if piece.spelt else len(self._controls.special.findall(piece.text))
-            if sum(number in special for number in tokens.ids) > written:
-                raise RowRefused(
-                    "control-token", f"the tokenizer makes a control token of the text {excerpt(piece.text)}"
-                )
-        return tokens
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
-
-    @cached_property
-    def _without_added(self) -> Any:
-        return without_added_tokens(self._backend)
+            yield first, last, Piece(unmarked(part, mark), not written, before if first == start else "token")
