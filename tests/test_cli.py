@@ -44,7 +44,7 @@ def test_verbs_and_flags_are_frozen():
             "--trainable",
             "-h",
         ],
-        "data": ["--help", "--json", "-h"],
+        "data": ["--diff", "--first", "--help", "--json", "--source", "--validation", "-h"],
         "train": ["--allow-change", "--dry-run", "--help", "--json", "--rank", "-h"],
         "convert": [
             "--base",

@@ -14,7 +14,8 @@ from kumi.data.chat.masked import ROLE_SHIFT, TRAINED
 from kumi.data.feistel import key, permute
 from kumi.data.formats.example import ROLES
 from kumi.data.packing import PackedRows, open_bins
-from kumi.data.store import Store, StoredSource
+from kumi.data.store import Store
+from kumi.data.stored_source import StoredSource
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.unit_files import UnitFile
 from kumi.errors import ConfigError, RefusedError
