@@ -121,6 +121,7 @@ REASONS: dict[str, list[str]] = {
         "data/packing/bins_file.py open_bins",
     ],
     "a stream that the door opened": [
+        "data/unit_files.py _map_tokens _map_columns",
         "data/records.py parquet_groups _parquet",
         "data/arrow_rows.py group_rows _parquet_batches",
     ],
