@@ -23,6 +23,7 @@ ALLOWED = {
         "mtime",
         "special_tokens_in_text",
         "validation_digest",
+        "validation_checksums",
         "leaves_node",
         "train_units",
         "validation_units",
@@ -32,7 +33,6 @@ ALLOWED = {
         "validation_weighted",
     ],
     "documented for programs that import kumi": [
-        "extra_of",
         "export_tensors",
         "is_local_process_zero",
         "is_world_process_zero",

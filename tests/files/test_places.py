@@ -72,6 +72,9 @@ REASONS: dict[str, list[str]] = {
         "train/start.py _follow",
         "data/bpe.py _main",
         "data/pool.py _read",
+        "data/stock_worker.py _main",
+        "plan/search/worker_process.py _main",
+        "plan/search/workers.py _ask",
         "data/tokenize_worker.py _main",
         "data/preparation.py _raise_worker_error",
         "bench/run_bench.py _measure",
@@ -110,10 +113,12 @@ REASONS: dict[str, list[str]] = {
     ],
     "a record in an archive, in memory, that the door opened": ["convert/megatron/pickles.py _archive"],
     "kumi's own data in a value of a configuration": ["spec/families/_shared/vision_language.py to_hf"],
+    "tool arguments of a row that the door opened": ["data/chat/as_generated.py _check_text"],
     "a copy of what is in memory": [
         "convert/vocab/edit.py _data",
         "storage/checkpoint.py save",
         "data/row_path.py _encoder",
+        "data/chat/control_tokens.py without_added_tokens",
     ],
     "a file that was checked just before, mapped into memory": [
         "data/binfile.py open_file",

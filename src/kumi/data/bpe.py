@@ -91,7 +91,7 @@ def _sample(sources: Sequence[Source], sample_bytes: int) -> list[dict[str, Any]
     return [asdict(chunks[number][0]) | {"text_key": chunks[number][1], "limit": limit} for number in sorted(selected)]
 
 
-def _is_compressed(segment: shards.Segment) -> bool:
+def _is_compressed(segment: shards.FileRange) -> bool:
     return segment.file.format == "parquet" or compression(Path(segment.file.path)) != ""
 
 

@@ -40,7 +40,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Segment:
+class FileRange:
     """A range of a file, in bytes (jsonl), row groups (parquet) or documents (indexed); end None is the end of the
     file.
 
@@ -61,7 +61,7 @@ class Unit:
     """
 
     source: int
-    segments: tuple[Segment, ...]
+    segments: tuple[FileRange, ...]
     held_out: bool = False
 
     @property
@@ -183,7 +183,7 @@ def units(
 ) -> list[Unit]:
     """Return units of about `size` bytes with all segments of `files`, rows of `kind`, each once and in order."""
     result: list[Unit] = []
-    group: list[Segment] = []
+    group: list[FileRange] = []
     group_bytes = 0
     for file in files:
         for segment in _segments(file, text_key, size, kind):
@@ -205,7 +205,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _segments(file: File, text_key: str, size: int, kind: str) -> Iterator[Segment]:
+def _segments(file: File, text_key: str, size: int, kind: str) -> Iterator[FileRange]:
     """Split `file` into segments of about `size` bytes; compressed and text files are one segment."""
     path = Path(file.path)
     if compression(path) == ".zst":
@@ -213,27 +213,27 @@ def _segments(file: File, text_key: str, size: int, kind: str) -> Iterator[Segme
     if file.format == "jsonl" and not compression(path) and file.size > size:
         count = file.size // size
         bounds = [file.size * n // count for n in range(count + 1)]
-        yield from (Segment(file, a, b, b - a) for a, b in pairwise(bounds))
+        yield from (FileRange(file, a, b, b - a) for a, b in pairwise(bounds))
     elif file.format in ("parquet", "arrow"):
         text = kind == "text" and file.format == "parquet"
         rows = records.parquet_groups(path, text_key) if text else group_rows(path, file.format)
-        yield from _row_groups(file, rows, size) if rows else [Segment(file, bytes=file.size)]
+        yield from _row_groups(file, rows, size) if rows else [FileRange(file, bytes=file.size)]
     elif file.format == "indexed":
         documents = binfile.open_file(path.with_suffix("")).document_count
         count = max(1, min(documents, file.size // size))
         bounds = [documents * n // count for n in range(count + 1)]
-        yield from (Segment(file, a, b, file.size // count) for a, b in pairwise(bounds))
+        yield from (FileRange(file, a, b, file.size // count) for a, b in pairwise(bounds))
     else:
-        yield Segment(file, bytes=file.size)
+        yield FileRange(file, bytes=file.size)
 
 
-def _row_groups(file: File, rows: list[int], size: int) -> Iterator[Segment]:
+def _row_groups(file: File, rows: list[int], size: int) -> Iterator[FileRange]:
     """Yield ranges of consecutive row groups of about `size` bytes, assuming that all rows have the same size."""
     total, start, pending = max(sum(rows), 1), 0, 0
     for number, count in enumerate(rows):
         pending += count
         if file.size * pending / total >= size or number == len(rows) - 1:
-            yield Segment(file, start, number + 1, round(file.size * pending / total))
+            yield FileRange(file, start, number + 1, round(file.size * pending / total))
             start, pending = number + 1, 0
 
 

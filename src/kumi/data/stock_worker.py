@@ -25,7 +25,7 @@ from kumi.errors import KumiError
 
 def render_rows(job: dict[str, Any]) -> dict[str, list[str]]:
     """Return the texts of the rows of `job` whose digests are asked for: one text for each side of a row."""
-    path, wanted, texts = open_row_path(job, tokenizer.load(job["tokenizer"])), set(job["digests"]), {}
+    path, asked, texts = open_row_path(job, tokenizer.load(job["tokenizer"])), set(job["digests"]), {}
     for number, segment in enumerate(job["segments"]):
         for item in path.read(segment):
             if isinstance(item, Fault):
@@ -33,7 +33,7 @@ def render_rows(job: dict[str, Any]) -> dict[str, list[str]]:
             try:
                 example = path.convert(item[1], segment["file"]["path"], item[0])
                 digest = f"{digest_of(content_of(example)):016x}"
-                if digest in wanted and digest not in texts:
+                if digest in asked and digest not in texts:
                     with path.guarded(number, example.line):
                         texts[digest] = [
                             path.render(side) if isinstance(side, Conversation) else side.prompt + side.completion

@@ -17,7 +17,7 @@ from kumi.data.formats.conversation import (
 )
 from kumi.data.formats.example import Conversation, Example, PlainText
 from kumi.data.formats.messages import Messages, convert_messages, read_margin
-from kumi.data.formats.plain_values import check_plain, check_text, shown, type_name
+from kumi.data.formats.plain_values import brief_value, check_plain, check_text, type_name
 from kumi.data.formats.preference import preference_sides
 
 Values = Mapping[str, Any]
@@ -110,7 +110,7 @@ def _feedback(values: Values, file: str, line: int) -> Example:
     name = next(name for name in LABELS if name in values)
     label = values[name]
     if not isinstance(label, bool):
-        raise RowRefused("bad-label", f"{name} is {shown(label)}, not true or false")
+        raise RowRefused("bad-label", f"{name} is {brief_value(label)}, not true or false")
     if "prompt" in values and "completion" in values:
         side = _prompted(values)
     elif "instruction" in values and "output" in values:

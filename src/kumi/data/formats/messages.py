@@ -9,7 +9,7 @@ from typing import Any
 
 from kumi.data.chat.masked import RowRefused
 from kumi.data.formats.example import ROLES
-from kumi.data.formats.plain_values import check_plain, check_text, parse_text, shown, type_name
+from kumi.data.formats.plain_values import brief_value, check_plain, check_text, parse_text, type_name
 
 # Roles of ShareGPT's `from`; the others are those of `ROLES`.
 ALIASES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
@@ -46,7 +46,7 @@ def convert_messages(value: Any, where: str) -> Messages:
         replies = message["role"] == "assistant"
         explicit = raw.get("train")
         if explicit is not None and not isinstance(explicit, bool):
-            raise RowRefused("bad-train", f"{where}[{number}].train is {shown(explicit)}, not true or false")
+            raise RowRefused("bad-train", f"{where}[{number}].train is {brief_value(explicit)}, not true or false")
         if explicit and not replies:
             raise RowRefused(
                 "bad-train",
@@ -76,7 +76,7 @@ def _message(raw: dict[str, Any], where: str) -> dict[str, Any]:
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise RowRefused(
-            "unknown-role", f"{where} has the role {shown(name)}; it must be one of {', '.join(sorted(_ROLES))}"
+            "unknown-role", f"{where} has the role {brief_value(name)}; it must be one of {', '.join(sorted(_ROLES))}"
         )
     content = raw.get("content")
     if content is None:
@@ -118,7 +118,7 @@ def _content(content: Any, where: str) -> str:
         if kind not in ("text", None) or not isinstance(text, str):
             raise RowRefused(
                 "not-text",
-                f"{where} has content of the type {shown(kind) if kind else type_name(part)}; only text is trained",
+                f"{where} has content of the type {brief_value(kind) if kind else type_name(part)}; only text is trained",
             )
         texts.append(check_text(text, where))
     return "".join(texts)
@@ -130,7 +130,7 @@ def _weight(value: Any, where: str) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     # The comparison is exact for whole numbers of any size, which a float cannot hold.
     if not number or not 0 <= value <= _LARGEST_WEIGHT:
-        raise RowRefused("bad-weight", f"{where} is {shown(value)}, not a finite number of at least 0")
+        raise RowRefused("bad-weight", f"{where} is {brief_value(value)}, not a finite number of at least 0")
     return float(value)
 
 
@@ -145,7 +145,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     function = call if function is None else function
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise RowRefused("broken-tool-call", f"{where} is no call of a function with a name: {shown(call)}")
+        raise RowRefused("broken-tool-call", f"{where} is no call of a function with a name: {brief_value(call)}")
     plain = {key: value for key, value in function.items() if value is not None}
     arguments = plain.get("arguments")
     if isinstance(arguments, str):
@@ -203,7 +203,7 @@ def read_margin(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not _is_float32(value):
-        raise RowRefused("bad-margin", f"margin is {shown(value)}, not a finite number")
+        raise RowRefused("bad-margin", f"margin is {brief_value(value)}, not a finite number")
     return float(value)
 
 

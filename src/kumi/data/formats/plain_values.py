@@ -38,7 +38,7 @@ def check_plain(value: Any, where: str) -> Any:
             if isinstance(item, dict):
                 for key in item:
                     if not isinstance(key, str):
-                        raise RowRefused("not-json", f"{where} has the key {shown(key)}, which is not text")
+                        raise RowRefused("not-json", f"{where} has the key {brief_value(key)}, which is not text")
                     check_text(key, where)
             pending += [(inner, level + 1) for inner in (item.values() if isinstance(item, dict) else item)]
         elif isinstance(item, float):
@@ -60,7 +60,7 @@ def parse_text(text: str, where: str, kind: str) -> Any:
         raise RowRefused("too-deep", f"{where} is JSON text that is nested too deeply") from None
     except ValueError as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise RowRefused(kind, f"{where} is text that is not valid JSON ({reason}): {shown(text)}") from None
+        raise RowRefused(kind, f"{where} is text that is not valid JSON ({reason}): {brief_value(text)}") from None
 
 
 def type_name(value: Any) -> str:
@@ -69,7 +69,7 @@ def type_name(value: Any) -> str:
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-def shown(value: Any) -> str:
+def brief_value(value: Any) -> str:
     """Return `value` for a reason: a plain value itself, the type of any other, which may be of any depth and size."""
     if isinstance(value, str):
         return brief(value[:61], 60)
