@@ -13,7 +13,7 @@ from kumi.data.chat.as_generated import Message, Sample, excerpt
 from kumi.data.chat.control_tokens import ControlTokens, unmarked
 from kumi.data.chat.masked import MaskedSequence, RowRefused
 from kumi.data.chat.piece_tokens import Piece, PieceTokens
-from kumi.data.chat.segments import message_segments
+from kumi.data.chat.message_texts import message_texts
 from kumi.data.tokenizer import PIECE, Tokenizer
 
 _MAX_TURN = 2**16 - 1
@@ -39,7 +39,7 @@ class SampleTokens:
         text = sample.text
         if len(text) > PIECE:
             raise RowRefused("too-long", f"the conversation has {len(text)} characters; the limit is {PIECE}")
-        segments = message_segments(sample, messages, self._controls.added)
+        segments = message_texts(sample, messages, self._controls.added)
         stops = {reply.stop: text[reply.stop : reply.end] for reply in sample.replies}
         pieces = list(self._pieces(sample, mark))
         encoded = self._tokens.encode([piece for _, _, piece in pieces])

@@ -14,7 +14,7 @@ from kumi.data.formats.example import ROLES
 ASSISTANT = ROLES.index("assistant")
 
 
-class Segment(NamedTuple):
+class MessageText(NamedTuple):
     """Characters `start` to `end` of a text, from message `number`, from 1; `mask` is that of their tokens."""
 
     start: int
@@ -23,7 +23,7 @@ class Segment(NamedTuple):
     number: int
 
 
-def message_segments(sample: Sample, messages: Sequence[Message], added: re.Pattern[str]) -> list[Segment]:
+def message_texts(sample: Sample, messages: Sequence[Message], added: re.Pattern[str]) -> list[MessageText]:
     """Return where `sample` has the texts of its messages, in the order of the text; a trained reply is one segment.
 
     Other messages are searched in their order between the replies around them, without what the template adds or
@@ -38,7 +38,7 @@ def message_segments(sample: Sample, messages: Sequence[Message], added: re.Patt
     for i, message in enumerate(messages[: sample.messages]):
         if i in replies:
             reply = replies[i]
-            segments.append(Segment(reply.start, reply.end, TRAINED | ASSISTANT << ROLE_SHIFT, i + 1))
+            segments.append(MessageText(reply.start, reply.end, TRAINED | ASSISTANT << ROLE_SHIFT, i + 1))
             first = position = reply.end
             limit = next(limits)
             continue
@@ -46,7 +46,7 @@ def message_segments(sample: Sample, messages: Sequence[Message], added: re.Patt
         # Some templates write the system message after others.
         place = _find(sample.text, parts, position, limit) or _find(sample.text, parts, first, limit)
         if place is not None:
-            segments.append(Segment(*place, ROLES.index(message["role"]) << ROLE_SHIFT, i + 1))
+            segments.append(MessageText(*place, ROLES.index(message["role"]) << ROLE_SHIFT, i + 1))
             position = place[1]
     return _apart(sorted(segments))
 
@@ -64,9 +64,9 @@ def _find(text: str, parts: Sequence[str], start: int, end: int) -> tuple[int, i
     return None if first < 0 else (first, position)
 
 
-def _apart(segments: Sequence[Segment]) -> list[Segment]:
+def _apart(segments: Sequence[MessageText]) -> list[MessageText]:
     """Return `segments` without those that overlap with the one before."""
-    result: list[Segment] = []
+    result: list[MessageText] = []
     for segment in segments:
         if not result or segment.start >= result[-1].end:
             result.append(segment)
