@@ -142,6 +142,21 @@ def test_the_list_of_refusals_names_templates():
     assert sum(map(len, REFUSED.values())) < len(STOCK) * len(CONVERSATIONS) / 3
 
 
+def test_the_guide_s_table_of_templates():
+    def cell(encoder: ConversationEncoder, messages: list[dict[str, Any]], tools: Any) -> str:
+        try:
+            return str(len(encoder.encode(make_chat(messages, tools))))
+        except RowRefused as refused:
+            return refused.kind
+
+    rows = []
+    for name in STOCK:
+        cells = [cell(encoder_of(name), *conversation) for conversation in CONVERSATIONS.values()]
+        rows.append(f"| {' | '.join([name, *cells])} |\n")
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "chat-data.md").read_text()
+    assert "| template | plain | tools | thoughts |\n|---|---|---|---|\n" + "".join(rows) in guide
+
+
 def added_ids(encoder: ConversationEncoder, units: list[EncodedUnit]) -> list[list[tuple[int, int]]]:
     """Return the added tokens of each sequence with their masks."""
     added = set(encoder._tokenizer.backend.get_added_tokens_decoder())

@@ -116,10 +116,8 @@ def _content(content: Any, where: str) -> str:
         kind = part.get("type", "text") if isinstance(part, dict) else None
         text = part.get("text") if isinstance(part, dict) else None
         if kind not in ("text", None) or not isinstance(text, str):
-            raise RowRefused(
-                "not-text",
-                f"{where} has content of the type {brief_value(kind) if kind else type_name(part)}; only text is trained",
-            )
+            name = brief_value(kind) if kind else type_name(part)
+            raise RowRefused("not-text", f"{where} has content of the type {name}; only text is trained")
         texts.append(check_text(text, where))
     return "".join(texts)
 
