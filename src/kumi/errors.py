@@ -6,6 +6,7 @@ KumiError (1)
 │   ├── LayoutError         a layout that is illegal for this model, cluster or batch
 │   └── RefusedError        an existing folder, a damaged checkpoint, too little disk space: nothing was changed
 ├── DataError (3)           a record that cannot be read, in a run that stops at the first one
+│   └── NothingTrainedError no token of a step is trained
 ├── FitError (4)            the plan does not fit the device
 ├── DeviceMemoryError (5)   the device ran out of memory during a step
 ├── DivergedError (6)       the loss is not finite, or float16 gradients keep overflowing
@@ -58,6 +59,10 @@ class RefusedError(ConfigError):
 
 class DataError(KumiError):
     exit_code = 3
+
+
+class NothingTrainedError(DataError):
+    """A step without any token to train, raised on all ranks."""
 
 
 class FitError(KumiError):

@@ -163,7 +163,8 @@ def _check_unit(unit: EncodedUnit, kind: str) -> None:
     last = max((max(sequence.turns, default=0) for sequence in unit.sequences), default=0)
     if last > _LAST_TURN:
         raise RowRefused("too-long", f"message {last} of the conversation: at most {_LAST_TURN} messages are read")
-    if kind != "prompt" and not all(any(map(TRAINED.__and__, side.mask)) for side in unit.sequences):
+    # Nothing predicts the first token of a sequence.
+    if kind != "prompt" and not all(any(map(TRAINED.__and__, side.mask[1:])) for side in unit.sequences):
         raise RowRefused(
             "nothing-trained", "no token of the row would be trained; it has no reply, or all are left out"
         )

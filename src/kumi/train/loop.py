@@ -19,7 +19,7 @@ from kumi.config.run_length import run_mixture
 from kumi.convert import weights_reader
 from kumi.convert.hf.adapter_read import adapters_reader
 from kumi.data import Store
-from kumi.errors import OK, DivergedError, SaveError
+from kumi.errors import OK, DivergedError, NothingTrainedError, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.nn.numerics import use_numerics
 from kumi.parallel.build import build
@@ -101,7 +101,8 @@ def _train(
             write_probe(rank_state, run.out)
         listener.end()
         return code
-    except DivergedError:  # raised on all ranks at the same step, so the last save can complete, and a resume use it
+    # Raised on all ranks at the same step, so the last save can complete, and a resume use it.
+    except (DivergedError, NothingTrainedError):
         saver.wait()
         raise
     except (ConnectionError, TimeoutError):  # OSErrors of the communication, not of the disk

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kumi.data import Batch
+from kumi.errors import NothingTrainedError
 from kumi.launch.signals import EXIT_CODES
 from kumi.objectives import IGNORED
 from kumi.parallel.grad_norm import LossScale, clip_gradients
@@ -105,27 +106,38 @@ class StepBatch:
 def read_step(rank_state: RankState, state: TrainState, signal: int | None) -> StepBatch:
     """Read the next step's sequences, and all-reduce the counts and the signal.
 
-    `signal`: a stop signal that this rank received.
+    `signal`: a stop signal that this rank received. Raise NothingTrainedError, on all ranks, if no sequence of
+    any rank has a token to train: the mean loss of such a step is undefined.
     """
     started = time.perf_counter()
     batch = rank_state.data.at(state.step)
     data_s = time.perf_counter() - started
     trained = int(np.count_nonzero(batch["labels"] != IGNORED))
     units, tokens, signal = _agree(rank_state.objective.count(batch), trained, signal, rank_state.mesh)
+    if units == 0 and signal is None:
+        raise NothingTrainedError(_nothing_trained(rank_state, state.step, tokens))
     return StepBatch(batch, units, tokens, signal, data_s)
 
 
 def _agree(units: float, tokens: int, signal: int | None, mesh: Mesh) -> tuple[float, int, int | None]:
-    """Return the sums of `units` and `tokens` over all sequences, and a signal that any rank got: one all-reduce.
-
-    The sum of units is at least 1 in a step without any, so that its loss is 0.
-    """
+    """Return the sums of `units` and `tokens` over all sequences, and a signal that any rank got: one all-reduce."""
     own = (units, tokens) if is_loss_rank(mesh) else (0, 0)
     counts = all_reduce_sum(
         torch.tensor([*own, *(int(signal == number) for number in EXIT_CODES)], dtype=torch.float64), mesh
     )
     signals = [int(number) for number, count in zip(EXIT_CODES, counts[2:].tolist(), strict=True) if count]
-    return float(counts[0]) or 1.0, int(counts[1]), signals[0] if signals else None
+    return float(counts[0]), int(counts[1]), signals[0] if signals else None
+
+
+def _nothing_trained(rank_state: RankState, step: int, tokens: int) -> str:
+    """Return the sentence for a step, counted from 0, whose `tokens` tokens with a label have no units."""
+    begin, end = (rank_state.data.state(number).get("sequences") for number in (step, step + 1))
+    numbers = "" if begin is None or end is None else f", sequences {begin} to {end - 1} of the data"
+    reason = f"the weights of its {tokens} tokens are 0" if tokens else "all its labels are masked"
+    return (
+        f"step {step + 1}{numbers}: no token is trained, because {reason}; `kumi data show` shows the trained tokens "
+        f"of each source: correct its rows or leave it out, or raise batch.tokens_per_step"
+    )
 
 
 def _microbatches(batch: Batch, size: int) -> Iterator[Batch]:
