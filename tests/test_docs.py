@@ -36,6 +36,8 @@ PINS = ["layout.cp=1", "layout.microbatch=1"]
 STEPS, MORE = 4, 6  # MORE: of commands that train a finished run on
 # These train a model that is there, with its tokenizer.
 GIVEN = ("examples/lora.toml", "first-run.toml")
+# Its data and its model are small.
+CHATS = "examples/chat.toml"
 # Instead of the reader's texts and a model from the hub, which a page's own run file names.
 OWN = ["model.source=runs/quickstart/hf", "data.tokenizer=runs/quickstart/hf", "batch.seq_len=64"]
 
@@ -64,6 +66,9 @@ def shrunk(words):
         return words + [pin for pin in PINS if pin.partition("=")[0] not in pinned]
     if words[0] not in ("train", "describe", "data") or not any(word.endswith(".toml") for word in words):
         return words
+    if CHATS in words:
+        position = words.index(CHATS) + 1
+        return [*words[:position], "data.workers=1", "train.epochs=0.5", *words[position:]]
     words = [word.replace("train.steps=500", f"train.steps={MORE}") for word in words]
     words = [re.sub(r"train.steps=\d{2,}", f"train.steps={STEPS}", word) for word in words]
     steps = [] if any(word.startswith("train.steps") for word in words) else [f"train.steps={STEPS}"]
@@ -151,6 +156,30 @@ def test_keys_that_the_guide_for_users_of_other_trainers_names_exist():
     named = {key for row in rows for key in re.findall(r"`([a-z]+\.\w+)`", row[-2])}
     assert len(named) > 30
     assert named <= keys()
+
+
+def test_the_tests_that_answer_complaints_exist():
+    page = ROOT / "docs" / "guides" / "chat-data.md"
+    _, table = page.read_text().split("| complaint |")
+    rows = table.strip().splitlines()[2:]
+    tests = [re.findall(r"\[(test_\w+)\]\(([^)]+)\)", row) for row in rows]
+    assert len(rows) == 9
+    assert all(tests)
+    absent = [
+        (name, file) for row in tests for name, file in row if f"def {name}(" not in (page.parent / file).read_text()
+    ]
+    assert absent == []
+
+
+def test_the_picture_of_trained_tokens_is_what_kumi_shows():
+    script = ROOT / "docs" / "images" / "data_show.py"
+    spec = importlib.util.spec_from_file_location("docs_data_show", script)
+    drawing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawing)
+    picture = drawing.draw(drawing.units())
+    assert picture == drawing.PICTURE.read_text()
+    assert re.findall(r"\w+://[^\"' ]+", picture) == ["http://www.w3.org/2000/svg"]
+    assert "font-face" not in picture
 
 
 def test_the_guides_show_what_kumi_prints(monkeypatch):
