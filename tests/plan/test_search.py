@@ -16,6 +16,7 @@ from kumi.plan.search.candidates import layout_grid
 from kumi.plan.search.fitting import fit_variant, make_candidates, possible_offloads, variants
 from kumi.plan.search.ranking import TIE_TOLERANCE, complexity, expected_seconds, rank_plans
 from kumi.plan.search.search_layouts import estimate_smallest, search
+from kumi.plan.standard_layouts import estimate_standard_layouts
 from kumi.spec.checks import illegal
 from kumi.spec.layout import Layout
 
@@ -97,6 +98,23 @@ def test_a_plan_that_may_run_out_of_memory_must_be_much_faster():
         risky = replace(safe, memory=(full,), step_seconds=seconds * safe.step_seconds)
         risky = replace(risky, layout=Layout(dp_shard=8, zero=2))
         assert (rank_plans(task, [risky, safe], 2)[0] is risky) == wins
+
+
+@pytest.mark.parametrize(("layers", "gigabytes"), [(8, 1.0), (16, 1.6), (16, 2.0)])
+def test_standard_layouts_are_no_better_than_the_recommended_plan(layers, gigabytes):
+    """One that recomputes all layers, and leaves memory free, is better than a plan that fills the device."""
+    task = job(of=model(layers, hidden=1024), sequences=32, host=HOST, memory=gigabytes * 1e9)
+    best = search(task, {"pp": 1, "cp": 1}, top=1, front=False).plans[0]
+    standard = [item.estimate for item in estimate_standard_layouts(task) if item.estimate and item.estimate.fits]
+    assert expected_seconds(task, best) <= (1 + TIE_TOLERANCE) * min(expected_seconds(task, item) for item in standard)
+
+
+def test_a_smaller_version_of_a_plan_may_be_recommended_but_is_no_runner_up():
+    task, fast = job(), estimate(job(), Layout(dp_shard=8, zero=2))
+    full = replace(fast.memory[0], activations=int(0.97 * task.cluster.device.memory) - fast.peak_memory)
+    risky, slow = replace(fast, memory=(full,)), replace(fast, step_seconds=1.02 * fast.step_seconds)
+    assert rank_plans(task, [risky], 2, [slow])[0] is slow
+    assert rank_plans(task, [fast], 2, [slow]) == (fast,)
 
 
 def test_runners_up_are_of_different_kinds():

@@ -42,17 +42,20 @@ def expected_seconds(job: Job, plan: Estimate) -> float:
     return cautious_seconds(plan.layout, plan.step_seconds) * (1 + _FAILURE_COST * (1 - fits))
 
 
-def rank_plans(job: Job, plans: Sequence[Estimate], top: int) -> tuple[Estimate, ...]:
+def rank_plans(job: Job, plans: Sequence[Estimate], top: int, smaller: Sequence[Estimate] = ()) -> tuple[Estimate, ...]:
     """Return at most `top` of `plans`: the recommended one, then runners-up, fastest first.
 
     The recommended plan is the simplest of those that tie for the least expected time. Runners-up are the fastest of
     every other kind, and more of the same kinds only where there are fewer kinds than `top`.
+
+    `smaller`: slower versions of `plans` with less memory. One may be recommended, but none is a runner-up.
     """
     if not plans:
         return ()
-    expected = {id(plan): expected_seconds(job, plan) for plan in plans}
+    candidates = (*plans, *smaller)
+    expected = {id(plan): expected_seconds(job, plan) for plan in candidates}
     limit = (1 + TIE_TOLERANCE) * min(expected.values())
-    ties = [plan for plan in plans if expected[id(plan)] <= limit]
+    ties = [plan for plan in candidates if expected[id(plan)] <= limit]
     best = min(ties, key=lambda plan: (complexity(plan.layout), expected[id(plan)]))
     by_time = sorted((plan for plan in plans if plan is not best), key=attrgetter("step_seconds"))
     kinds, first_of_kind = {_kind(best.layout)}, set()

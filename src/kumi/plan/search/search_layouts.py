@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -356,16 +356,32 @@ def _refine(
 ) -> tuple[Estimate, ...]:
     """Return full estimates, with simulated pipelines, of at most `top` of the `layouts` that fit.
 
-    Each of the `_REFINED` fastest is replaced by its fastest neighbour, if that is faster. `rank_plans` orders them.
+    Each of the `_REFINED` fastest is replaced by its fastest neighbour, if that is faster. `rank_plans` orders them; it
+    may recommend a version that recomputes all layers instead.
     """
+
+    def estimate_allowed(layouts: Iterable[Layout]) -> list[Estimate]:
+        allowed = [item for item in layouts if (accept is None or accept(item)) and not _problems(job, item)]
+        return [item for item in (estimate(job, layout) for layout in allowed) if item.fits]
+
     fitting = [item for item in (_estimate_fitting(job, layout, pinned) for layout in layouts) if item.fits]
     fitting.sort(key=lambda item: item.step_seconds)
     for place, plan in enumerate(fitting[:_REFINED]):
-        neighbours = _neighbours(job, plan, pinned)
-        legal = [item for item in neighbours if (accept is None or accept(item)) and not _problems(job, item)]
-        estimates = [item for item in (estimate(job, layout) for layout in legal) if item.fits]
-        fitting[place] = min([plan, *estimates], key=lambda item: item.step_seconds)
-    return rank_plans(job, fitting, top)
+        neighbours = estimate_allowed(_neighbours(job, plan, pinned))
+        fitting[place] = min([plan, *neighbours], key=lambda item: item.step_seconds)
+    return rank_plans(job, fitting, top, estimate_allowed(_recomputed_in_all(fitting, pinned)))
+
+
+def _recomputed_in_all(plans: Sequence[Estimate], pinned: Pins) -> list[Layout]:
+    """Return the layouts of those of `plans` that recompute some layers only, with all layers recomputed.
+
+    The search recomputes so few layers that the memory is full. Where the others cost little time, a plan that leaves
+    memory free has the lower expected time.
+    """
+    if pinned_recompute_layers(pinned) is not None:
+        return []
+    layouts = [plan.layout for plan in plans if plan.layout.recompute_layers is not None]
+    return [replace(layout, recompute_layers=None) for layout in layouts]
 
 
 def _estimate_fitting(job: Job, layout: Layout, pinned: Pins) -> Estimate:
