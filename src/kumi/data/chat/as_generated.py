@@ -113,8 +113,11 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def contains(text: str, part: str) -> bool:
-    """Return whether `text` contains `part`, as it is or as in a JSON string."""
-    return part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text
+    """Return whether `text` contains `part`, as it is or with the escapes of JSON or Python."""
+    if part in text:
+        return True
+    escaped = json.dumps(part, ensure_ascii=False)[1:-1]
+    return escaped in text or escaped.replace("\\", "") in text.replace("\\", "")
 
 
 def _prompt_length(render: Render, before: Sequence[Message], whole: str, parts: Sequence[str], markup: Markup) -> int:

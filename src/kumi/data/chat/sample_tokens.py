@@ -12,8 +12,8 @@ from itertools import islice, pairwise, takewhile
 from kumi.data.chat.as_generated import Message, Sample, excerpt
 from kumi.data.chat.control_tokens import ControlTokens, unmarked
 from kumi.data.chat.masked import MaskedSequence, RowRefused
-from kumi.data.chat.piece_tokens import Piece, PieceTokens
 from kumi.data.chat.message_texts import message_texts
+from kumi.data.chat.piece_tokens import Piece, PieceTokens
 from kumi.data.tokenizer import PIECE, Tokenizer
 
 _MAX_TURN = 2**16 - 1
