@@ -146,14 +146,14 @@ def test_the_reference_of_run_files_is_up_to_date():
 
 def keys():
     """Return every key of a run file, as `section.key`, from the reference."""
-    sections = re.findall(r"^## \[(\w+)\]\n(.*?)(?=^## |\Z)", run_file_page(), re.M | re.S)
+    sections = re.findall(r"^## \[([\w.]+)\]\n(.*?)(?=^## |\Z)", run_file_page(), re.M | re.S)
     return {f"{section}.{key}" for section, text in sections for key in re.findall(r"^\| `(\w+)` \|", text, re.M)}
 
 
 def test_keys_that_the_guide_for_users_of_other_trainers_names_exist():
     page = (ROOT / "docs" / "guides" / "coming-from.md").read_text()
     rows = [line.split("|") for line in page.splitlines() if line.startswith("|")]
-    named = {key for row in rows for key in re.findall(r"`([a-z]+\.\w+)`", row[-2])}
+    named = {key for row in rows for key in re.findall(r"`([a-z]+(?:\.\w+)+)`", row[-2])}
     assert len(named) > 30
     assert named <= keys()
 
