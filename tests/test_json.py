@@ -40,6 +40,7 @@ COMMANDS = [
     (["plan", MODEL, "--gpus", "8xh100-sxm", *PINS], {"best", "training", "defaults"}),
     (["data", "prepare", "first.toml", *SMALL], {"sources"}),
     (["data", "inspect", "first.toml", *SMALL], {"sources"}),
+    (["data", "check", "first.toml", *SMALL], {"sources", "exact", "near", "against", "listed", "list"}),
     (["train", "first.toml", *SMALL], {"global_step", "training_loss", "model_dir"}),
     (["train", "--dry-run", "first.toml", *SMALL], {"ranks", "cost"}),
     (["convert", "runs/quickstart/checkpoints/step_000002", "hf", "--to", "hf", "--verify"], {"target", "verified"}),

@@ -1,4 +1,4 @@
-"""`kumi data`: tokenise a run's data, inspect the tokenised data, or show which tokens are trained."""
+"""`kumi data`: tokenise a run's data, inspect it, show which tokens are trained, or check sources for duplicates."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SHOWN = 3  # units that `show` prints by default
 def add(verbs: Any) -> None:
     """Declare the verb's arguments."""
     parser = add_verb(
-        verbs, "data", "Tokenise a run's data, inspect it, or show its tokens", "kumi data show examples/chat.toml 5"
+        verbs, "data", "Tokenise a run's data, inspect, show or check it", "kumi data show examples/chat.toml 5"
     )
     parser.add_argument(
         "action",
-        choices=["prepare", "inspect", "show"],
-        help="tokenise now; count the tokenised data; or print examples with the trained tokens marked, as many as a "
-        f"number after the run file says ({_SHOWN} by default)",
+        choices=["prepare", "inspect", "show", "check"],
+        help="tokenise now; count the tokenised data; print examples with the trained tokens marked, as many as a number "
+        f"after the run file says ({_SHOWN} by default); or look for duplicates in the sources",
     )
     add_run_file(parser)
     parser.add_argument("--first", type=int, default=0, metavar="N", help="show: the number of the first example")
@@ -34,11 +34,16 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--diff", action="store_true", help="show: compare with the text of the chat template over whole conversations"
     )
+    parser.add_argument("--near", action="store_true", help="check: look for near duplicates, too")
+    parser.add_argument(
+        "--against", action="append", default=[], metavar="FILE", help="check: look for text of this file, too"
+    )
+    parser.add_argument("--write", metavar="FILE", help="check: list the rows in FILE, for data.exclude_rows")
     parser.set_defaults(run_verb=run)
 
 
 def run(arguments: Namespace) -> int:
-    """Tokenise, inspect or show. Return the exit code."""
+    """Tokenise, inspect, show or check. Return the exit code."""
     from kumi.config import load, open_run
     from kumi.data import inspect, load_tokenizer
     from kumi.report.reading_lines import describe_reading
@@ -49,6 +54,8 @@ def run(arguments: Namespace) -> int:
         raise ConfigError(f"data {arguments.action}: {numbers[-1]!r} is no KEY=VALUE; only `show` takes a number")
     overrides = [word for word in arguments.overrides if not word.isdecimal()]
     resolved = open_run(load(arguments.run, overrides))
+    if arguments.action == "check":
+        return _check(arguments, resolved)
     check_data(resolved)
     if arguments.action == "show":
         return _show(arguments, resolved, prepare_data(resolved), int(numbers[0]) if numbers else _SHOWN)
@@ -85,4 +92,17 @@ def _show(arguments: Namespace, resolved: ResolvedRun, store: Store, count: int)
         arguments.write_json({"units": units})
     else:
         print_content(render_units(units, colour=make_console().color_system is not None))
+    return OK
+
+
+def _check(arguments: Namespace, resolved: ResolvedRun) -> int:
+    """Print the duplicates among the rows of the sources."""
+    from kumi.data.hygiene import check_lines
+    from kumi.train.prepare_data import check_rows
+
+    result = check_rows(resolved, arguments.near, arguments.against, arguments.write)
+    if arguments.json:
+        arguments.write_json(result)
+    else:
+        print("\n".join(check_lines(result)))
     return OK

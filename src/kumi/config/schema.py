@@ -227,6 +227,9 @@ class DataSection(Section):
         "tokens",
         description="The weights of sources are shares of the tokens, or of the sequences: documents or examples.",
     )
+    exclude_rows: Text | None = Field(
+        None, description="A list of rows to leave out, as `kumi data check --write` makes it."
+    )
     chat: ChatSection = ChatSection()
     workers: NotNegative = Field(0, description="Processes that tokenise; 0 means one per core.")
     cache: Text | None = Field(None, description="Folder of tokenised data; by default `data` inside `train.out`.")

@@ -16,7 +16,9 @@ import numpy as np
 
 from kumi.data.binfile import Array, token_dtype
 from kumi.data.chat.masked import TRAINED, EncodedUnit, RowRefused
+from kumi.data.excluded_rows import excluded_in
 from kumi.data.formats.example import Example
+from kumi.data.hygiene.row_texts import example_row
 from kumi.data.job_checks import Report, check_parent, check_unchanged, in_validation, record_fault
 from kumi.data.record_files import Fault
 from kumi.data.row_path import RowPath
@@ -92,6 +94,7 @@ class _RowWorker:
     def encode_segment(self, number: int, segment: dict[str, Any]) -> int:
         """Encode the rows of one segment; return the number of its lines."""
         rows = self.path.read(segment)
+        excluded = excluded_in(self.job, number, self.counts)
         file = segment["file"]["path"]
         while True:
             try:
@@ -104,7 +107,9 @@ class _RowWorker:
                 continue
             line, row = item
             try:
-                self._encode(number, self.path.convert(row, file, line))
+                example = self.path.convert(row, file, line)
+                if excluded is None or not excluded.leaves_out(example_row(example)):
+                    self._encode(number, example)
             except RowRefused as error:
                 self._refuse(number, Fault(file, line, error.kind, error.reason))
 

@@ -60,6 +60,8 @@ def merge_shards(
     for number, name in enumerate(names):
         arguments = (folder, name, plan, number, [path for _, path, _ in by_source[number]], totals[number], tokenizer)
         entry, histogram = (_join_documents if plan.formats[number].kind == "text" else _join_rows)(*arguments)
+        if totals[number]["excluded"]:
+            entry["excluded"] = totals[number]["excluded"]
         entries.append(entry | {"files": len(plan.files[number]), "bytes": sum(f.size for f in plan.files[number])})
         sums += histogram[0]
     add_checksums(folder, entries)

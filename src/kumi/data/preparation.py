@@ -27,6 +27,7 @@ from kumi.data import pool, records, shards, store, store_meta
 from kumi.data.merge_shards import merge_shards
 from kumi.data.refused_rows import RefusedRows, check_stored_rows
 from kumi.data.row_guard import StoppedError
+from kumi.data.row_list import read_row_list
 from kumi.data.shards import SIDES, Plan, Unit
 from kumi.data.sources import DataPathError
 from kumi.data.store import Store
@@ -55,18 +56,21 @@ def prepare(
     progress: bool = False,
     add_bos: bool = False,
     chat: ChatOptions = ChatOptions(),  # noqa: B008
+    exclude_rows: Path | str | None = None,
 ) -> Store:
     """Return the store of `sources` in folder `out`; prepare the store first unless it exists for the same input.
 
     Every document gets an eos token; rows that are examples get the tokens of their chat template, by `chat`.
-    `validation` is the fraction of documents held out, chosen by a hash of the text.
+    `validation` is the fraction of documents held out, chosen by a hash of the text. `exclude_rows` is a list of rows
+    that are left out (see `kumi.data.row_list`).
     `workers=0` uses all cores available to this process. With `on_error="fail"` the first unreadable record raises
     DataError with file:line; with "skip" it is counted and listed in faults.jsonl. Raise ConfigError for wrong options
     or unusable sources, RefusedError when `out` has other files, DataError when more than `chat.max_refused` of the
     rows of a source of examples are refused."""
     _check_options(sources, tokenizer, validation, on_error, add_bos)
     folder = Path(out)
-    plan = shards.plan(sources, tokenizer, validation, add_bos, chat)
+    exclude = None if exclude_rows is None else read_row_list(exclude_rows)
+    plan = shards.plan(sources, tokenizer, validation, add_bos, chat, exclude)
     with _locked_folder(folder):
         if not _is_prepared(folder, plan):
             _print_columns(plan)
@@ -233,6 +237,8 @@ def _job(cache: Path, plan: Plan, number: int, run: _Run) -> dict[str, Any]:
     """Return the job for unit `number`, as JSON data for a worker."""
     unit = plan.units[number]
     source, fmt = plan.sources[unit.source], plan.formats[unit.source]
+    excluded = plan.excluded[number] if plan.excluded else []
+    more: dict[str, Any] = {"excluded": excluded} if any(excluded) else {}
     return {
         "tokenizer": str(run.tokenizer.folder.resolve()),
         "digest": run.tokenizer.digest,
@@ -243,7 +249,7 @@ def _job(cache: Path, plan: Plan, number: int, run: _Run) -> dict[str, Any]:
         "add_bos": plan.options["bos"] is not None,
         "on_error": run.on_error,
         "parent": os.getpid(),
-    } | ({} if fmt.kind == "text" else {"chat": plan.chat, "format": asdict(fmt)})
+    } | (more if fmt.kind == "text" else {"chat": plan.chat, "format": asdict(fmt), **more})
 
 
 # Errors that a worker reports by the names of their classes.

@@ -15,7 +15,9 @@ from typing import Any
 
 from kumi.data import binfile, records
 from kumi.data.arrow_rows import group_rows
+from kumi.data.excluded_rows import excluded_of
 from kumi.data.formats import Format, detect_source
+from kumi.data.row_list import ListedRow, RowList
 from kumi.data.row_path import chat_settings, settings_key
 from kumi.data.sources import DataPathError, compression, expand, file_format
 from kumi.data.tokenizer import Tokenizer
@@ -77,6 +79,7 @@ class Plan:
     formats: of the rows of each source.
     chat: the result of `kumi.data.row_path.chat_settings`; None if all sources are text.
     fingerprint: digest of all inputs; plans with the same fingerprint give identical stores.
+    excluded: of each unit and segment, the rows that are left out; empty if no row is.
     """
 
     sources: tuple[Source, ...]
@@ -87,6 +90,7 @@ class Plan:
     units: tuple[Unit, ...]
     keys: tuple[str, ...]
     fingerprint: str
+    excluded: tuple[list[list[ListedRow]], ...] = ()
 
 
 def plan(
@@ -95,10 +99,11 @@ def plan(
     validation: float,
     add_bos: bool,
     chat: ChatOptions = ChatOptions(),  # noqa: B008
+    exclude: RowList | None = None,
 ) -> Plan:
     """Return the plan for `sources`; it depends only on the options, the files' names, sizes and times, and first rows.
 
-    Raise ConfigError for unusable sources or chat options.
+    exclude: rows to leave out. Raise ConfigError for unusable sources or options.
     """
     given = tuple(tuple(files_of(source)) for source in sources)
     own = tuple(_validation_files(source, files) for source, files in zip(sources, given, strict=True))
@@ -116,7 +121,8 @@ def plan(
         "bos": tokenizer.bos_id if add_bos else None,
         "validation": validation,
     }
-    keys, all_units = [], []
+    all_units: list[Unit] = []
+    all_options: list[dict[str, Any]] = []
     for number, (source, fmt) in enumerate(zip(sources, formats, strict=True)):
         for held_out, group in ((False, given[number]), (True, own[number])):
             for unit in units(number, list(group), source.text_key, size, fmt.kind, held_out):
@@ -126,10 +132,18 @@ def plan(
                     rows = {"rows": settings_key(settings, fmt)}
                 all_units.append(unit)
                 fraction = validation_fraction(source, unit, validation)
-                keys.append(unit_key(unit, options | rows | {"validation": fraction}))
-    listed = [_listed(source, *group) for source, *group in zip(sources, given, own, strict=True)]
-    fingerprint = digest([FORMAT_VERSION, options, listed, keys])
-    return Plan(tuple(sources), files, formats, settings, options, tuple(all_units), tuple(keys), fingerprint)
+                all_options.append(options | rows | {"validation": fraction})
+    excluded: list[list[list[ListedRow]]] = []
+    if exclude is not None:
+        by_segment = iter(excluded_of(exclude, [segment for unit in all_units for segment in unit.segments]))
+        excluded = [[next(by_segment) for _ in unit.segments] for unit in all_units]
+        for unit_options, listed in zip(all_options, excluded, strict=True):
+            unit_options.update({"excluded": listed} if any(listed) else {})
+    keys = list(map(unit_key, all_units, all_options))
+    inputs = [_listed(source, *group) for source, *group in zip(sources, given, own, strict=True)]
+    fingerprint = digest([FORMAT_VERSION, options, inputs, keys])
+    content = (tuple(sources), files, formats, settings, options, tuple(all_units), tuple(keys), fingerprint)
+    return Plan(*content, tuple(excluded))
 
 
 def validation_fraction(source: Source, unit: Unit, fraction: float) -> float:

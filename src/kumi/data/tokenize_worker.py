@@ -27,6 +27,8 @@ import numpy as np
 from kumi.data import binfile, records, tokenizer
 from kumi.data.binfile import Append, Array
 from kumi.data.encode_rows import write_units
+from kumi.data.excluded_rows import excluded_in
+from kumi.data.hygiene.row_texts import TextRow
 from kumi.data.job_checks import EXPANSION, Report, check_parent, check_unchanged, in_validation, record_fault
 from kumi.data.records import Fault
 from kumi.data.row_path import open_row_path
@@ -100,6 +102,7 @@ def _encode_texts(sink: Sink, number: int, segment: dict[str, Any]) -> int:
     path, fmt = Path(segment["file"]["path"]), segment["file"]["format"]
     items = records.read_range(path, fmt, sink.job["text_key"], segment["start"], segment["end"])
     expansion = EXPANSION if compression(path) else 1
+    excluded = excluded_in(sink.job, number, sink.counts)
     texts: list[str] = []
     size = 0
     while True:
@@ -110,6 +113,8 @@ def _encode_texts(sink: Sink, number: int, segment: dict[str, Any]) -> int:
             return int(end.value)
         if isinstance(item, Fault):
             record_fault(sink.job, sink.counts, sink.faults, number, item)
+            continue
+        if excluded is not None and excluded.leaves_out(TextRow(item.file, item.line, item.text)):
             continue
         texts.append(item.text)
         size += len(item.text)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from kumi.config import ResolvedRun, document_lengths
 from kumi.config.model_source import local_folder
@@ -76,6 +77,7 @@ def prepare_data(run: ResolvedRun) -> Store:
         progress=True,
         add_bos=data.add_bos,
         chat=_chat_options(run),
+        exclude_rows=data.exclude_rows,
     )
     _pack_examples(run, store)
     return store
@@ -96,6 +98,14 @@ def _pack_examples(run: ResolvedRun, store: Store) -> None:
 def stock_texts(run: ResolvedRun, digests: Collection[str]) -> dict[str, list[str]]:
     """Return the texts of the chat template over the whole conversations of the rows with these `digests`."""
     return preparation.stock_texts(_sources(run), _tokenizer(run), digests, _chat_options(run))
+
+
+def check_rows(run: ResolvedRun, near: bool, against: Sequence[str], write: str | None) -> dict[str, Any]:
+    """Return the duplicates among the rows of the run's sources, as `kumi.data.hygiene.check_sources` does."""
+    from kumi.data.hygiene import check_sources
+
+    target = None if write is None else Path(write)
+    return check_sources(_sources(run), near=near, against=[Path(file) for file in against], write=target)
 
 
 def open_data(run: ResolvedRun) -> Store:

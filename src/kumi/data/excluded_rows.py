@@ -1,0 +1,93 @@
+"""Leave the rows of a list out of a preparation: those of each segment, in its jobs and its key."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from kumi.data.hygiene.row_texts import TextRow
+from kumi.data.record_files import BLOCK
+from kumi.data.row_list import ListedRow, RowList
+from kumi.errors import ConfigError
+from kumi.files.untrusted import open_stream
+
+
+class _Range(Protocol):
+    """The fields of `kumi.data.shards.Segment` that are read here."""
+
+    @property
+    def file(self) -> Any: ...
+    @property
+    def start(self) -> int: ...
+
+
+def excluded_of(listed: RowList, segments: Sequence[_Range]) -> list[list[ListedRow]]:
+    """Return the rows of `listed` by segment, with lines as a worker counts them; of all segments of a preparation.
+
+    Raise ConfigError if a listed file is not one of the segments, whose list would leave nothing out.
+    """
+    numbers: dict[str, list[int]] = {}
+    for number, segment in enumerate(segments):
+        numbers.setdefault(segment.file.path, []).append(number)
+    absent = [file for file in listed.rows if file not in numbers]
+    if absent:
+        raise ConfigError(
+            f"data.exclude_rows: {listed.path} names {absent[0]!r}, which no data source reads; list the rows again "
+            "with kumi data check --write"
+        )
+    excluded: list[list[ListedRow]] = [[] for _ in segments]
+    for file, rows in listed.rows.items():
+        starts = sorted({segments[number].start for number in numbers[file]})
+        # Lines count from a segment's first one in JSONL only.
+        relative = segments[numbers[file][0]].file.format == "jsonl" and len(starts) > 1
+        before = _lines_before(Path(file), starts) if relative else [0] * len(starts)
+        for number in numbers[file]:
+            place = starts.index(segments[number].start)
+            last = before[place + 1] if relative and place + 1 < len(before) else None
+            excluded[number] = [
+                (line - before[place], digest)
+                for line, digest in rows
+                if line > before[place] and (last is None or line <= last)
+            ]
+    return excluded
+
+
+def _lines_before(path: Path, offsets: Sequence[int]) -> list[int]:
+    """Return the number of lines of `path` that begin before each of `offsets`, which ascend from 0, in one pass."""
+    counts, lines, position = [], 1, 0
+    with open_stream(path, follow=True) as stream:
+        for offset in offsets:
+            # A line begins at 0, and after each newline.
+            while position < offset - 1 and (block := stream.read(min(BLOCK, offset - 1 - position))):
+                lines += block.count(b"\n")
+                position += len(block)
+            counts.append(lines if offset else 0)
+    return counts
+
+
+def excluded_in(job: dict[str, Any], segment: int, counts: Counter[str]) -> Exclusion | None:
+    """Return the rows of segment number `segment` of a worker's job that are left out, if there are any."""
+    rows = job["excluded"][segment] if "excluded" in job else []
+    return Exclusion(dict(rows), counts) if rows else None
+
+
+class Exclusion:
+    """Rows of one segment that are left out: digests of their texts by line, and the counts of the job."""
+
+    def __init__(self, digests: dict[int, str], counts: Counter[str]) -> None:
+        self._digests, self._counts = digests, counts
+
+    def leaves_out(self, row: TextRow) -> bool:
+        """Return whether `row` is left out, and count it. Raise ConfigError if the list has another digest for it."""
+        if row.line not in self._digests:
+            return False
+        listed = self._digests[row.line]
+        if listed and listed != row.digest:
+            raise ConfigError(
+                f"data.exclude_rows: a row that it lists in {row.file} has another text by now; list the rows again "
+                "with kumi data check --write"
+            )
+        self._counts["excluded"] += 1
+        return True
