@@ -24,8 +24,8 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "action",
         choices=["prepare", "inspect", "show", "check"],
-        help="tokenise now; count the tokenised data; print examples with the trained tokens marked, as many as a number "
-        f"after the run file says ({_SHOWN} by default); or look for duplicates in the sources",
+        help="tokenise now; count the tokenised data; print examples with the trained tokens marked, as many as a "
+        f"number after the run file says ({_SHOWN} by default); or look for duplicates in the sources",
     )
     add_run_file(parser)
     parser.add_argument("--first", type=int, default=0, metavar="N", help="show: the number of the first example")
