@@ -88,10 +88,10 @@ class OverlapIndex:
             if len(words) < size:
                 continue
             grams = gram_hashes(words, size)
-            left = np.searchsorted(hashes, grams, "left")
-            right = np.searchsorted(hashes, grams, "right")
-            for at in (right > left).nonzero()[0].tolist():
-                for place in places[left[at] : right[at]].tolist():
+            left = np.searchsorted(hashes, grams)
+            for at in (hashes[np.minimum(left, len(hashes) - 1)] == grams).nonzero()[0].tolist():
+                right = np.searchsorted(hashes, grams[at], "right")
+                for place in places[left[at] : right].tolist():
                     file, line = place >> 40, place & (1 << 40) - 1
                     self.files[file].matched.add(line)
                     shared.setdefault(file, (line, at, size))
