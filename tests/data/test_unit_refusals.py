@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from chat_rows import TEMPLATE
-from kumi.data import open_store, pool, prepare, shards
+from kumi.data import encode_rows, open_store, pool, prepare, shards
+from kumi.data.chat.masked import TRAINED, EncodedUnit, MaskedSequence, RowRefused
 from kumi.errors import DataError, RefusedError
 from kumi.spec.data_source import ChatOptions
 
@@ -122,3 +123,12 @@ def test_a_store_without_checksums_of_units_is_refused(copied, chat_source, chat
     path.write_text(json.dumps(meta))
     with pytest.raises(RefusedError, match="has no checksums of these units"):
         prepare([chat_source], chat_tokens, copied, validation=0.2, workers=1)
+
+
+def test_a_unit_whose_only_trained_token_is_its_first_trains_nothing():
+    def check(*mask):
+        encode_rows._check_unit(EncodedUnit((MaskedSequence([5, 6], mask, [1, 1]),)), "chat")
+
+    check(0, TRAINED)
+    with pytest.raises(RowRefused, match="no token of the row would be trained"):
+        check(TRAINED, 0)
