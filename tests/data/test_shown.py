@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kumi.cli import main
+from kumi.data.unit_summary import length_histogram
 from kumi.report.token_view import visible
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +90,41 @@ def test_diff_shows_what_whole_conversations_leave_out(run_file, capsys):
     text = shown(capsys, run_file, "--diff")
     assert "+<think>" in text
     assert "the same text as the template's over the whole conversation" in text
+
+
+def test_inspect_counts_lengths_shares_and_samples(run_file, capsys):
+    shown(capsys, run_file)  # prepares
+    assert main(["data", "inspect", run_file, "--json"]) == 0
+    (source,) = json.loads(capsys.readouterr().out)["sources"]
+    numbers = source["examples"]
+    units = json.loads(shown(capsys, run_file, "--json"))["units"]
+    tokens = [unit["sequences"][0]["tokens"] for unit in units]
+    assert numbers["samples_a_row"] == 2
+    assert numbers["trained_share"] == sum(unit["sequences"][0]["trained"] for unit in units) / sum(tokens)
+    assert [sum(low["from"] <= length <= low["to"] for length in tokens) for low in numbers["lengths"]] == [
+        entry["count"] for entry in numbers["lengths"]
+    ]
+    assert sum(entry["count"] for entry in numbers["trained_lengths"]) == 2
+    assert numbers["packed"]["rows"] == 1
+    assert 0 < numbers["packed"]["filled"] < 1
+    assert (source["used"], source["ignored"]) == (["messages"], ["id"])
+    assert main(["data", "inspect", run_file]) == 0
+    text = capsys.readouterr().out
+    assert "2.00 examples a row" in text
+    assert "ignored: id" in text
+    assert "tokens an example" in text
+
+
+def test_lengths_are_counted_between_powers_of_two():
+    counted = length_histogram(np.array([0, 1, 2, 3, 4, 7, 8]))
+    assert [(entry["from"], entry["to"], entry["count"]) for entry in counted] == [
+        (0, 0, 1),
+        (1, 1, 1),
+        (2, 3, 2),
+        (4, 7, 2),
+        (8, 15, 1),
+    ]
+    assert length_histogram(np.zeros(0, np.int64)) == []
 
 
 def test_a_number_is_refused_where_it_has_no_meaning(run_file, capsys):

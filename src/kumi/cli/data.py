@@ -46,6 +46,7 @@ def run(arguments: Namespace) -> int:
     """Tokenise, inspect, show or check. Return the exit code."""
     from kumi.config import load, open_run
     from kumi.data import inspect, load_tokenizer
+    from kumi.data.unit_summary import summarise_units
     from kumi.report.reading_lines import describe_reading
     from kumi.train.prepare_data import check_data, open_data, prepare_data, tokenizer_folder
 
@@ -61,6 +62,10 @@ def run(arguments: Namespace) -> int:
         return _show(arguments, resolved, prepare_data(resolved), int(numbers[0]) if numbers else _SHOWN)
     store = prepare_data(resolved) if arguments.action == "prepare" else open_data(resolved)
     data = inspect(store.folder, load_tokenizer(tokenizer_folder(resolved)))
+    for entry, source in zip(data["sources"], store.sources, strict=True):
+        if source.kind != "text":
+            seed = resolved.config.train.seed
+            entry["examples"] = summarise_units(store, source, resolved.batch.seq_len, seed)
     with suppress(ConfigError, RefusedError):  # examples that no run can read yet, or that are not packed
         data["run"] = describe_reading(resolved, store)
     if arguments.json:

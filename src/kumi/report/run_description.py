@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kumi.report.rank_placement import placement
 from kumi.report.reading_lines import reading_lines
+from kumi.report.unit_lines import unit_lines
 from kumi.spec import ledger
 from kumi.spec.divisibility import divisibility
 from kumi.spec.layout import AXES
@@ -232,6 +233,9 @@ def render_data(inspection: dict[str, Any]) -> RenderableType:
         counts = ("train_documents", "train_tokens", "validation_documents", "validation_tokens")
         table.add_row(source["path"], *(f"{source[name]:,}" for name in counts), faults)
     parts: list[RenderableType] = [table, Text()]
+    for source in inspection["sources"]:
+        if "examples" in source:
+            parts += [*map(Text, unit_lines(source)), Text()]
     if "run" in inspection:
         parts += [*map(Text, ("The run reads:", *reading_lines(inspection["run"]))), Text()]
     for source in inspection["sources"]:
