@@ -101,7 +101,7 @@ class _Tree:
     def rescan(self) -> None:
         self.pids = {self.root} | descendants(self.root)
         for pid in self.pids:
-            self.largest_rss = max(self.largest_rss, _status_bytes(pid, "VmHWM"))
+            self.largest_rss = max(self.largest_rss, peak_of_process(pid))
 
     def sample(self) -> None:
         """Add up CPU seconds (live processes and the children they reaped) and resident memory."""
@@ -137,6 +137,11 @@ def _status_bytes(pid: int, key: str) -> int:
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def peak_of_process(pid: int) -> int:
+    """Return the peak resident bytes of `pid` so far, 0 if it is gone."""
+    return _status_bytes(pid, "VmHWM")
 
 
 def _pss(pid: int) -> int:
