@@ -237,6 +237,9 @@ def test_texts_that_the_template_drops_are_refused(plain):
     system = [{"role": "system", "content": "the mat"}, *CHAT]
     encoder = make_encoder("x", PLAIN.replace("messages %}", "messages if m.role != 'system' %}"), MODEL)
     assert refusal(encoder, make_chat(system))[1].endswith("does not show 'the mat' of the system's message")
+    for text in ("0", "true", "null", "[1, 2]", "{}", '{"cat": 1}'):
+        system[0]["content"] = text
+        assert refusal(encoder, make_chat(system))[0] == "not-shown"
     assert refusal(plain, make_chat(CHAT, TOOLS)) == ("not-shown", "the template does not show the tool 'get_weather'")
     long = make_chat(turns({"content": "x" * (4 << 20)}, {"content": "y"}))
     assert refusal(plain, long)[0] == "too-long"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from kumi.data.chat.masked import RowRefused
@@ -213,10 +214,11 @@ def _check_text(message: Message, j: int, prompt: str) -> None:
     text = message.get("content")
     if not isinstance(text, str) or contains(prompt, text.strip()):
         return
-    try:
-        parts = [part.strip() for part in _leaves(json.loads(text))]
-    except ValueError:
-        parts = [text.strip()]
+    parts = [text.strip()]
+    if message["role"] == "tool" and text.lstrip()[:1] in ("{", "["):
+        # Some templates, such as Gemma 4's, write the values of a tool's JSON in another form.
+        with suppress(ValueError, RecursionError):
+            parts = [part.strip() for part in _leaves(json.loads(text))]
     _check_shown(parts, prompt, j, f"{message['role']}'s message")
 
 
