@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
-from chat_rows import TEMPLATE, chat, write_rows
+from chat_rows import TEMPLATE, chat, trained_texts, write_rows
 from kumi.data import Source, pool, prepare, shards
 from kumi.spec.data_source import ChatOptions
 
@@ -79,3 +79,20 @@ def test_sources_of_text_keep_their_fingerprint(tokens, texts, write_jsonl, tmp_
     assert len(keys) > 1
     assert list(plan.keys) == keys
     assert plan.fingerprint == shards.digest([1, options, [[source.path, files]], keys])
+
+
+def test_columns_and_bytes_make_another_store_and_weights_do_not(chat_tokens, tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "a.jsonl", [chat(n) | {"other": chat(n + 100)["messages"]} for n in range(1, 5)])
+    source = Source(str(path), kind="chat")
+    first = prepare([source], chat_tokens, tmp_path / "out", workers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "run_jobs", no_work)
+        again = prepare([replace(source, weight=3.0)], chat_tokens, tmp_path / "out", workers=1)
+    assert (again.content, again.sources[0].weight) == (first.content, 3.0)
+    renamed = replace(source, columns={"messages": "other"})
+    other = prepare([renamed], chat_tokens, tmp_path / "out", workers=1)
+    assert other.content != first.content
+    assert trained_texts(other, chat_tokens)[0][0].startswith("answer 0 to 101")
+    path.write_text(path.read_text().replace("answer", "zanswe"))
+    changed = prepare([source], chat_tokens, tmp_path / "out", workers=1)
+    assert trained_texts(changed, chat_tokens)[0][0].startswith("zanswe 0 to 1 ")
