@@ -27,12 +27,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kumi.data.chat.segments import message_segments
 from machine import describe
 from measure import descendants, peak_of_process
 
 from kumi.data import Record, Source, expand, load_tokenizer, read
 from kumi.data.bpe import train as train_tokenizer
-from kumi.data.chat.segments import message_segments
 from kumi.data.formats import detect
 from kumi.data.row_path import RowPath, chat_settings, open_row_path
 from kumi.data.tokenizer import Tokenizer
