@@ -150,6 +150,28 @@ def test_ten_kills_at_random_leave_the_same_bytes(chat_source, stored_chats, cha
     assert contents(out) == contents(stored_chats.folder)
 
 
+@pytest.mark.exhaustive
+def test_ten_kills_of_workers_leave_the_same_bytes(chat_source, stored_chats, chat_tokens, tmp_path):
+    draw = random.Random(1)
+    out = tmp_path / "out"
+    kills = 0
+    while kills < 10:
+        process = start(chat_source, chat_tokens, out)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while process.poll() is None and not children.read_text().split():
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 2))
+        workers = children.read_text().split() if process.poll() is None else []
+        if workers:
+            os.kill(int(draw.choice(workers)), signal.SIGKILL)
+        kills += process.wait() != 0
+        if (out / "meta.json").exists():
+            assert contents(out) == contents(stored_chats.folder)
+            shutil.rmtree(out)
+    prepare([chat_source], chat_tokens, out, validation=0.2, workers=2)
+    assert contents(out) == contents(stored_chats.folder)
+
+
 def test_own_validation_data_is_all_held_out(chat_source, stored_chats, chat_tokens, tmp_path):
     own = write_rows(tmp_path / "own.jsonl", [chat(number) for number in range(1000, 1020)])
     store = prepare(
