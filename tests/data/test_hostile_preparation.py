@@ -11,6 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from chat_rows import message, write_rows
 
 CHATS = Path(__file__).parents[2] / "examples/chat"
@@ -135,3 +137,33 @@ def test_hostile_rows_are_counted_and_cost_nothing_else(tmp_path):
     (entry,) = json.loads((store / "meta.json").read_text())["sources"]
     assert entry["faults"] == Counter(kind for _, kind in expected)
     assert (entry["rows"], entry["train_units"]) == (len(rows), len(rows) - len(expected))
+
+
+GOOD = json.dumps(asked("hi")) + "\n"
+LOOPS = "".join(json.dumps(asked("attack loop")) + "\n" for _ in range(3))
+FILES: dict[str, tuple[dict[str, Any], int, str]] = {
+    "a pipe as template": ({"a.jsonl": GOOD, "t.jinja": os.mkfifo}, 2, "is no file"),
+    "a folder as template": ({"a.jsonl": GOOD, "t.jinja": os.mkdir}, 2, "is no file"),
+    "a template of 10 MB": ({"a.jsonl": GOOD, "t.jinja": "x" * 10**7}, 2, "more than the limit of 1048576"),
+    "a template of bytes": ({"a.jsonl": GOOD, "t.jinja": b"\x80\xff" * 500}, 2, "is not UTF-8 at byte 0"),
+    "bytes as JSONL": ({"a.jsonl": b"\x80\xff\n" * 500, "t.jinja": "x"}, 2, "500 encoding"),
+    "an open list as JSON": ({"a.json": "[" * 10**6, "t.jinja": "x"}, 2, "1 unreadable"),
+    "bytes as parquet": ({"a.parquet": b"PAR1" + b"\x80" * 500 + b"PAR1", "t.jinja": "x"}, 2, "1 unreadable"),
+    "three loops": ({"a.jsonl": GOOD + LOOPS + GOOD, "t.jinja": template(Path("no"))}, 3, "3 rows in succession"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FILES)
+def test_hostile_files_end_in_one_sentence(tmp_path, name):
+    files, code, sentence = FILES[name]
+    for file, content in files.items():
+        if callable(content):
+            content(tmp_path / file)
+        else:
+            (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    run_file(tmp_path, [next(iter(files))], 'template = "t.jinja"\ntimeout_s = 0.3')
+    result = run(["data", "prepare", "run.toml"], tmp_path)
+    assert result.returncode == code, result.stderr
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
