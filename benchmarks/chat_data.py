@@ -27,12 +27,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kumi.data.chat.segments import message_segments
 from machine import describe
 from measure import descendants, peak_of_process
 
 from kumi.data import Record, Source, expand, load_tokenizer, read
 from kumi.data.bpe import train as train_tokenizer
+from kumi.data.chat.message_texts import message_texts
 from kumi.data.formats import detect
 from kumi.data.row_path import RowPath, chat_settings, open_row_path
 from kumi.data.tokenizer import Tokenizer
@@ -116,7 +116,7 @@ def render_case(path: RowPath, rows: Sequence[dict[str, Any]]) -> dict[str, floa
     for side in sides:
         encoder._renderer.limits.start()
         for rendered in encoder._samples(side):
-            message_segments(rendered.sample, rendered.messages, encoder._controls.added)
+            message_texts(rendered.sample, rendered.messages, encoder._controls.added)
             samples, characters = samples + 1, characters + len(rendered.sample.text)
         encoder._renderer.limits.end()
     spent = time.process_time() - begun

@@ -27,7 +27,6 @@ ALLOWED = {
         "leaves_node",
         "train_units",
         "validation_units",
-        "train_trained",
         "validation_trained",
         "train_weighted",
         "validation_weighted",

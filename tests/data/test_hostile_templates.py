@@ -60,6 +60,7 @@ def renderer(text: str, **limits) -> Renderer:
     return Renderer(ChatTemplate(text, "t.jinja", ""), {}, **{"timeout_s": 0.3, "memory_gib": 0.1, **limits})
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the limit may end a finaliser
 @pytest.mark.parametrize(("text", "kind"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_template_costs_its_row(text, kind, tmp_path):
     place = tmp_path / "place"

@@ -66,9 +66,10 @@ class ResolvedRun:
     @property
     def steps(self) -> int:
         """The number of optimizer steps. Raise ConfigError while they follow from data that is not prepared."""
-        if self.planned_steps is None:
+        steps = self.config.train.steps if self.planned_steps is None else self.planned_steps
+        if steps is None:
             raise unknown_steps()
-        return self.planned_steps
+        return steps
 
     @property
     def model(self) -> ModelSpec:

@@ -12,7 +12,7 @@ from kumi.data.store import Store
 from kumi.data.stored_source import StoredSource
 from kumi.errors import RefusedError
 
-# Sides of a preference of which one is this many times as long as the other teach a model to write that much.
+# A preference with one side this many times as long as the other teaches a model to write that much.
 _UNEQUAL = 4
 
 
@@ -22,7 +22,7 @@ def summarise_units(store: Store, source: StoredSource, seq_len: int, seed: int)
     lengths, trained_lengths: histograms of the units' tokens and of their trained tokens (`length_histogram`).
     trained_share: trained tokens / tokens.
     samples_a_row: units of a row of the files, on average over the rows that were used.
-    unequal_pairs: preferences of which one side is at least 4 times as long as the other.
+    unequal_pairs: preferences with one side at least 4 times as long as the other.
     packed: rows of `seq_len` positions, the share of them that is filled, and the units that are left out because they
         are longer than a row or have no label; None if the units are not packed for this length and seed.
     """
