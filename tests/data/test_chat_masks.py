@@ -250,4 +250,3 @@ def test_more_templates(name, kind):
         check_as_generated(text, MORE[name], encoder, messages, tools)
         return
     assert refused.kind in ALLOWED
-    pytest.skip(refused.reason)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from kumi.config.schema import Number, Positive, Section, Text
+from kumi.config.section import Number, Positive, Section, Text
 from kumi.errors import ConfigError
 from kumi.units import parse_bandwidth, parse_bytes, parse_duration, parse_flops
 

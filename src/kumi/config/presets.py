@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile
-from kumi.config.schema import Section
+from kumi.config.section import Section
 from kumi.config.validation_messages import describe_errors
 from kumi.errors import ConfigError
 from kumi.files.untrusted import parse_toml, read_toml

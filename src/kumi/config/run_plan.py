@@ -18,7 +18,8 @@ from pydantic import ValidationError
 
 from kumi import __version__
 from kumi.config.pinned_run import layout_keys
-from kumi.config.schema import LayoutSection, Positive, PrecisionKind, Section
+from kumi.config.schema import LayoutSection, PrecisionKind
+from kumi.config.section import Positive, Section
 from kumi.config.validation_messages import describe_errors
 from kumi.errors import RefusedError
 from kumi.files.untrusted import CONFIG, read_bytes, strict_json

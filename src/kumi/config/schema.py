@@ -1,18 +1,15 @@
-"""The keys of a run file, each with its type, default and description.
-
-Keys that set a field of a spec dataclass take default and description from it (`spec_key`).
-"""
+"""The keys of a run file, each with its type, default and description."""
 
 from __future__ import annotations
 
-from dataclasses import MISSING
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from kumi.config.data_section import DataSection
+from kumi.config.section import Decay, Fraction, NotNegative, Number, Positive, Section, Switch, Text, spec_key
 from kumi.objectives import OBJECTIVES
 from kumi.spec.comm import COMPRESS, Comm
-from kumi.spec.data_source import FORMATS, ROW_KINDS, TURNS, ChatOptions, Source
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
 from kumi.spec.lora import ALL_LINEAR, QUANTIZATIONS, Lora
 from kumi.spec.lora import INITS as LORA_INITS
@@ -24,18 +21,6 @@ from kumi.spec.schedules import SCHEDULES
 
 # Default share of a run for the warm-up of the learning rate: see docs/decisions/warmup.md.
 WARMUP_RATIO = 0.03
-
-# Larger counts are typing errors, and would keep the search for a layout busy for hours.
-_MAX_COUNT = 10**12
-
-# Strict types, as TOML has them: 4.0, "4" and true are not counts, and inf and nan are not numbers.
-Positive = Annotated[int, Field(gt=0, le=_MAX_COUNT, strict=True)]
-NotNegative = Annotated[int, Field(ge=0, le=_MAX_COUNT, strict=True)]
-Number = Annotated[float, Field(strict=True)]
-Fraction = Annotated[Number, Field(ge=0, le=1)]
-Decay = Annotated[Number, Field(ge=0, lt=1)]
-Switch = Annotated[bool, Field(strict=True)]
-Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 # Patterns of ids on the hub.
 MODEL_ID = r"^[\w-][\w.-]*/[\w-][\w.-]*$"
@@ -54,9 +39,6 @@ if TYPE_CHECKING:
     ObjectiveKind: TypeAlias = str
     LoraInit: TypeAlias = str
     Quantize: TypeAlias = str
-    SourceFormat: TypeAlias = str
-    RowKind: TypeAlias = str
-    Turns: TypeAlias = str
 else:
     Recompute, Schedule, Offload = Literal[RECOMPUTE], Literal[tuple(SCHEDULES)], Literal[OFFLOAD]
     Context = Literal[CONTEXT]
@@ -64,23 +46,6 @@ else:
     Compress = Literal[COMPRESS]
     ObjectiveKind = Literal[tuple(OBJECTIVES)]
     LoraInit, Quantize = Literal[LORA_INITS], Literal["none", *QUANTIZATIONS]
-    SourceFormat, RowKind, Turns = Literal[FORMATS], Literal[ROW_KINDS], Literal[TURNS]
-
-
-def spec_key(spec: type[Any], name: str, default: Any = MISSING) -> Any:
-    """Return the key of a run file that sets the field `name` of the dataclass `spec`, with that field's description.
-
-    The default is the field's, unless the key has another representation of it, given as `default`.
-    """
-    field = spec.__dataclass_fields__[name]
-    if default is MISSING:
-        default = ... if field.default is MISSING else field.default
-    return Field(default, description=field.metadata["text"])
-
-
-class Section(BaseModel):
-    # Build a validator when it is first used: a command needs that of RunConfig or of PlanConfig, and few of sections.
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class ModelSection(Section):
@@ -168,94 +133,6 @@ class LoraSection(Section):
     merge: Switch = Field(
         False, description="At the end, also write the model with merged adapters to `hf`; `adapter` is always written."
     )
-
-
-class SourceSection(Section):
-    """One source of documents or examples."""
-
-    path: Text = spec_key(Source, "path")
-    weight: Annotated[Number, Field(gt=0)] = spec_key(Source, "weight")
-    text_key: str = spec_key(Source, "text_key")
-    format: SourceFormat = spec_key(Source, "format")
-    exclude: tuple[str, ...] = spec_key(Source, "exclude")
-    kind: RowKind = spec_key(Source, "kind")
-    columns: dict[Text, Text] | None = spec_key(Source, "columns")
-    epochs: Annotated[Number, Field(gt=0)] | None = spec_key(Source, "epochs")
-    max: Positive | None = spec_key(Source, "max")
-    validation: Text | None = spec_key(Source, "validation")
-
-
-class ChatSection(Section):
-    """How conversations become tokens; text needs none of it."""
-
-    template: Text | None = spec_key(ChatOptions, "template")
-    template_kwargs: dict[Text, Any] | None = spec_key(ChatOptions, "template_kwargs")
-    date: Annotated[Text, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] = spec_key(ChatOptions, "date")
-    turns: Turns = spec_key(ChatOptions, "turns")
-    stop_tokens: tuple[Text, ...] = spec_key(ChatOptions, "stop_tokens")
-    timeout_s: Annotated[Number, Field(gt=0)] = spec_key(ChatOptions, "timeout_s")
-    memory_gib: Annotated[Number, Field(gt=0)] = spec_key(ChatOptions, "memory_gib")
-    max_refused: Fraction = spec_key(ChatOptions, "max_refused")
-
-
-class TrainedTokenizer(Section):
-    """A byte-level BPE tokenizer to train on the sources."""
-
-    vocab_size: Annotated[Positive, Field(ge=260)] = Field(
-        description="Entries of the vocabulary, special tokens included."
-    )
-
-
-class DataSection(Section):
-    """The training data."""
-
-    sources: tuple[SourceSection, ...] = Field(min_length=1, description="The sources, mixed by weight.")
-    tokenizer: Text | TrainedTokenizer = Field(
-        description="A Hugging Face tokenizer folder or hub id, or { vocab_size = N } to train one on the sources."
-    )
-    validation: Annotated[Number, Field(ge=0, le=0.5)] = Field(
-        0.01, description="Share of documents held out, by a hash of their text, so copies are held out, too."
-    )
-    on_error: Literal["skip", "fail"] = Field(
-        "skip", description="A record that cannot be read is skipped and reported, or stops the run."
-    )
-    add_bos: Switch = Field(False, description="Begin every document with the tokenizer's BOS token.")
-    cross_document: Switch = Field(
-        False, description="Let attention and prediction cross the boundaries of documents in a sequence."
-    )
-    shares: Literal["tokens", "sequences"] = Field(
-        "tokens",
-        description="The weights of sources are shares of the tokens, or of the sequences: documents or examples.",
-    )
-    exclude_rows: Text | None = Field(
-        None, description="A list of rows to leave out, as `kumi data check --write` makes it."
-    )
-    chat: ChatSection = ChatSection()
-    workers: NotNegative = Field(0, description="Processes that tokenise; 0 means one per core.")
-    cache: Text | None = Field(None, description="Folder of tokenised data; by default `data` inside `train.out`.")
-
-    @property
-    def holds_out(self) -> bool:
-        """Return True if the run may have held-out documents: a share of all, or a source's own."""
-        return self.validation > 0 or any(source.validation is not None for source in self.sources)
-
-    @model_validator(mode="after")
-    def _check_epochs(self) -> DataSection:
-        numbers = [source.epochs for source in self.sources]
-        given = sum(number is not None for number in numbers)
-        if 0 < given < len(numbers):
-            raise ValueError(
-                f"epochs is set for {given} of {len(numbers)} sources, so the shares of the others are not known; set "
-                f"it for all sources, or give all of them a weight instead"
-            )
-        if given:
-            for source in self.sources:
-                if source.weight != 1.0:
-                    raise ValueError(
-                        f"source {source.path!r} has epochs={source.epochs:g} and weight={source.weight:g}, which both "
-                        f"set its share; give only one of them"
-                    )
-        return self
 
 
 class OptimSection(Section):

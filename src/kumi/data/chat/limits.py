@@ -24,6 +24,8 @@ Result = TypeVar("Result")
 TIME, MEMORY, OUTPUT, ERROR = "template-time", "template-memory", "template-output", "template-error"
 # Seconds of CPU time after the limit until the process ends.
 GRACE_S = 1.0
+# Seconds of CPU time between signals of the time limit.
+_REPEAT_S = 0.2
 # Seconds of CPU time in which no template links enough objects to overflow a stack of 8 MiB when they are freed.
 _LONG_S = 0.02
 _STATM = "/proc/self/statm"
@@ -37,9 +39,7 @@ class _ExpiredError(BaseException):
 
 
 def _expire(number: int, frame: FrameType | None) -> None:
-    global _armed
     if _armed:
-        _armed = False
         raise _ExpiredError
 
 
@@ -111,7 +111,8 @@ class Limits:
             left = max(self._left, 1e-3)
             signal.setitimer(signal.ITIMER_VIRTUAL, left + GRACE_S)
             _armed = True
-            signal.setitimer(signal.ITIMER_PROF, left)
+            # It repeats, because Python drops an exception that is raised in a finaliser.
+            signal.setitimer(signal.ITIMER_PROF, left, _REPEAT_S)
 
     def _disarm(self) -> None:
         global _armed

@@ -1,0 +1,39 @@
+"""The base class of a run file's sections, and the types of its keys.
+
+Keys that set a field of a spec dataclass take default and description from it (`spec_key`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# Larger counts are typing errors, and would keep the search for a layout busy for hours.
+_MAX_COUNT = 10**12
+
+# Strict types, as TOML has them: 4.0, "4" and true are not counts, and inf and nan are not numbers.
+Positive = Annotated[int, Field(gt=0, le=_MAX_COUNT, strict=True)]
+NotNegative = Annotated[int, Field(ge=0, le=_MAX_COUNT, strict=True)]
+Number = Annotated[float, Field(strict=True)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
+Decay = Annotated[Number, Field(ge=0, lt=1)]
+Switch = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+
+
+def spec_key(spec: type[Any], name: str, default: Any = MISSING) -> Any:
+    """Return the key of a run file that sets the field `name` of the dataclass `spec`, with that field's description.
+
+    The default is the field's, unless the key has another representation of it, given as `default`.
+    """
+    field = spec.__dataclass_fields__[name]
+    if default is MISSING:
+        default = ... if field.default is MISSING else field.default
+    return Field(default, description=field.metadata["text"])
+
+
+class Section(BaseModel):
+    # Build a validator when it is first used: a command needs that of RunConfig or of PlanConfig, and few of sections.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
