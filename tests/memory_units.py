@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from kumi.data.unit_files import UNIT_COLUMNS
+
 
 @dataclass
 class MemoryUnits:
@@ -20,8 +22,12 @@ class MemoryUnits:
 
     @property
     def columns(self):
-        rows = [(len(unit), sum(len(ids) for ids, _, _ in unit)) for unit in self.sequences]
-        return np.array(rows, [("documents", "<i4"), ("tokens", "<i4")])
+        first, rows = 0, []
+        for number, unit in enumerate(self.sequences):
+            tokens, trained = sum(len(ids) for ids, _, _ in unit), sum(int((mask & 1).sum()) for _, mask, _ in unit)
+            rows.append((first, len(unit), number % 2, number / 4, tokens, trained, number))
+            first += len(unit)
+        return np.array(rows, UNIT_COLUMNS)
 
     @property
     def file(self):
@@ -47,3 +53,21 @@ def random_units(folder, count, longest, seed=0, *, vocab=97, pairs=0.2, weighte
 
     sequences = [[sequence() for _ in range(1 + (rng.random() < pairs))] for _ in range(count)]
     return MemoryUnits(folder / "units", sequences, kind, weighted)
+
+
+def random_replies(folder, count, longest, seed=0, *, vocab=97, sides=2, kind="preference"):
+    """Return `count` units of `sides` sequences each: a random prompt, and replies of at most `longest` tokens."""
+    rng = np.random.default_rng(seed)
+
+    def tokens(least):
+        return rng.integers(0, vocab, int(rng.integers(least, longest + 1))).astype(np.uint16)
+
+    def unit():
+        prompt, sequences = tokens(1), []
+        for _ in range(sides):
+            reply = tokens(1)
+            mask = np.concatenate([np.zeros(len(prompt), np.uint8), np.ones(len(reply), np.uint8)])
+            sequences.append((np.concatenate([prompt, reply]), mask, np.ones(len(mask), np.float32)))
+        return sequences
+
+    return MemoryUnits(folder / "units", [unit() for _ in range(count)], kind)

@@ -13,7 +13,6 @@ SOURCE = Path(__file__).parents[1] / "src" / "kumi"
 ORDER = [
     "errors",
     "deprecated",
-    "objectives",
     "paths",
     "units",
     "progress",
@@ -21,6 +20,7 @@ ORDER = [
     "files",
     "hub",
     "spec",
+    "objectives",
     "megatron",
     "plan",
     "export",

@@ -28,8 +28,6 @@ ALLOWED = {
         "train_units",
         "validation_units",
         "validation_trained",
-        "train_weighted",
-        "validation_weighted",
     ],
     "documented for programs that import kumi": [
         "export_tensors",

@@ -11,6 +11,7 @@ from kumi.data import Mixture, SequentialSampler, packing
 from kumi.data.chat.masked import TRAINED
 from kumi.data.packing import PackedRows, best_fit, bins_file, pack
 from kumi.errors import ConfigError, RefusedError
+from kumi.objectives import LM_ROWS
 from memory_units import random_units
 
 
@@ -116,7 +117,7 @@ def test_a_damaged_plan_is_refused_and_made_again(units):
 
 def test_a_plan_of_a_stranger_names_no_foreign_unit(units):
     bins = pack(packing.positions_of(units), 40, 5)
-    (path,) = (bins_file._path(units, "digest", 40, 5),)
+    (path,) = (bins_file._path(units, "digest", 40, 5, LM_ROWS),)
     for wrong in (-1, 60):
         forged = bins.units.copy()
         forged[0] = wrong

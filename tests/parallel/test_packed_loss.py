@@ -21,7 +21,7 @@ from memory_units import random_units
 from ranks import run_ranks
 from steps import SPECS, VOCAB, mesh_of
 
-SEQ_LEN, LM = 48, OBJECTIVES["lm"]
+SEQ_LEN, LM = 48, OBJECTIVES["lm"]()
 
 
 def _packed(weighted):

@@ -71,4 +71,6 @@ def test_comparisons_are_not_trained_as_language(folder, capfd):
     run = chat_run(folder, data__cache="pairs")
     with contextlib.chdir(folder):
         assert main(["train", str(run), "data.sources=[{path='pairs.jsonl'}]", "train.out=pairs_run"]) == 2
-    assert "has rows of kind 'preference', which objective.kind='lm' does not train" in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "has rows of kind 'preference', but the objective trains text and chat and" in error
+    assert "set objective.kind to 'dpo' or 'orpo'" in error

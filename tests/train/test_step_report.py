@@ -30,4 +30,8 @@ def test_a_diverged_run_names_the_value_that_is_not_finite(loss, norm, reason):
     rank_state = SimpleNamespace(run=run, mesh=SimpleNamespace(device=torch.device("cpu")))
     reporter = Reporter(rank_state, TrainState(), None, 0, SimpleNamespace())
     with pytest.raises(DivergedError, match=re.escape(f"step 3: {reason}")):
-        reporter.step(StepResult(3, torch.tensor(loss), torch.tensor(norm), lr=1e-3, tokens=8, data_s=0.0))
+        reporter.step(
+            StepResult(
+                3, torch.tensor(loss), torch.tensor(norm), lr=1e-3, tokens=8, data_s=0.0, metrics=torch.zeros(0, 2)
+            )
+        )

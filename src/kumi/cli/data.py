@@ -64,8 +64,8 @@ def run(arguments: Namespace) -> int:
     data = inspect(store.folder, load_tokenizer(tokenizer_folder(resolved)))
     for entry, source in zip(data["sources"], store.sources, strict=True):
         if source.kind != "text":
-            seed = resolved.config.train.seed
-            entry["examples"] = summarise_units(store, source, resolved.batch.seq_len, seed)
+            seed, form = resolved.config.train.seed, resolved.config.objective.rows
+            entry["examples"] = summarise_units(store, source, resolved.batch.seq_len, seed, form)
     with suppress(ConfigError, RefusedError):  # examples that no run can read yet, or that are not packed
         data["run"] = describe_reading(resolved, store)
     if arguments.json:
@@ -88,7 +88,8 @@ def _show(arguments: Namespace, resolved: ResolvedRun, store: Store, count: int)
     side = "validation" if arguments.validation else "train"
     tokens = load_tokenizer(tokenizer_folder(resolved))
     units = show_units(store, tokens, count, first=arguments.first, source=arguments.source, side=side)
-    add_rows(units, store, resolved.batch.seq_len, resolved.config.train.seed)
+    seed, form = resolved.config.train.seed, resolved.config.objective.rows
+    add_rows(units, store, resolved.batch.seq_len, seed, form)
     if arguments.diff:
         texts = stock_texts(resolved, {unit["digest"] for unit in units if "digest" in unit})
         for unit in units:

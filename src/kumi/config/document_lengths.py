@@ -48,7 +48,7 @@ def _prepared_span(config: PlanConfig) -> float | None:
     """Return the span of the documents in the prepared data; None if there is none that can be read."""
     store = prepared_store(config)
     try:
-        return None if store is None else store.document_span(config.batch.seq_len)
+        return None if store is None else store.document_span(config.batch.seq_len, config.objective.rows)
     except (KumiError, OSError):
         return None  # training reports why
 

@@ -18,6 +18,7 @@ from kumi.errors import ConfigError, KumiError
 
 if TYPE_CHECKING:
     from kumi.data import Mixture, Store
+    from kumi.data.stored_source import References
 
 
 def run_steps(config: PlanConfig) -> int | None:
@@ -46,8 +47,11 @@ def sequences_of_epochs(config: PlanConfig, store: Store) -> int:
     return max(1, round(epochs * run_mixture(config, store).round))
 
 
-def run_mixture(config: PlanConfig, store: Store) -> Mixture:
-    """Return the training sequences of `config` in `store`, in the shares that its sources have."""
+def run_mixture(config: PlanConfig, store: Store, references: References | None = None) -> Mixture:
+    """Return the training sequences of `config` in `store`, in the shares that its sources have.
+
+    `references`: the reference model's log-probs, for an objective that compares with it.
+    """
     assert config.data is not None, "a run has data"
     assert config.train is not None, "a run has [train]"
     return store.mixture(
@@ -56,6 +60,8 @@ def run_mixture(config: PlanConfig, store: Store) -> Mixture:
         cross_document=config.data.cross_document,
         by=config.data.shares,
         epochs=source_epochs(config),
+        form=config.objective.rows,
+        references=references,
     )
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import Field, field_validator, model_validator
 
 from kumi.config.data_section import DataSection
+from kumi.config.objective_section import ObjectiveSection
 from kumi.config.section import Decay, Fraction, NotNegative, Number, Positive, Section, Switch, Text, spec_key
-from kumi.objectives import OBJECTIVES
 from kumi.spec.comm import COMPRESS, Comm
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
 from kumi.spec.lora import ALL_LINEAR, QUANTIZATIONS, Lora
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     LrSchedule: TypeAlias = str
     PrecisionKind: TypeAlias = str
     Compress: TypeAlias = str
-    ObjectiveKind: TypeAlias = str
     LoraInit: TypeAlias = str
     Quantize: TypeAlias = str
 else:
@@ -44,7 +43,6 @@ else:
     Context = Literal[CONTEXT]
     OptimKind, LrSchedule, PrecisionKind = Literal[OPTIM_KINDS], Literal[LR_SCHEDULES], Literal["auto", *PRECISIONS]
     Compress = Literal[COMPRESS]
-    ObjectiveKind = Literal[tuple(OBJECTIVES)]
     LoraInit, Quantize = Literal[LORA_INITS], Literal["none", *QUANTIZATIONS]
 
 
@@ -110,12 +108,6 @@ class BatchSection(Section):
         description="Mean tokens of a document, from which the cost of attention is estimated while the data is not "
         "prepared; by default every row counts as one document.",
     )
-
-
-class ObjectiveSection(Section):
-    """The training objective."""
-
-    kind: ObjectiveKind = Field("lm", description="'lm' is next-token prediction.")
 
 
 class LoraSection(Section):

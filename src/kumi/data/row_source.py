@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from kumi.data.binfile import Array
-from kumi.objectives import IGNORED
+from kumi.objectives import IGNORED, RowForm
 
 # A batch of token sequences: name -> array. "input_ids", "labels", "position_ids" and "document_ids" are (B, S); an
 # objective may add arrays (B, ...). labels[b, s] is the token after input_ids[b, s], or `IGNORED` at the last token of
@@ -26,7 +26,15 @@ class RowSource(Protocol):
     rows: rows of an epoch, at least 1.
     units, tokens: documents or examples in these rows, and their tokens, without padding.
     weighted: whether labels have weights other than 1. All batches of a mixture then have the column "loss_weights".
+    form: the rows that the run's objective trains.
+    referenced: whether the reference model's log-probs are known. Batches then have the columns of them.
     """
+
+    @property
+    def form(self) -> RowForm: ...
+
+    @property
+    def referenced(self) -> bool: ...
 
     @property
     def rows(self) -> int: ...
@@ -39,6 +47,9 @@ class RowSource(Protocol):
 
     @property
     def weighted(self) -> bool: ...
+
+    def most_sequences(self, rows: Array) -> int:
+        """Return the number of sequences in the fullest of the rows `rows` (n,); only for a form with sequences."""
 
     def fill(self, batch: Batch, at: Array, rows: Array) -> None:
         """Write the rows `rows` (n,) of this source, each in [0, self.rows), to the rows `at` (n,) of `batch`.

@@ -18,6 +18,7 @@ import numpy as np
 from kumi.data.binfile import Array, IndexedFile
 from kumi.data.feistel import key, permute
 from kumi.data.interleaving import Interleaving, by_counts, by_weights
+from kumi.data.packing.sequence_columns import sequence_columns
 from kumi.data.row_source import Batch, RowSource, padding_rows
 from kumi.data.text_windows import TextWindows
 from kumi.errors import ConfigError
@@ -165,10 +166,14 @@ def _row_sources(parts: Iterable[IndexedFile | RowSource], seq_len: int, cross_d
 
 def _batch(sources: Sequence[RowSource], part: Array, row: Array, seq_len: int, cross_document: bool) -> Batch:
     """Return the batch of row `row[b]` of source `part[b]`; a part past the last source gives a row of padding."""
-    weighted = any(source.weighted for source in sources)
-    batch = padding_rows(len(part), seq_len, weighted=weighted, document=0 if cross_document else 1)
-    for number, source in enumerate(sources):
-        at = np.flatnonzero(part == number)
-        if len(at):
-            source.fill(batch, at, row[at])
+    weighted, form = any(source.weighted for source in sources), sources[0].form
+    places = [np.flatnonzero(part == number) for number in range(len(sources))]
+    used = [(source, at) for source, at in zip(sources, places, strict=True) if len(at)]
+    document = 0 if cross_document else 1
+    batch = padding_rows(len(part), seq_len, weighted=weighted, document=document)
+    if form.sequences:
+        most = max((source.most_sequences(row[at]) for source, at in used), default=0)
+        batch = {**batch, **sequence_columns(len(part), seq_len, max(2, most), sources[0], document)}
+    for source, at in used:
+        source.fill(batch, at, row[at])
     return batch

@@ -19,6 +19,7 @@ from kumi.data.stored_source import StoredSource
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.unit_files import UnitFile
 from kumi.errors import ConfigError, RefusedError
+from kumi.objectives import RowForm
 
 # Names of the sequences of a unit with two of them.
 _SIDES_OF_PAIR = ("chosen", "rejected")
@@ -49,7 +50,7 @@ def show_units(
     return units
 
 
-def add_rows(units: Sequence[dict[str, Any]], store: Store, seq_len: int, seed: int) -> None:
+def add_rows(units: Sequence[dict[str, Any]], store: Store, seq_len: int, seed: int, form: RowForm) -> None:
     """Add to each of `units` of the training side the bin that it is packed into, and the bin's row in the first epoch.
 
     Units without a bin get None: the data is not packed for rows of `seq_len` yet, or the unit is longer than a row.
@@ -60,7 +61,7 @@ def add_rows(units: Sequence[dict[str, Any]], store: Store, seq_len: int, seed: 
             continue
         file = store.open_units(entry, "train")
         try:
-            packed = PackedRows(file, open_bins(file, entry.train_digest, seq_len, seed), seq_len)
+            packed = PackedRows(file, open_bins(file, entry.train_digest, seq_len, seed, form), seq_len, form)
         except RefusedError:
             packed = None
         for unit in chosen:

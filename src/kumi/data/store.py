@@ -22,11 +22,20 @@ from kumi.data.packing import PackedRows
 from kumi.data.row_source import RowSource
 from kumi.data.sampler import Mixture, SequentialSampler
 from kumi.data.store_meta import FAULTS, META, SOURCE_TYPES, open_lines, read_meta
-from kumi.data.stored_source import StoredSource, open_rows, open_source_units, pack_side, source_span
+from kumi.data.stored_source import (
+    References,
+    StoredSource,
+    check_kind,
+    open_rows,
+    open_source_units,
+    pack_side,
+    source_span,
+)
 from kumi.data.tokenizer import Tokenizer, load
 from kumi.data.unit_files import UnitFile, suffixes
 from kumi.errors import ConfigError, RefusedError
 from kumi.files.untrusted import inside, json_record
+from kumi.objectives import LM_ROWS, RowForm
 
 
 @dataclass(frozen=True)
@@ -80,31 +89,44 @@ class Store:
         """
         return open_source_units(source, side, self.vocab_size)
 
-    def row_sources(self, side: str, seq_len: int, seed: int, *, cross_document: bool = False) -> list[RowSource]:
+    def row_sources(
+        self,
+        side: str,
+        seq_len: int,
+        seed: int,
+        form: RowForm = LM_ROWS,
+        *,
+        cross_document: bool = False,
+        references: References | None = None,
+    ) -> list[RowSource]:
         """Open the rows of `side` ("train" or "validation") of each source that has some.
 
         Raise the errors of `open_rows`.
         """
+        options: dict[str, Any] = {"cross_document": cross_document, "references": references}
         sources = [source for source in self.sources if getattr(source, side) is not None]
-        return [open_rows(s, side, self.vocab_size, seq_len, seed, cross_document=cross_document) for s in sources]
+        return [open_rows(source, side, self.vocab_size, seq_len, seed, form, **options) for source in sources]
 
-    def pack(self, seq_len: int, seed: int) -> dict[str, PackedRows]:
+    def pack(self, seq_len: int, seed: int, form: RowForm = LM_ROWS) -> dict[str, PackedRows]:
         """Store the plans of the packed rows of all sources of examples; return their training rows by source.
 
-        Raise the errors of `pack_side`.
+        `form`: the rows that the run's objective trains. Raise the errors of `check_kind` and of `pack_side`.
         """
+        for source in self.sources:
+            check_kind(source, form)
         examples = [source for source in self.sources if source.kind != "text"]
         for source in examples:
             if source.validation is not None:
-                pack_side(source, "validation", self.vocab_size, seq_len, seed)
-        return {s.name: pack_side(s, "train", self.vocab_size, seq_len, seed) for s in examples if s.train is not None}
+                pack_side(source, "validation", self.vocab_size, seq_len, seed, form)
+        trained = [source for source in examples if source.train is not None]
+        return {s.name: pack_side(s, "train", self.vocab_size, seq_len, seed, form) for s in trained}
 
-    def document_span(self, seq_len: int) -> float:
+    def document_span(self, seq_len: int, form: RowForm = LM_ROWS) -> float:
         """Return the `BatchSpec.document_span` of the training data in rows of `seq_len` tokens.
 
         It is the weighted mean over sources; that of documents is measured on some of their rows.
         """
-        spans = [(s.weight, source_span(s, self.vocab_size, seq_len)) for s in self.sources if s.train]
+        spans = [(s.weight, source_span(s, self.vocab_size, seq_len, form)) for s in self.sources if s.train]
         total = sum(weight for weight, span in spans if span)
         return sum(weight / total * span for weight, span in spans if span) if total else float(seq_len)
 
@@ -116,15 +138,17 @@ class Store:
         cross_document: bool = False,
         by: str = "tokens",
         epochs: Sequence[float] | None = None,
+        form: RowForm = LM_ROWS,
+        references: References | None = None,
     ) -> Mixture:
         """Return the training sequences of this store, in shares by weights of tokens or sequences, or by epochs.
 
-        `epochs`: one number a source, see `Mixture.epochs`.
+        `epochs`: one number a source, see `Mixture.epochs`. `form`: the rows that the run's objective trains.
         """
         if epochs is not None:
             pairs = zip(self.sources, epochs, strict=True)
             epochs = [number for source, number in pairs if source.train]
-        rows = self.row_sources("train", seq_len, seed, cross_document=cross_document)
+        rows = self.row_sources("train", seq_len, seed, form, cross_document=cross_document, references=references)
         weights = [source.weight for source in self.sources if source.train]
         return Mixture(list(zip(rows, weights, strict=True)), seq_len, seed, cross_document, by, epochs)
 
@@ -138,9 +162,17 @@ class Store:
         """Names of the sources with held-out data, in the order of the parts of `sweep`."""
         return [source.name for source in self.sources if source.validation]
 
-    def sweep(self, seq_len: int, *, cross_document: bool = False, limit: int = 0) -> SequentialSampler:
+    def sweep(
+        self,
+        seq_len: int,
+        *,
+        cross_document: bool = False,
+        limit: int = 0,
+        form: RowForm = LM_ROWS,
+        references: References | None = None,
+    ) -> SequentialSampler:
         """Return the validation sequences of this store, at most `limit` if that is greater than 0."""
-        rows = self.row_sources("validation", seq_len, 0, cross_document=cross_document)
+        rows = self.row_sources("validation", seq_len, 0, form, cross_document=cross_document, references=references)
         return SequentialSampler(rows, seq_len, cross_document, limit)
 
 

@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kumi.data import binfile, unit_files
+from kumi.data.binfile import Array
 from kumi.data.checksums import Checksums
 from kumi.data.packing import PackedRows, mean_sequence_span, open_bins, pack_units
 from kumi.data.row_source import RowSource
 from kumi.data.text_windows import TextWindows, mean_document_span
 from kumi.data.unit_files import UnitFile
 from kumi.errors import ConfigError, RefusedError
+from kumi.objectives import LM_ROWS, OBJECTIVES, RowForm
 
-# Kinds of rows that language modelling trains; the others need an objective that compares or scores replies.
-LM_KINDS = ("text", "chat", "prompt-completion", "instruction")
+# (name of a source, side) -> the reference model's log-probs of its sequences, and of its mismatched sequences or None.
+References = Mapping[tuple[str, str], tuple[Array, Array | None]]
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,19 @@ def open_source_units(source: StoredSource, side: str, vocab_size: int) -> UnitF
 
 
 def open_rows(
-    source: StoredSource, side: str, vocab_size: int, seq_len: int, seed: int, *, cross_document: bool = False
+    source: StoredSource,
+    side: str,
+    vocab_size: int,
+    seq_len: int,
+    seed: int,
+    form: RowForm = LM_ROWS,
+    *,
+    cross_document: bool = False,
+    references: References | None = None,
 ) -> RowSource:
     """Open the rows of `side` of `source`, which has some: windows of documents, or packed units of examples.
 
+    `references`: the reference model's log-probs, for an objective that compares with it.
     Raise RefusedError for a damaged file, or without the plan that `pack_side` stores; ConfigError if attention would
     cross examples.
     """
@@ -100,29 +111,44 @@ def open_rows(
             "the examples of a row; set data.cross_document=false, or leave the source out"
         )
     units = open_source_units(source, side, vocab_size)
-    return PackedRows(units, open_bins(units, *_plan_inputs(source, side, seq_len, seed)), seq_len)
+    bins = open_bins(units, *_plan_inputs(source, side, seq_len, seed), form)
+    sums = (None, None) if references is None else references[source.name, side]
+    return PackedRows(units, bins, seq_len, form, *sums)
 
 
-def pack_side(source: StoredSource, side: str, vocab_size: int, seq_len: int, seed: int) -> PackedRows:
+def check_kind(source: StoredSource, form: RowForm) -> None:
+    """Raise ConfigError unless an objective that trains rows of `form` trains the rows of `source` as they are."""
+    if source.kind not in form.kinds:
+        kinds = [kind for kind, objective in OBJECTIVES.items() if source.kind in objective.rows.kinds]
+        remedy = f"set objective.kind to {' or '.join(map(repr, kinds))}, or leave the source out"
+        raise ConfigError(
+            f"data source {source.path!r}: has rows of kind {source.kind!r}, but the objective trains "
+            f"{' and '.join(form.kinds)} rows; {remedy if kinds else 'leave the source out'}"
+        )
+    if form.sequences and (source.train_weighted or source.validation_weighted):
+        raise ConfigError(
+            f"data source {source.path!r}: has messages with a weight other than 1, but an objective on {source.kind} "
+            "rows gives all trained tokens of a reply the same weight; remove the key `weight` from the messages"
+        )
+
+
+def pack_side(
+    source: StoredSource, side: str, vocab_size: int, seq_len: int, seed: int, form: RowForm = LM_ROWS
+) -> PackedRows:
     """Return the packed rows of `side` of `source`, a source of examples, and store their plan.
 
-    Raise ConfigError if no unit fits a row, or language modelling does not train such rows.
+    Raise ConfigError if no unit fits a row.
     """
-    if source.kind not in LM_KINDS:
-        raise ConfigError(
-            f"data source {source.path!r}: has rows of kind {source.kind!r}, which objective.kind='lm' does not train; "
-            f"name sources of {', '.join(LM_KINDS[:-1])} or {LM_KINDS[-1]} rows"
-        )
     units = open_source_units(source, side, vocab_size)
-    return PackedRows(units, pack_units(units, *_plan_inputs(source, side, seq_len, seed)), seq_len)
+    return PackedRows(units, pack_units(units, *_plan_inputs(source, side, seq_len, seed), form), seq_len, form)
 
 
-def source_span(source: StoredSource, vocab_size: int, seq_len: int) -> float:
+def source_span(source: StoredSource, vocab_size: int, seq_len: int, form: RowForm = LM_ROWS) -> float:
     """Return the mean document span of the training rows of `source`; 0 for data of less than two tokens."""
     if source.train is None or source.train_tokens < 2:
         return 0.0
     if source.kind != "text":
-        return mean_sequence_span(open_source_units(source, "train", vocab_size), seq_len)
+        return mean_sequence_span(open_source_units(source, "train", vocab_size), seq_len, form)
     return mean_document_span(binfile.open_file(source.train, source.train_checksums, vocab_size), seq_len)
 
 

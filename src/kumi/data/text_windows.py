@@ -13,7 +13,7 @@ import numpy as np
 from kumi.data.binfile import Array, IndexedFile
 from kumi.data.row_source import Batch
 from kumi.errors import ConfigError
-from kumi.objectives import IGNORED
+from kumi.objectives import IGNORED, LM_ROWS, RowForm
 
 # Rows on which the mean span of documents is measured: enough for a few percent, and read in a fraction of a second.
 _SPAN_WINDOWS = 1024
@@ -30,6 +30,8 @@ class TextWindows:
     seq_len: int
     cross_document: bool = False
     weighted: bool = False
+    form: RowForm = LM_ROWS
+    referenced: bool = False
 
     def __post_init__(self) -> None:
         if self.file.token_count < 2:
@@ -53,6 +55,10 @@ class TextWindows:
     def mean_document_span(self) -> float:
         """Return the mean span of documents in these rows; whole rows when attention crosses documents."""
         return float(self.seq_len) if self.cross_document else mean_document_span(self.file, self.seq_len)
+
+    def most_sequences(self, rows: Array) -> int:
+        """Raise AssertionError: no objective that compares sequences trains text."""
+        raise AssertionError("windows of text have no sequences")
 
     def fill(self, batch: Batch, at: Array, rows: Array) -> None:
         """Write the windows `rows` to the rows `at` of `batch`."""

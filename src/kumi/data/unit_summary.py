@@ -11,12 +11,13 @@ from kumi.data.packing import PackedRows, open_bins
 from kumi.data.store import Store
 from kumi.data.stored_source import StoredSource
 from kumi.errors import RefusedError
+from kumi.objectives import RowForm
 
 # A preference with one side this many times as long as the other teaches a model to write that much.
 _UNEQUAL = 4
 
 
-def summarise_units(store: Store, source: StoredSource, seq_len: int, seed: int) -> dict[str, Any]:
+def summarise_units(store: Store, source: StoredSource, seq_len: int, seed: int, form: RowForm) -> dict[str, Any]:
     """Return the numbers of the training units of `source`, a source of examples of `store`, as plain data.
 
     lengths, trained_lengths: histograms of the units' tokens and of their trained tokens (`length_histogram`).
@@ -46,7 +47,7 @@ def summarise_units(store: Store, source: StoredSource, seq_len: int, seed: int)
         sides = np.array(file.file.lengths).reshape(-1, 2)
         summary["unequal_pairs"] = int((sides.max(1) >= _UNEQUAL * np.maximum(sides.min(1), 1)).sum())
     try:
-        packed = PackedRows(file, open_bins(file, source.train_digest, seq_len, seed), seq_len)
+        packed = PackedRows(file, open_bins(file, source.train_digest, seq_len, seed, form), seq_len, form)
     except RefusedError:
         return summary
     summary["packed"] = {

@@ -1,17 +1,20 @@
-"""Language modelling: the mean negative log-probability of the next token."""
+"""Language modelling and supervised fine-tuning: the mean negative log-probability of the next token."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kumi.objectives.objective import IGNORED, LinearObjective
+from kumi.objectives.row_form import RowForm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True)
 class LanguageModeling(LinearObjective):
     """The mean over all tokens with a label, weighted by the column "loss_weights" if the batch has it.
 
@@ -33,3 +36,13 @@ class LanguageModeling(LinearObjective):
         """Return -w / `units` for each label of weight w that is not ignored, else 0."""
         weights = (batch["labels"] != IGNORED).float() * (-1.0 / units)
         return weights * batch["loss_weights"] if "loss_weights" in batch else weights
+
+
+@dataclass(frozen=True)
+class SupervisedFineTuning(LanguageModeling):
+    """Language modelling on the replies of examples, each token with the weight of its message; plain text is refused.
+
+    Mixtures of examples and text are language modelling.
+    """
+
+    rows: ClassVar[RowForm] = RowForm(("chat", "prompt-completion", "instruction"))

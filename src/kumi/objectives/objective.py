@@ -1,8 +1,10 @@
-"""The interface of an objective: the columns that it reads, the units that it counts, its loss as a function of
-log-probs.
+"""The interface of an objective: the rows and columns that it reads, the units that it counts, its loss as a function
+of log-probs.
 
 An objective is independent of the layout. Its loss is a sum over the units of a step (tokens, pairs, ...) divided by
 their number over all ranks and microbatches. Every unit therefore has the same weight in any layout.
+
+The fields of an objective's dataclass are its options, the keys of the section [objective] of a run file.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from kumi.objectives.row_form import LM_ROWS, RowForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,9 +32,17 @@ class Objective(ABC):
     `columns`: the columns, other than labels, that only the objective reads. A "token" column is (B, S), and context
     parallelism shards its positions. A "row" column is (B, ...), and every rank has all of it. An objective may do
     without a column that no batch of a run has.
+    `rows`: the rows of data that it trains.
+    `unit`: the word for its units, in the plural.
+    `reference`: it compares the policy with a reference model.
+    `head`: the head of the model: "lm" for log-probs of labels, "score" for one number at each label.
     """
 
     columns: ClassVar[Mapping[str, Literal["token", "row"]]] = {}
+    rows: ClassVar[RowForm] = LM_ROWS
+    unit: ClassVar[str] = "tokens"
+    reference: ClassVar[bool] = False
+    head: ClassVar[Literal["lm", "score"]] = "lm"
 
     @abstractmethod
     def count(self, batch: Mapping[str, Any]) -> float:
@@ -55,3 +67,60 @@ class LinearObjective(Objective):
     def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor], units: float, sums: SegmentSums) -> Tensor:
         """Return the weighted sum of `log_probs`."""
         return (self.token_weights(batch, units) * log_probs).sum()
+
+
+class SequenceObjective(Objective):
+    """A loss that depends on the log-probs only through their sums over the sequences of a row.
+
+    Columns of a batch, for rows of up to G sequences:
+
+    segments (B, S): number of the sequence of each position.
+    trained (B, G): number of trained tokens of each sequence, 0 for sequences that a row does not have.
+    reference (B, G): sum of the reference model's log-probs over each sequence's trained tokens.
+    margins (B, G / 2): of preference rows, the margin of each pair; 0 where a row gives none.
+    desirable (B, G): of feedback rows, 1 for a desirable completion, else 0.
+    statistics: sums over the step, see `statistics`.
+
+    Mismatched rows have these columns, and those of the decoder, under names that begin with "mismatched_".
+
+    `metrics`: names of the numbers that `measure` returns.
+    """
+
+    columns: ClassVar[Mapping[str, Literal["token", "row"]]] = {
+        "segments": "token",
+        "trained": "row",
+        "reference": "row",
+        "margins": "row",
+        "desirable": "row",
+    }
+    metrics: ClassVar[tuple[str, ...]] = ()
+
+    def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor], units: float, sums: SegmentSums) -> Tensor:
+        """Return `sequence_loss` of the sums of `log_probs`, in the dtype of `log_probs`."""
+        return self.sequence_loss(sequence_sums(log_probs, batch, sums), batch, units).to(log_probs.dtype)
+
+    @abstractmethod
+    def sequence_loss(self, totals: Tensor, batch: Mapping[str, Tensor], units: float) -> Tensor:
+        """Return the scalar loss of `batch`, given the sums (B, G) of the log-probs of its sequences, float64."""
+
+    @abstractmethod
+    def measure(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return a sum and the number of its terms for each of `metrics`, float64 (len(metrics), 2).
+
+        A metric of a step is the sum over all ranks and microbatches, divided by the number.
+        """
+
+    def statistics(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return sums over `batch`, given the sums (B, G) of the log-probs of its mismatched sequences.
+
+        Their total over the step, without a gradient, is the column "statistics". Only for rows that are `mismatched`.
+        """
+        raise NotImplementedError
+
+
+def sequence_sums(log_probs: Tensor, batch: Mapping[str, Tensor], sums: SegmentSums, prefix: str = "") -> Tensor:
+    """Return the sums (B, G) of `log_probs` (B, S) over sequences, float64: a loss takes differences of large sums.
+
+    `prefix`: of the columns that number the sequences, "mismatched_" for mismatched rows.
+    """
+    return sums(log_probs.double(), batch[f"{prefix}segments"], batch[f"{prefix}trained"].shape[1])

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kumi.objectives import LinearObjective, Objective, SegmentSums
+from kumi.objectives import MISMATCHED, LinearObjective, Objective, SegmentSums, SequenceObjective, sequence_sums
 from kumi.parallel import context_parallel, pipeline
-from kumi.parallel.mesh import Mesh
+from kumi.parallel.mesh import Mesh, all_reduce_sum
 from kumi.parallel.pipeline_trace import PipelineTrace
 
 # The columns of a batch that the decoder reads.
@@ -25,6 +26,7 @@ def forward_backward(
     batches: Iterable[Mapping[str, Tensor]],
     units: float,
     trace: PipelineTrace | None = None,
+    metrics: MetricSums | None = None,
 ) -> Tensor:
     """Compute the gradients of a step, and return this rank's part of the loss, a scalar.
 
@@ -34,28 +36,88 @@ def forward_backward(
     `units`: the number of units in the step, over all ranks; the objective's loss is a mean over units. To multiply the
     loss by a loss scale, divide `units` by it.
     `trace`: receives the times of pipeline actions.
+    `metrics`: receives this rank's sums of the objective's metrics.
     """
-    microbatches = [training_inputs(objective, shard_batch(objective, batch, mesh), mesh, units) for batch in batches]
+    sharded = [shard_batch(objective, batch, mesh) for batch in batches]
+    if objective.rows.mismatched:
+        statistics = mismatched_statistics(model, mesh, objective, sharded)
+        sharded = [{**batch, "statistics": statistics} for batch in sharded]
+    microbatches = [training_inputs(objective, batch, mesh, units, metrics) for batch in sharded]
     loss = pipeline.train_microbatches(model, mesh, microbatches, trace)
     return loss if adds_to_loss(objective, mesh) else loss.zero_()
+
+
+class MetricSums:
+    """The sums of an objective's metrics over the microbatches of this rank, (metrics, 2): see
+    `SequenceObjective.measure`."""
+
+    def __init__(self, objective: Objective, mesh: Mesh) -> None:
+        self.names = objective.metrics if isinstance(objective, SequenceObjective) else ()
+        self.sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=mesh.device)
+        self._counts = adds_to_loss(objective, mesh)
+
+    def add(self, measured: Tensor) -> None:
+        """Add the sums of one microbatch."""
+        if self._counts:
+            self.sums += measured
+
+
+def mismatched_statistics(
+    model: nn.Module, mesh: Mesh, objective: Objective, batches: Iterable[Mapping[str, Tensor]]
+) -> Tensor:
+    """Return the objective's statistics of the mismatched rows of `batches`, results of `shard_batch`, summed over all
+    ranks. They are computed in a pass without gradients."""
+    assert isinstance(objective, SequenceObjective)
+    sharded = list(batches)
+    inputs = [decoder_inputs(batch, MISMATCHED) for batch in sharded]
+    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    with torch.no_grad():
+        outputs = pipeline.forward_microbatches(model, mesh, inputs)
+        for batch, log_probs in zip(sharded, outputs):  # none on ranks without the head
+            totals = sequence_sums(log_probs, batch, segment_sums(mesh), MISMATCHED)
+            statistics = objective.statistics(totals, batch)
+            total += statistics if adds_to_loss(objective, mesh) else 0.0
+    return all_reduce_sum(total, mesh)
 
 
 def shard_batch(objective: Objective, batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     """Return the positions of `batch` of this context-parallel rank."""
     by_position = [name for name, along in objective.columns.items() if along == "token"]
-    return context_parallel.shard_sequence(dict(batch), mesh, also=by_position)
+    rows = {name: column for name, column in batch.items() if not name.startswith(MISMATCHED)}
+    mismatched = {name.removeprefix(MISMATCHED): batch[name] for name in batch if name not in rows}
+    sharded = context_parallel.shard_sequence(rows, mesh, also=by_position)
+    if mismatched:
+        others = context_parallel.shard_sequence(mismatched, mesh, also=by_position)
+        sharded |= {MISMATCHED + name: column for name, column in others.items()}
+    return sharded
 
 
-def decoder_inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the columns of `batch` that the decoder reads to return log-probs."""
-    return {name: batch[name] for name in _DECODER_COLUMNS if name in batch}
+def decoder_inputs(batch: Mapping[str, Tensor], prefix: str = "") -> dict[str, Any]:
+    """Return the columns of `batch` that the decoder reads to return log-probs.
+
+    `prefix`: of their names in `batch`.
+    """
+    return {name: batch[prefix + name] for name in _DECODER_COLUMNS if prefix + name in batch}
 
 
-def training_inputs(objective: Objective, batch: Mapping[str, Tensor], mesh: Mesh, units: float) -> dict[str, Any]:
+def training_inputs(
+    objective: Objective, batch: Mapping[str, Tensor], mesh: Mesh, units: float, metrics: MetricSums | None = None
+) -> dict[str, Any]:
     """Return the arguments with which the decoder returns the loss of `batch`, a result of `shard_batch`."""
     if isinstance(objective, LinearObjective):
         return {**decoder_inputs(batch), "token_weights": objective.token_weights(batch, units)}
-    loss = partial(objective.loss, batch=batch, units=units, sums=segment_sums(mesh))
+    if not isinstance(objective, SequenceObjective):
+        return {
+            **decoder_inputs(batch),
+            "loss": partial(objective.loss, batch=batch, units=units, sums=segment_sums(mesh)),
+        }
+
+    def loss(log_probs: Tensor) -> Tensor:
+        totals = sequence_sums(log_probs, batch, segment_sums(mesh))
+        if metrics is not None:
+            metrics.add(objective.measure(totals.detach(), batch))
+        return objective.sequence_loss(totals, batch, units).to(log_probs.dtype)
+
     return {**decoder_inputs(batch), "loss": loss}
 
 

@@ -6,6 +6,9 @@ from dataclasses import MISSING, field
 from typing import Any
 
 
-def described(text: str, default: Any = MISSING) -> Any:
-    """Return a dataclass field with the description `text`, which is shown to readers of run files."""
-    return field(default=default, metadata={"text": text})
+def described(text: str, default: Any = MISSING, choices: tuple[str, ...] = ()) -> Any:
+    """Return a dataclass field with the description `text`, which is shown to readers of run files.
+
+    `choices`: the values of a field that takes one of a list.
+    """
+    return field(default=default, metadata={"text": text, "choices": choices})

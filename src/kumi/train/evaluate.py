@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from kumi.objectives import IGNORED
+from kumi.objectives import IGNORED, SequenceObjective, sequence_sums
 from kumi.parallel import pipeline
 from kumi.parallel.data_parallel import reshard
 from kumi.parallel.mesh import all_reduce_sum, is_loss_rank
-from kumi.parallel.run_microbatches import adds_to_loss, decoder_inputs, segment_sums, shard_batch
+from kumi.parallel.run_microbatches import (
+    MetricSums,
+    adds_to_loss,
+    decoder_inputs,
+    mismatched_statistics,
+    segment_sums,
+    shard_batch,
+)
 from kumi.train.step import to_device
 from kumi.train.train_state import RankState
 
@@ -22,6 +29,7 @@ class Loss:
 
     loss: float  # mean per held-out unit, in nats
     tokens: int  # held-out tokens with a label
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the objective, by name
 
 
 @dataclass(frozen=True)
@@ -44,9 +52,10 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
         names, spans = names[:1], [(0, first)]
     # The stages of a pipeline work at the same time on the microbatches of one call.
     mesh, per_call = rank_state.mesh, 1 if layout.pp == 1 else 4 * layout.pp
-    # Sums for each source: losses, units that the objective counts, tokens.
+    # Sums for each source: losses, units that the objective counts, tokens, and those of the objective's metrics.
     losses = torch.zeros(len(spans), dtype=torch.float64, device=mesh.device)
     units, tokens, objective = [0.0] * len(spans), [0] * len(spans), rank_state.objective
+    metrics = [MetricSums(objective, mesh) for _ in spans]
     rank_state.model.eval()
     # Every rank runs the same number of microbatches, because all ranks all-gather sharded parameters together.
     # Sequences past the end of a source are padding.
@@ -62,18 +71,34 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
                 units[source] += objective.count(full_batch)
                 tokens[source] += int((full_batch["labels"] != IGNORED).sum())
         batches = [shard_batch(objective, to_device(batch, mesh.device), mesh) for batch in full_batches]
+        if objective.rows.mismatched:
+            statistics = mismatched_statistics(rank_state.model, mesh, objective, batches)
+            batches = [{**batch, "statistics": statistics} for batch in batches]
         outputs = pipeline.forward_microbatches(rank_state.model, mesh, list(map(decoder_inputs, batches)))
         # Ranks without the head return no log-probs.
         for (source, _, _), batch, log_probs in zip(group, batches, outputs):
             batch_loss = objective.loss(log_probs.double(), batch, 1.0, segment_sums(mesh))
             losses[source] += batch_loss if adds_to_loss(objective, mesh) else 0.0
+            if isinstance(objective, SequenceObjective):
+                metrics[source].add(objective.measure(sequence_sums(log_probs, batch, segment_sums(mesh)), batch))
     rank_state.model.train()
     reshard(rank_state.model)
-    sums = all_reduce_sum(torch.stack([losses, losses.new_tensor(units), losses.new_tensor(tokens)]), mesh)
-    each = [_mean(*column) for column in sums.T.tolist()]
-    whole = _mean(*sums.sum(1).tolist())
-    return Evaluation(whole.loss, whole.tokens, dict(zip(names, each, strict=True)) if len(each) > 1 else {})
+    counts = torch.stack([losses, losses.new_tensor(units), losses.new_tensor(tokens)])
+    measured = torch.stack([each.sums.flatten() for each in metrics], 1)
+    sums = all_reduce_sum(torch.cat([counts, measured]), mesh)
+    each = [_mean(column, metrics[0].names) for column in sums.T.tolist()]
+    whole = _mean(sums.sum(1).tolist(), metrics[0].names)
+    sources = dict(zip(names, each, strict=True)) if len(each) > 1 else {}
+    return Evaluation(whole.loss, whole.tokens, whole.metrics, sources)
 
 
-def _mean(loss: float, units: float, tokens: float) -> Loss:
-    return Loss(loss / (units or 1.0), int(tokens))
+def _mean(sums: Sequence[float], names: Sequence[str]) -> Loss:
+    """Return the means for `sums`: of losses, units, tokens, then two for each of the metrics `names`."""
+    loss, units, tokens, *measured = sums
+    return Loss(loss / (units or 1.0), int(tokens), means_of(measured, names))
+
+
+def means_of(sums: Sequence[float], names: Sequence[str]) -> dict[str, float]:
+    """Return the metrics `names` by name, given a sum and a number of terms for each; one of no terms is left out."""
+    pairs = zip(sums[0::2], sums[1::2], strict=True)
+    return {name: total / number for name, (total, number) in zip(names, pairs, strict=True) if number}

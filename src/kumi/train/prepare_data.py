@@ -85,7 +85,7 @@ def prepare_data(run: ResolvedRun) -> Store:
 
 def _pack_examples(run: ResolvedRun, store: Store) -> None:
     """Store the plans of the run's packed rows, and print how full the rows are and the examples that are left out."""
-    for name, rows in store.pack(run.batch.seq_len, run.config.train.seed).items():
+    for name, rows in store.pack(run.batch.seq_len, run.config.train.seed, run.config.objective.rows).items():
         left_out = [
             f"{count} {reason} left out"
             for count, reason in ((rows.bins.too_long, "longer than a row"), (rows.bins.empty, "of a single token"))

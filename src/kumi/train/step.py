@@ -19,7 +19,7 @@ from kumi.parallel.lora import begin_dropout_step
 from kumi.parallel.mesh import Mesh, all_reduce_sum, is_loss_rank
 from kumi.parallel.optim.optimizer import clear_grads
 from kumi.parallel.pipeline_trace import gather_timeline, start_trace
-from kumi.parallel.run_microbatches import forward_backward
+from kumi.parallel.run_microbatches import MetricSums, forward_backward
 from kumi.parallel.stage_modules import unwrap
 from kumi.train import expert_balance
 from kumi.train.expert_balance import ExpertBalance
@@ -37,6 +37,7 @@ class StepResult:
     lr: float
     tokens: int  # tokens with a label, of all ranks
     data_s: float  # seconds to read the batch
+    metrics: Tensor  # (metrics, 2): sums and numbers of the objective's metrics, over all ranks
     experts: ExpertBalance | None = None
     scale: LossScale | None = None  # after the step; None unless the run is float16
 
@@ -56,9 +57,12 @@ def train_step(
     begin_dropout_step(unwrap(rank_state.model), run.config.train.seed, state.step)
     record = start_trace(mesh) if state.step + 1 == run.config.train.trace_step else None
     microbatches = (to_device(batch, mesh.device) for batch in _microbatches(step_batch.batch, run.layout.microbatch))
+    metrics = MetricSums(rank_state.objective, mesh)
     # The head may compute its gradient in the forward pass, so the token weights must include the loss scale.
     loss = (
-        forward_backward(rank_state.model, mesh, rank_state.objective, microbatches, step_batch.units / scale, record)
+        forward_backward(
+            rank_state.model, mesh, rank_state.objective, microbatches, step_batch.units / scale, record, metrics
+        )
         / scale
     )
     if record is not None:
@@ -70,9 +74,9 @@ def train_step(
     state.step += 1
     state.tokens += step_batch.tokens
     scaling = state.scale if run.precision.loss_scaling else None
-    return StepResult(
-        state.step, all_reduce_sum(loss, mesh), norm, lr, step_batch.tokens, step_batch.data_s, experts, scaling
-    )
+    sums = all_reduce_sum(torch.cat([loss.reshape(1), metrics.sums.flatten().to(loss.dtype)]), mesh)
+    measured = sums[1:].view(-1, 2)
+    return StepResult(state.step, sums[0], norm, lr, step_batch.tokens, step_batch.data_s, measured, experts, scaling)
 
 
 def _update(rank_state: RankState, state: TrainState) -> tuple[Tensor, float]:

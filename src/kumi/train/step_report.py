@@ -7,11 +7,12 @@ import time
 from typing import Any, NoReturn
 
 from kumi.errors import DivergedError
+from kumi.objectives import SequenceObjective
 from kumi.parallel.grad_norm import LossScale
 from kumi.plan.estimates import bytes_as_measured
 from kumi.train.callbacks import Listener
 from kumi.train.cpu_contention import CpuWait
-from kumi.train.evaluate import Evaluation
+from kumi.train.evaluate import Evaluation, means_of
 from kumi.train.metrics import Metrics
 from kumi.train.process_memory import peak_memory
 from kumi.train.step import StepResult
@@ -86,6 +87,12 @@ class Reporter:
                 **{f"eval/loss/{name}": each.loss for name, each in result.sources.items()},
                 "eval/tokens": result.tokens,
                 "eval/unigram_entropy": entropy,
+                **{f"eval/{name}": value for name, value in result.metrics.items()},
+                **{
+                    f"eval/{name}/{source}": value
+                    for source, each in result.sources.items()
+                    for name, value in each.metrics.items()
+                },
             }
             self._metrics.note(
                 f"step {step} | validation loss {result.loss:.4f} on {result.tokens} held-out tokens "
@@ -138,6 +145,9 @@ class Reporter:
 
     def _entry(self, result: StepResult, loss: float, step_s: float) -> dict[str, Any]:
         run, experts, scaling = self._rank_state.run, {}, {}
+        objective = self._rank_state.objective
+        names = objective.metrics if isinstance(objective, SequenceObjective) else ()
+        metrics = means_of(result.metrics.flatten().tolist(), names)
         if result.scale is not None:
             scaling = {"train/skipped_updates": result.scale.skipped, "train/loss_scale": result.scale.scale}
         if result.experts is not None:
@@ -152,6 +162,7 @@ class Reporter:
             "train/loss": loss,
             "train/grad_norm": float(result.grad_norm),
             "train/lr": result.lr,
+            **{f"train/{name}": value for name, value in metrics.items()},
             **experts,
             **scaling,
             "perf/step_s": step_s,

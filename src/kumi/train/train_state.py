@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from kumi.config.pinned_run import layout_keys
 from kumi.convert.base_digest import base_digest
 from kumi.convert.hf.origin import UNKNOWN, Origin, origin_of
 from kumi.data import BatchSource, SequentialSampler, Store
-from kumi.objectives import OBJECTIVES, Objective
+from kumi.objectives import Objective
 from kumi.parallel.grad_norm import LossScale
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optim.optimizer import Optimizer
@@ -52,10 +53,10 @@ class RankState:
     store: Store
     probe_ids: npt.NDArray[np.int64]  # (3, S): tokens for the comparison of export and model, the same on all ranks
 
-    @property
+    @cached_property
     def objective(self) -> Objective:
         """The training objective of the run."""
-        return OBJECTIVES[self.run.config.objective.kind]
+        return self.run.config.objective.build()
 
 
 def checkpoint_pieces(rank_state: RankState) -> list[Piece]:

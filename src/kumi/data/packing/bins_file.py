@@ -19,33 +19,34 @@ from kumi.data.packing.unit_positions import Units, positions_of
 from kumi.errors import ConfigError, RefusedError
 from kumi.files.output import open_new
 from kumi.files.untrusted import explain, open_stream
+from kumi.objectives import LM_ROWS, RowForm
 
 _MAGIC = 0x534E4942  # "BINS"
 _HEADER = 6
 
 
-def pack_units(units: Units, content: str, seq_len: int, seed: int) -> Bins:
+def pack_units(units: Units, content: str, seq_len: int, seed: int, form: RowForm = LM_ROWS) -> Bins:
     """Return the bins of `units` in rows of `seq_len`; pack them unless their plan is stored, and store it.
 
     `content`: digest of the units. Raise ConfigError when no unit fits.
     """
     try:
-        return open_bins(units, content, seq_len, seed)
+        return open_bins(units, content, seq_len, seed, form)
     except RefusedError:
         pass  # missing, or damaged: the same plan is made again
-    bins = pack(positions_of(units), seq_len, seed)
+    bins = pack(positions_of(units, form), seq_len, seed)
     if not bins.rows:
         raise ConfigError(
             f"{units.prefix}: none of the {len(units.columns)} examples fits a row of {seq_len} tokens "
             f"({bins.too_long} are longer); raise batch.seq_len, or leave the source out"
         )
-    _write(_path(units, content, seq_len, seed), bins, len(units.columns))
+    _write(_path(units, content, seq_len, seed, form), bins, len(units.columns))
     return bins
 
 
-def open_bins(units: Units, content: str, seq_len: int, seed: int) -> Bins:
+def open_bins(units: Units, content: str, seq_len: int, seed: int, form: RowForm = LM_ROWS) -> Bins:
     """Return the stored bins of `units`, memory-mapped. Raise RefusedError for a missing or damaged plan."""
-    path = _path(units, content, seq_len, seed)
+    path = _path(units, content, seq_len, seed, form)
     remedy = "run kumi train again, which packs the examples before it starts"
     try:
         with open_stream(path) as stream:
@@ -60,8 +61,9 @@ def open_bins(units: Units, content: str, seq_len: int, seed: int) -> Bins:
         raise RefusedError(f"{path}: is no plan of packed rows ({explain(error)}); remove it, and {remedy}") from None
 
 
-def _path(units: Units, content: str, seq_len: int, seed: int) -> Path:
-    inputs = f"{VERSION} {content} {units.kind} {seq_len} {seed}"
+def _path(units: Units, content: str, seq_len: int, seed: int, form: RowForm) -> Path:
+    lengths = f"{' scored' if form.scored else ''}{' mismatched' if form.mismatched else ''}"
+    inputs = f"{VERSION} {content} {units.kind} {seq_len} {seed}{lengths}"
     return Path(f"{units.prefix}.bins.{hashlib.blake2b(inputs.encode(), digest_size=8).hexdigest()}.i4")
 
 

@@ -1,9 +1,10 @@
 """Rows of packed units: several examples in each row, every sequence a document of its own.
 
 A sequence of n tokens takes n - 1 positions (see `positions_of`): inputs are its tokens except the last, labels its
-tokens except the first. A label whose token is not trained is `IGNORED`. Position ids restart at each sequence, and
-attention never crosses sequences, not even those of one unit: the model computes for each sequence exactly the losses
-that it computes for the sequence alone."""
+tokens except the first. A label whose token is not trained is `IGNORED`. A sequence that is scored takes n positions,
+and has one label, at its last token. Position ids restart at each sequence, and attention never crosses sequences, not
+even those of one unit: the model computes for each sequence exactly the losses that it computes for the sequence
+alone."""
 
 from __future__ import annotations
 
@@ -16,19 +17,27 @@ import numpy as np
 from kumi.data.binfile import Array
 from kumi.data.chat.masked import TRAINED
 from kumi.data.packing.best_fit import Bins
+from kumi.data.packing.sequence_columns import write_reference, write_sequences, write_unit_records
 from kumi.data.packing.unit_positions import SequenceTokens, Units, mean_sequence_span, positions_of
 from kumi.data.row_source import LOSS_WEIGHTS, Batch
 from kumi.errors import RefusedError
-from kumi.objectives import IGNORED
+from kumi.objectives import IGNORED, LM_ROWS, MISMATCHED, RowForm
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """The units of `bins` as rows of `seq_len` positions."""
+    """The units of `bins` as rows of `seq_len` positions.
+
+    reference: the reference model's log-probs, float64, one a sequence of the source; None for an objective without.
+    mismatched_reference: those of the mismatched sequences, one a unit.
+    """
 
     source: Units
     bins: Bins
     seq_len: int
+    form: RowForm = LM_ROWS
+    reference: Array | None = None
+    mismatched_reference: Array | None = None
 
     @property
     def rows(self) -> int:
@@ -37,6 +46,10 @@ class PackedRows:
     @property
     def weighted(self) -> bool:
         return self.source.weighted
+
+    @property
+    def referenced(self) -> bool:
+        return self.reference is not None
 
     @property
     def units(self) -> int:
@@ -51,43 +64,117 @@ class PackedRows:
     @cached_property
     def filled(self) -> float:
         """Share of the positions that are not padding."""
-        return int(positions_of(self.source)[self.bins.units].sum(dtype=np.int64)) / (self.rows * self.seq_len)
+        return int(positions_of(self.source, self.form)[self.bins.units].sum(dtype=np.int64)) / (
+            self.rows * self.seq_len
+        )
 
     def mean_document_span(self) -> float:
         """Return the mean over positions, without padding, of the positions of their sequence."""
-        return mean_sequence_span(self.source, self.seq_len)
+        return mean_sequence_span(self.source, self.seq_len, self.form)
 
     def units_of(self, row: int) -> Array:
         """Return the numbers of the units in row `row`, in their order."""
         return self.bins.units[self.bins.bounds[row] : self.bins.bounds[row + 1]]
 
+    def most_sequences(self, rows: Array) -> int:
+        """Return the number of sequences in the fullest of the rows `rows` (n,)."""
+        documents = self.source.columns["documents"]
+        return max(int(documents[np.array(self.units_of(row))].sum()) for row in rows.tolist())
+
     def fill(self, batch: Batch, at: Array, rows: Array) -> None:
         """Write the rows `rows` to the rows `at` of `batch`. Raise RefusedError when the units of a row overflow it."""
         for place, row in zip(at.tolist(), rows.tolist(), strict=True):
-            read = [self.source.tokens_of(unit) for unit in self.units_of(row).tolist()]
-            self._fill_row(batch, place, row, read)
+            numbers = self.units_of(row).tolist()
+            units = [self.source.tokens_of(number) for number in numbers]
+            lengths = self._fill_row(batch, place, row, units)
+            if self.source.weighted:
+                self._write_weights(batch, place, units)
+            if not self.form.sequences:
+                continue
+            write_sequences(batch, place, lengths, batch["labels"][place], IGNORED)
+            records = self.source.columns[numbers]
+            write_unit_records(batch, place, records)
+            if self.reference is not None:
+                places = zip(records["first_document"].tolist(), records["documents"].tolist(), strict=True)
+                sums = [self.reference[first : first + count] for first, count in places]
+                write_reference(batch, place, sums)
+            if self.form.mismatched:
+                self._fill_mismatched(batch, place, row, numbers, units)
 
-    def _fill_row(self, batch: Batch, at: int, row: int, units: Sequence[SequenceTokens]) -> None:
-        """Write `units`, those of row `row`, to the row `at` of `batch`."""
-        lengths = np.concatenate([unit.lengths for unit in units]).astype(np.int64)
-        lengths, ends = lengths - 1, np.cumsum(lengths)
+    def mismatched_of(self, unit: int, tokens: SequenceTokens | None = None) -> SequenceTokens:
+        """Return the prompt of unit number `unit` with the trained tokens of the unit before it in the source.
+
+        `tokens`: those of the unit, if they were read already.
+        """
+        tokens = self.source.tokens_of(unit) if tokens is None else tokens
+        other = self.source.tokens_of((unit - 1) % len(self.source.columns))
+        prompt = int(np.argmax(tokens.mask & TRAINED != 0))
+        trained = other.mask & TRAINED != 0
+        mask = np.concatenate([tokens.mask[:prompt], other.mask[trained]])
+        ids = np.concatenate([tokens.ids[:prompt], other.ids[trained]])
+        return _Sequence(ids, mask, None, np.array([len(ids)], np.int32))
+
+    def _fill_mismatched(
+        self, batch: Batch, at: int, row: int, numbers: Sequence[int], units: Sequence[SequenceTokens]
+    ) -> None:
+        """Write the mismatched sequences of the units `numbers` to the mismatched row `at`."""
+        mismatched = [self.mismatched_of(number, unit) for number, unit in zip(numbers, units, strict=True)]
+        lengths = self._fill_row(batch, at, row, mismatched, MISMATCHED)
+        write_sequences(batch, at, lengths, batch[f"{MISMATCHED}labels"][at], IGNORED, MISMATCHED)
+        if self.mismatched_reference is not None:
+            write_reference(batch, at, [self.mismatched_reference[numbers]], MISMATCHED)
+
+    def _fill_row(self, batch: Batch, at: int, row: int, units: Sequence[SequenceTokens], prefix: str = "") -> Array:
+        """Write the tokens of `units`, those of row `row`, to the row `at` of `batch`, into the columns with `prefix`.
+
+        Return the positions of each sequence, (sequences,).
+        """
         ids = np.concatenate([unit.ids for unit in units]).astype(np.int64)
-        is_input, is_label = np.ones(len(ids), bool), np.ones(len(ids), bool)
-        is_input[ends - 1], is_label[ends - lengths - 1] = False, False
-        used = int(lengths.sum())
+        trained = np.concatenate([unit.mask for unit in units]) & TRAINED != 0
+        lengths = np.concatenate([unit.lengths for unit in units]).astype(np.int64)
+        if self.form.scored:
+            labels = np.full(len(ids), IGNORED, np.int64)
+            labels[np.cumsum(lengths) - 1] = ids[np.cumsum(lengths) - 1]
+        else:
+            is_input, is_label = _shifted(lengths)
+            ids, labels, lengths = ids[is_input], np.where(trained, ids, IGNORED)[is_label], lengths - 1
+        used = len(ids)
         if used > self.seq_len:
             raise RefusedError(
                 f"{self.source.prefix}: row {row} of the packed rows has {used} tokens, more than {self.seq_len}: its "
                 f"plan is damaged; remove {self.source.prefix.name}.bins.* and run the same command again"
             )
-        trained = np.concatenate([unit.mask for unit in units]) & TRAINED != 0
-        batch["input_ids"][at, :used] = ids[is_input]
-        batch["labels"][at, :used] = np.where(trained, ids, IGNORED)[is_label]
+        batch[f"{prefix}input_ids"][at, :used] = ids
+        batch[f"{prefix}labels"][at, :used] = labels
         # Padding follows as one more document, so that its positions restart, too.
-        lengths = np.append(lengths, self.seq_len - used)
-        starts = np.cumsum(lengths) - lengths
-        batch["position_ids"][at] = np.arange(self.seq_len) - np.repeat(starts, lengths)
-        batch["document_ids"][at] = np.repeat(np.cumsum(lengths > 0) - 1, lengths)
-        if self.source.weighted:
-            weights = [np.ones(len(unit.ids), np.float32) if unit.weights is None else unit.weights for unit in units]
-            batch[LOSS_WEIGHTS][at, :used] = np.concatenate(weights)[is_label]
+        padded = np.append(lengths, self.seq_len - used)
+        starts = np.cumsum(padded) - padded
+        batch[f"{prefix}position_ids"][at] = np.arange(self.seq_len) - np.repeat(starts, padded)
+        batch[f"{prefix}document_ids"][at] = np.repeat(np.cumsum(padded > 0) - 1, padded)
+        return lengths
+
+    def _write_weights(self, batch: Batch, at: int, units: Sequence[SequenceTokens]) -> None:
+        """Write the weights of the labels of `units` to the row `at`."""
+        weights = [np.ones(len(unit.ids), np.float32) if unit.weights is None else unit.weights for unit in units]
+        _, is_label = _shifted(np.concatenate([unit.lengths for unit in units]).astype(np.int64))
+        values = np.concatenate(weights)[is_label]
+        batch[LOSS_WEIGHTS][at, : len(values)] = values
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """The tokens of one sequence, as `SequenceTokens`."""
+
+    ids: Array
+    mask: Array
+    weights: Array | None
+    lengths: Array
+
+
+def _shifted(lengths: Array) -> tuple[Array, Array]:
+    """Return which tokens of sequences of `lengths` tokens are inputs, and which are labels: all but the last and all
+    but the first of each sequence."""
+    stops = np.cumsum(lengths)
+    is_input, is_label = np.ones(stops[-1], bool), np.ones(stops[-1], bool)
+    is_input[stops - 1], is_label[stops - lengths] = False, False
+    return is_input, is_label

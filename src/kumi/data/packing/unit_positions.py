@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from kumi.data.binfile import Array, IndexedFile
+from kumi.objectives import LM_ROWS, RowForm
 
 
 class SequenceTokens(Protocol):
@@ -33,7 +34,7 @@ class Units(Protocol):
     prefix: of the files of the units.
     kind: the kind of the rows that they were made from.
     file: the sequences of all units in order; document n is sequence n.
-    columns: a record a unit, with the fields "documents" and "tokens": its sequences, and the tokens of all of them.
+    columns: a record a unit, with the fields of `kumi.data.unit_files.UNIT_COLUMNS`, except "digest".
     weighted: whether a token has a weight other than 1.
     """
 
@@ -52,22 +53,29 @@ class Units(Protocol):
         """Return the tokens of unit number `unit`."""
 
 
-def positions_of(units: Units) -> Array:
+def positions_of(units: Units, form: RowForm = LM_ROWS) -> Array:
     """Return the positions of a row that each unit takes, int32 (units,).
 
     The last token of a sequence is a label only, never an input, so a sequence of n tokens takes n - 1 positions. The
-    tokens of a prompt are all inputs: a model continues it.
+    tokens of a prompt are all inputs: a model continues it. So are those of a sequence that is scored. A unit with a
+    mismatched sequence has the same positions in two rows, so it takes those of the longer one.
     """
-    positions = np.array(units.columns["tokens"], np.int32)
-    return positions if units.kind == "prompt" else positions - np.array(units.columns["documents"], np.int32)
+    tokens = np.array(units.columns["tokens"], np.int32)
+    if units.kind == "prompt" or form.scored:
+        return tokens
+    positions = tokens - np.array(units.columns["documents"], np.int32)
+    if form.mismatched:
+        trained = np.array(units.columns["trained"], np.int32)
+        positions = np.maximum(positions, positions - trained + np.roll(trained, 1))
+    return positions
 
 
-def mean_sequence_span(units: Units, seq_len: int) -> float:
+def mean_sequence_span(units: Units, seq_len: int, form: RowForm = LM_ROWS) -> float:
     """Return the mean over positions of the positions of their sequence, over the units that fit a row of `seq_len`.
 
     No sequence is split, so it depends on no plan of bins. Padding is not counted. It is `seq_len` if nothing fits.
     """
-    fits = positions_of(units) <= seq_len
+    fits = positions_of(units, form) <= seq_len
     lengths = np.array(units.file.lengths[: int(units.columns["documents"].sum(dtype=np.int64))], np.float64) - 1
     lengths = lengths[np.repeat(fits, units.columns["documents"])]
     total = float(lengths.sum())

@@ -1,0 +1,104 @@
+"""The section [objective] of a run file: the kind of the objective, and the options of all kinds.
+
+The options are the fields of the objectives' dataclasses (`kumi.objectives.OBJECTIVES`), so that a new objective needs
+no change here. A key that a kind does not use is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field as Key
+from pydantic import create_model, model_validator
+
+from kumi.config.section import Number, Section
+from kumi.errors import ConfigError
+from kumi.objectives import OBJECTIVES, Objective, RowForm
+
+if TYPE_CHECKING:
+    ObjectiveKind: TypeAlias = str
+else:
+    ObjectiveKind = Literal[tuple(OBJECTIVES)]
+
+
+def options_of(kind: str) -> dict[str, Field[Any]]:
+    """Return the options of the objective `kind` by name."""
+    objective: Any = OBJECTIVES[kind]
+    return {option.name: option for option in fields(objective)}
+
+
+def _annotation(option: Field[Any]) -> Any:
+    """Return the type of the key for an option: one of its choices, or a number."""
+    choices = option.metadata["choices"]
+    return (Literal[choices] if choices else Number) | None
+
+
+def _description(name: str) -> str:
+    """Return the description of the key `name`, with the kinds that use it and their defaults."""
+    of_kind = {kind: options_of(kind)[name] for kind in OBJECTIVES if name in options_of(kind)}
+    texts: dict[str, list[str]] = {}
+    for kind, option in of_kind.items():
+        assert option.default is not MISSING, "an option of an objective has a default"
+        default = "" if option.default is None else f": {_value(option.default)}"
+        texts.setdefault(option.metadata["text"], []).append(f"`{kind}`{default}")
+    return " ".join(f"{text.rstrip('.')} ({', '.join(kinds)})." for text, kinds in texts.items())
+
+
+def _value(value: Any) -> str:
+    return f"'{value}'" if isinstance(value, str) else f"{value:g}"
+
+
+class KindSection(Section):
+    """The training objective. A key is used by the kinds that are named beside it, each with its default."""
+
+    kind: ObjectiveKind = Key(
+        "lm",
+        description="'lm' is next-token prediction, 'sft' the same on the replies of examples only; 'dpo', 'orpo', "
+        "'simpo' and 'cpo' train on pairs of replies, 'kto' on replies that are desirable or not; 'reward' trains a "
+        "reward model on pairs.",
+    )
+
+    @model_validator(mode="after")
+    def _check_options(self) -> KindSection:
+        used = options_of(self.kind)
+        for name in self.given:
+            if name not in used:
+                kinds = ", ".join(repr(kind) for kind in OBJECTIVES if name in options_of(kind))
+                keys = f"its keys are {', '.join(used)}" if used else "it has no other key"
+                raise ValueError(f"{name} is not a key of kind={self.kind!r}, but of {kinds}; {keys}")
+        try:
+            self.build()
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("objective.")) from None
+        return self
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that are set."""
+        return {name: value for name, value in self.model_dump(exclude={"kind"}).items() if value is not None}
+
+    @property
+    def rows(self) -> RowForm:
+        """The rows of data that the objective trains."""
+        return OBJECTIVES[self.kind].rows
+
+    def build(self) -> Objective:
+        """Return the objective. Raise ConfigError for options that contradict each other."""
+        return OBJECTIVES[self.kind](**self.given)
+
+
+_OPTIONS = {name: option for kind in OBJECTIVES for name, option in options_of(kind).items()}
+
+if TYPE_CHECKING:
+    ObjectiveSection: TypeAlias = KindSection
+else:
+    ObjectiveSection = create_model(
+        "ObjectiveSection",
+        __base__=KindSection,
+        __doc__=KindSection.__doc__,
+        **{
+            name: (Annotated[_annotation(option), Key(description=_description(name))], None)
+            for name, option in _OPTIONS.items()
+        },
+    )

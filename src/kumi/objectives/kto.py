@@ -1,0 +1,97 @@
+"""KTO: a reply is desirable or not, on its own (Ethayarajh et al., 2024, arXiv:2402.01306, eq. 7).
+
+With L and R the sums of policy and reference log-probs over a reply's tokens, and S the logistic function:
+
+    desirable    w_D (1 - S(b (L - R - z)))
+    undesirable  w_U (1 - S(b (z - (L - R))))
+
+z = max(0, mean of L - R over mismatched pairs), without a gradient. A mismatched pair is a prompt and the reply of the
+unit before it in the data. The mean is over the whole step, so that no layout and no number of microbatches changes z;
+TRL's is over a microbatch of each process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kumi.objectives.objective import SequenceObjective
+from kumi.objectives.options import check_not_negative, check_positive
+from kumi.objectives.row_form import RowForm
+from kumi.spec.field_docs import described
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Kto(SequenceObjective):
+    """The mean over replies of KTO's loss, see the module."""
+
+    beta: float = described("Factor of log-probs; a larger one keeps the policy nearer to the reference.", 0.1)
+    desirable_weight: float = described("Weight of desirable replies in the loss.", 1.0)
+    undesirable_weight: float = described("Weight of undesirable replies in the loss.", 1.0)
+
+    rows: ClassVar[RowForm] = RowForm(("feedback",), sequences=True, mismatched=True)
+    unit: ClassVar[str] = "replies"
+    reference: ClassVar[bool] = True
+    metrics: ClassVar[tuple[str, ...]] = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
+
+    def __post_init__(self) -> None:
+        check_positive(beta=self.beta)
+        check_not_negative(desirable_weight=self.desirable_weight, undesirable_weight=self.undesirable_weight)
+
+    def count(self, batch: Mapping[str, Any]) -> float:
+        """Return the number of replies in `batch`."""
+        return int((batch["trained"] > 0).sum())
+
+    def sequence_loss(self, totals: Tensor, batch: Mapping[str, Tensor], units: float) -> Tensor:
+        ahead = self.beta * (totals - batch["reference"] - _baseline(batch))
+        desirable, undesirable = _sides(batch)
+        losses = self.desirable_weight * desirable * (1 - ahead.sigmoid())
+        losses = losses + self.undesirable_weight * undesirable * (1 - (-ahead).sigmoid())
+        return losses.sum() / units
+
+    def statistics(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the sum of L - R over mismatched pairs, and their number, (2,)."""
+        exist = (batch["mismatched_trained"] > 0).to(totals.dtype)
+        return _sum_and_number(totals - batch["mismatched_reference"], exist)
+
+    def measure(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the rewards b (L - R) and the mean log-prob of a token, of desirable ("chosen") replies and of
+        others, and z."""
+        import torch
+
+        rewards = self.beta * (totals - batch["reference"])
+        desirable, undesirable = _sides(batch)
+        tokens = batch["trained"].to(totals.dtype)
+        exist = desirable + undesirable
+        return torch.stack(
+            [
+                _sum_and_number(rewards, desirable),
+                _sum_and_number(rewards, undesirable),
+                torch.stack([(totals * desirable).sum(), (tokens * desirable).sum()]),
+                torch.stack([(totals * undesirable).sum(), (tokens * undesirable).sum()]),
+                _sum_and_number(_baseline(batch) * exist, exist),
+            ]
+        )
+
+
+def _baseline(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return z, a scalar."""
+    total, number = batch["statistics"]
+    baseline: Tensor = (total / number.clamp(min=1)).clamp(min=0)
+    return baseline
+
+
+def _sides(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return 1.0 for desirable replies, and 1.0 for undesirable ones, each (B, G)."""
+    exist, desirable = (batch["trained"] > 0).double(), batch["desirable"].double()
+    return exist * desirable, exist * (1 - desirable)
+
+
+def _sum_and_number(values: Tensor, chosen: Tensor) -> Tensor:
+    import torch
+
+    return torch.stack([(values * chosen).sum(), chosen.sum()])

@@ -1,0 +1,29 @@
+"""The rows of data that an objective trains, and the columns that its batches need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Kinds of rows (see `kumi.spec.data_source.ROW_KINDS`) whose tokens language modelling trains.
+LM_KINDS = ("text", "chat", "prompt-completion", "instruction")
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """How units of examples become rows of a batch.
+
+    kinds: kinds of rows of a source that the objective trains.
+    sequences: batches have the columns of sequences (see `kumi.data.packing.sequence_columns`).
+    scored: every token of a sequence is an input, and its only label is at its last token, where a score head is read.
+    mismatched: batches have as many rows again, in which each prompt is followed by the reply of the unit before it.
+    """
+
+    kinds: tuple[str, ...] = LM_KINDS
+    sequences: bool = False
+    scored: bool = False
+    mismatched: bool = False
+
+
+LM_ROWS = RowForm()
+# Prefix of the columns of mismatched rows.
+MISMATCHED = "mismatched_"
