@@ -50,7 +50,11 @@ def fetch_snapshot(source: str, key: str, out: Path | None = None) -> hub.Snapsh
 
 def hub_sources(config: PlanConfig) -> dict[str, str]:
     """Return the values of the keys of `config` that may name a repository on the hub."""
-    sources = {"model.source": config.model.source, "data.tokenizer": config.data and config.data.tokenizer}
+    sources = {
+        "model.source": config.model.source,
+        "data.tokenizer": config.data and config.data.tokenizer,
+        "reference.model": config.reference.model,
+    }
     return {key: source for key, source in sources.items() if isinstance(source, str)}
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import Field as Key
 from pydantic import create_model, model_validator
 
-from kumi.config.section import Number, Section
+from kumi.config.section import Number, Section, Text
 from kumi.errors import ConfigError
 from kumi.objectives import OBJECTIVES, Objective, RowForm
 
@@ -83,9 +83,34 @@ class KindSection(Section):
         """The rows of data that the objective trains."""
         return OBJECTIVES[self.kind].rows
 
+    @property
+    def compares(self) -> bool:
+        """Return True if the objective compares the policy with a reference model."""
+        return OBJECTIVES[self.kind].reference
+
     def build(self) -> Objective:
         """Return the objective. Raise ConfigError for options that contradict each other."""
         return OBJECTIVES[self.kind](**self.given)
+
+
+class ReferenceSection(Section):
+    """The reference model, with which 'dpo' and 'kto' compare the policy."""
+
+    kind: Literal["stored", "adapters-off"] = Key(
+        "stored",
+        description="'stored' computes the reference's log-probs once, before the first step, and stores them beside the "
+        "data; 'adapters-off' computes them at every step, by the model without its adapters.",
+    )
+    model: Text | None = Key(
+        None,
+        description="A Hugging Face folder or hub id of the reference, of the same shape as the model; by default the "
+        "policy before its first step.",
+    )
+
+    @property
+    def given(self) -> bool:
+        """Return True if a key is set."""
+        return self.kind != "stored" or self.model is not None
 
 
 _OPTIONS = {name: option for kind in OBJECTIVES for name, option in options_of(kind).items()}

@@ -15,7 +15,7 @@ from kumi.config.balance_section import Balance, choose_balance
 from kumi.config.decide_layout import decide_layout
 from kumi.config.document_lengths import data_folder, document_span
 from kumi.config.jobs import comm_spec, plan_input
-from kumi.config.model_source import fetch_snapshots, read_hf_config, source_folder
+from kumi.config.model_source import fetch_snapshots, local_folder, read_hf_config, source_folder
 from kumi.config.numerics import pin_numerics
 from kumi.config.pinned_run import pin_layout
 from kumi.config.run_length import run_steps, steps_of_epochs, unknown_steps
@@ -131,6 +131,14 @@ class ResolvedRun:
         return Path(os.path.expanduser(self.config.train.out))
 
     @property
+    def reference_folder(self) -> Path | None:
+        """The folder of another reference model than the policy before its first step; None without one."""
+        named = self.config.reference.model
+        if "reference.model" in self.snapshots:
+            return self.snapshots["reference.model"].folder
+        return None if named is None else local_folder(named)
+
+    @property
     def plan(self) -> RunPlan:
         """The content of plan.json."""
         figures = estimate_figures(self.estimate, speed_known=self.step_seconds is not None)
@@ -149,6 +157,7 @@ class ResolvedRun:
             "comm": self.comm,
             "train": (self.planned_steps, train.seed, train.compile, train.trace_step),
             "data": config.data.cross_document,
+            "objective": (config.objective, config.reference.kind),
             "eval": config.eval,
             "checkpoint": config.checkpoint,
         }

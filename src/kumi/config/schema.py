@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import Field, field_validator, model_validator
 
 from kumi.config.data_section import DataSection
-from kumi.config.objective_section import ObjectiveSection
+from kumi.config.objective_section import ObjectiveSection, ReferenceSection
 from kumi.config.section import Decay, Fraction, NotNegative, Number, Positive, Section, Switch, Text, spec_key
 from kumi.spec.comm import COMPRESS, Comm
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
@@ -359,6 +359,7 @@ class PlanConfig(Section):
     cluster: ClusterSection = ClusterSection()
     batch: BatchSection
     objective: ObjectiveSection = ObjectiveSection()
+    reference: ReferenceSection = ReferenceSection()
     lora: LoraSection | None = Field(None, description="Train adapters only; without this section, all parameters.")
     data: DataSection | None = None
     optim: OptimSection = OptimSection()
@@ -372,6 +373,28 @@ class PlanConfig(Section):
     log: LogSection = LogSection()
     export: ExportSection = ExportSection()
     sample: SampleSection = SampleSection()
+
+    @model_validator(mode="after")
+    def _check_reference(self) -> PlanConfig:
+        if not self.reference.given:
+            return self
+        if not self.objective.compares:
+            raise ValueError(
+                f"reference: objective.kind={self.objective.kind!r} compares with no reference model; remove "
+                "[reference], or set objective.kind to 'dpo' or 'kto'"
+            )
+        if self.reference.kind == "adapters-off":
+            if self.lora is None:
+                raise ValueError(
+                    "reference.kind='adapters-off' needs adapters that can be left out; add [lora], or set "
+                    "reference.kind='stored'"
+                )
+            if self.reference.model is not None:
+                raise ValueError(
+                    "reference.model names another model, but reference.kind='adapters-off' computes the reference by "
+                    "the model itself; remove one of them"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_passes(self) -> PlanConfig:

@@ -9,7 +9,8 @@ each rank computes g * (W x + s B A x) from its rows or columns, and sums over r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,7 @@ class LoraLinear(Linear):
     `name`: name of the layer in the model.
     `part`: differs between ranks that hold different tokens or columns of the layer's input.
     `sum_columns`: sums a value of each row over the ranks that hold other columns of the matrix.
+    `uses_adapter`: False computes the frozen layer alone.
     """
 
     def __init__(self, old: Linear, lora: Lora, name: str, *, dtype: torch.dtype) -> None:
@@ -83,6 +85,7 @@ class LoraLinear(Linear):
             nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if lora.use_dora else None
         )
         self.sum_columns: Callable[[Tensor], Tensor] = lambda squares: squares
+        self.uses_adapter = True
 
     def forward(self, x: Tensor) -> Tensor:
         return self.complete(self.product(x, None), self.reduced(x))
@@ -97,8 +100,10 @@ class LoraLinear(Linear):
     def complete(self, product: Tensor, reduced: Tensor) -> Tensor:
         """Return the layer's output, given W x (.., out) and A x (.., r)."""
         # This must not work in place, because selective recomputation keeps the results of matrix products.
-        out = torch.add(product, F.linear(reduced, self.lora_B.weight.to(product.dtype)), alpha=self.lora.scale)
-        if self.lora_magnitude_vector is not None:
+        out = product
+        if self.uses_adapter:
+            out = torch.add(product, F.linear(reduced, self.lora_B.weight.to(product.dtype)), alpha=self.lora.scale)
+        if self.uses_adapter and self.lora_magnitude_vector is not None:
             out = out * (self.lora_magnitude_vector / self.row_norms()).to(out.dtype)
         if self.bias is not None and self.adds_bias:
             out = out + self.bias.to(out.dtype)
@@ -155,6 +160,19 @@ def insert_adapters(decoder: nn.Module, spec: ModelSpec, lora: Lora, *, dtype: t
 def lora_linears(module: nn.Module) -> list[LoraLinear]:
     """Return the layers in `module` that have adapters."""
     return [part for part in module.modules() if isinstance(part, LoraLinear)]
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """A context in which `module` computes what its frozen parameters alone compute."""
+    layers = lora_linears(module)
+    for layer in layers:
+        layer.uses_adapter = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.uses_adapter = True
 
 
 def add_adapter_outputs(

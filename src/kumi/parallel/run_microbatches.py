@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kumi.nn.lora import without_adapters
 from kumi.objectives import MISMATCHED, LinearObjective, Objective, SegmentSums, SequenceObjective, sequence_sums
 from kumi.parallel import context_parallel, pipeline
+from kumi.parallel.data_parallel import reshard
 from kumi.parallel.mesh import Mesh, all_reduce_sum
 from kumi.parallel.pipeline_trace import PipelineTrace
 
@@ -38,10 +41,7 @@ def forward_backward(
     `trace`: receives the times of pipeline actions.
     `metrics`: receives this rank's sums of the objective's metrics.
     """
-    sharded = [shard_batch(objective, batch, mesh) for batch in batches]
-    if objective.rows.mismatched:
-        statistics = mismatched_statistics(model, mesh, objective, sharded)
-        sharded = [{**batch, "statistics": statistics} for batch in sharded]
+    sharded = prepare_batches(model, mesh, objective, batches)
     microbatches = [training_inputs(objective, batch, mesh, units, metrics) for batch in sharded]
     loss = pipeline.train_microbatches(model, mesh, microbatches, trace)
     return loss if adds_to_loss(objective, mesh) else loss.zero_()
@@ -62,22 +62,57 @@ class MetricSums:
             self.sums += measured
 
 
-def mismatched_statistics(
+@torch.no_grad()
+def sum_sequences(
+    model: nn.Module, mesh: Mesh, batches: Sequence[Mapping[str, Tensor]], prefix: str = ""
+) -> list[Tensor]:
+    """Return the sums (B, G) of the log-probs of the sequences of each of `batches`, results of `shard_batch`, float64;
+    an empty list on ranks without the head.
+
+    `prefix`: of the columns, "mismatched_" for mismatched rows.
+    """
+    outputs = pipeline.forward_microbatches(model, mesh, [decoder_inputs(batch, prefix) for batch in batches])
+    sums = segment_sums(mesh)
+    return [sequence_sums(log_probs, batch, sums, prefix) for batch, log_probs in zip(batches, outputs)]
+
+
+def prepare_batches(
     model: nn.Module, mesh: Mesh, objective: Objective, batches: Iterable[Mapping[str, Tensor]]
-) -> Tensor:
-    """Return the objective's statistics of the mismatched rows of `batches`, results of `shard_batch`, summed over all
-    ranks. They are computed in a pass without gradients."""
-    assert isinstance(objective, SequenceObjective)
-    sharded = list(batches)
-    inputs = [decoder_inputs(batch, MISMATCHED) for batch in sharded]
-    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    with torch.no_grad():
-        outputs = pipeline.forward_microbatches(model, mesh, inputs)
-        for batch, log_probs in zip(sharded, outputs):  # none on ranks without the head
-            totals = sequence_sums(log_probs, batch, segment_sums(mesh), MISMATCHED)
-            statistics = objective.statistics(totals, batch)
-            total += statistics if adds_to_loss(objective, mesh) else 0.0
-    return all_reduce_sum(total, mesh)
+) -> list[dict[str, Tensor]]:
+    """Return this rank's positions of `batches`, with the columns of the objective that only the model can compute.
+
+    These are the log-probs of a reference that is the model without its adapters, unless the batches have the
+    reference's log-probs already, and the statistics of mismatched rows. No gradients are computed.
+    """
+    sharded = [shard_batch(objective, batch, mesh) for batch in batches]
+    prefixes = ("", MISMATCHED) if objective.rows.mismatched else ("",)
+    if objective.reference and sharded and "reference" not in sharded[0]:
+        with without_adapters(model), evaluating(model):
+            for prefix in prefixes:
+                # Ranks without the head need no reference.
+                for batch, totals in zip(sharded, sum_sequences(model, mesh, sharded, prefix)):
+                    batch[f"{prefix}reference"] = totals
+    if objective.rows.mismatched:
+        assert isinstance(objective, SequenceObjective)
+        statistics = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        with evaluating(model):
+            for batch, totals in zip(sharded, sum_sequences(model, mesh, sharded, MISMATCHED)):
+                statistics += objective.statistics(totals, batch) if adds_to_loss(objective, mesh) else 0.0
+        statistics = all_reduce_sum(statistics, mesh)
+        sharded = [{**batch, "statistics": statistics} for batch in sharded]
+    return sharded
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which `model` computes as in evaluation, without dropout; parameters are sharded again after it."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+        reshard(model)
 
 
 def shard_batch(objective: Objective, batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:

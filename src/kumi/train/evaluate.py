@@ -11,14 +11,7 @@ from kumi.objectives import IGNORED, SequenceObjective, sequence_sums
 from kumi.parallel import pipeline
 from kumi.parallel.data_parallel import reshard
 from kumi.parallel.mesh import all_reduce_sum, is_loss_rank
-from kumi.parallel.run_microbatches import (
-    MetricSums,
-    adds_to_loss,
-    decoder_inputs,
-    mismatched_statistics,
-    segment_sums,
-    shard_batch,
-)
+from kumi.parallel.run_microbatches import MetricSums, adds_to_loss, decoder_inputs, prepare_batches, segment_sums
 from kumi.train.step import to_device
 from kumi.train.train_state import RankState
 
@@ -70,10 +63,8 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
             for (source, _, _), full_batch in zip(group, full_batches, strict=True):
                 units[source] += objective.count(full_batch)
                 tokens[source] += int((full_batch["labels"] != IGNORED).sum())
-        batches = [shard_batch(objective, to_device(batch, mesh.device), mesh) for batch in full_batches]
-        if objective.rows.mismatched:
-            statistics = mismatched_statistics(rank_state.model, mesh, objective, batches)
-            batches = [{**batch, "statistics": statistics} for batch in batches]
+        on_device = (to_device(batch, mesh.device) for batch in full_batches)
+        batches = prepare_batches(rank_state.model, mesh, objective, on_device)
         outputs = pipeline.forward_microbatches(rank_state.model, mesh, list(map(decoder_inputs, batches)))
         # Ranks without the head return no log-probs.
         for (source, _, _), batch, log_probs in zip(group, batches, outputs):

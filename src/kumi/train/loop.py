@@ -5,30 +5,30 @@ mesh -> model -> optimizer -> data -> restore -> [step -> report -> evaluate -> 
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from signal import SIGTERM, Signals
+from typing import Any
 
 import torch
 
 from kumi.config import ResolvedRun
 from kumi.config.run_length import run_mixture
-from kumi.convert import weights_reader
-from kumi.convert.hf.adapter_read import adapters_reader
 from kumi.data import Store
 from kumi.errors import OK, DivergedError, NothingTrainedError, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.nn.numerics import use_numerics
-from kumi.parallel.build import build
 from kumi.parallel.mesh import Mesh, all_reduce_sum, build_mesh, close_distributed, init_distributed
 from kumi.parallel.optim import build_optimizer
-from kumi.parallel.state_tensors import PieceReader, fill_pieces, optimizer_pieces
+from kumi.parallel.state_tensors import fill_pieces, optimizer_pieces
 from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
 from kumi.train.callbacks import Callbacks, Listener
+from kumi.train.check_reference import check_reference
 from kumi.train.compare_ranks import check_agreement
 from kumi.train.evaluate import evaluate
 from kumi.train.export_probe import probe_ids, write_probe
@@ -43,8 +43,10 @@ from kumi.train.process_memory import (
     keep_freed_memory,
     trim_heap,
 )
+from kumi.train.reference import lacks_references, make_references, open_references
 from kumi.train.resume import last_checkpoint, restore_state
 from kumi.train.run_folder import checkpoint_root
+from kumi.train.run_models import build_policy, build_reference
 from kumi.train.step import read_step, train_step
 from kumi.train.step_report import Reporter
 from kumi.train.train_state import RankState, TrainState, checkpoint_meta, checkpoint_pieces
@@ -131,6 +133,8 @@ def _train_steps(
     config, steps, root = rank_state.run.config, rank_state.run.steps, checkpoint_root(rank_state.run.out)
     # The preflight check runs in the first step only.
     before_update: Callable[[], None] | None = partial(run_preflight, rank_state, state, root, attempt)
+    if state.step == 0:
+        _compare_reference(rank_state, reporter)
     while state.step < steps:
         saver.check()
         step_batch = read_step(rank_state, state, _stop_signal(stop, reporter.listener))
@@ -153,6 +157,20 @@ def _train_steps(
             reporter.flush()
             _save(rank_state, state, saver, root, reporter.listener, wait=last or not config.checkpoint.asynchronous)
     return OK
+
+
+def _compare_reference(rank_state: RankState, reporter: Reporter) -> None:
+    """Raise ConfigError unless the stored reference, if it is the initial policy, agrees with it on the first rows."""
+    run = rank_state.run
+    if not run.config.objective.compares or run.config.reference.kind != "stored":
+        return
+    if run.reference_folder is not None:
+        reporter.note(
+            f"reference  {run.config.reference.model}: another model than the policy, so not compared with it at step 0"
+        )
+        return
+    batch = rank_state.data.at(0)
+    check_reference(run, rank_state.store, rank_state.mesh, rank_state.model, rank_state.objective, batch)
 
 
 def _stop_signal(stop: StopFlag, listener: Listener) -> int | None:
@@ -194,32 +212,27 @@ def _build_and_restore(
     saved = last_checkpoint(run)
     state = TrainState() if saved is None else restore_state(saved, store, run)
     run = run if saved is None else with_stored_warmup(run, saved.meta)
-    weights: int | PieceReader = run.config.train.seed
-    adapters: int | PieceReader = run.config.train.seed if saved is None else saved.read
-    if saved is not None and run.model.lora is None:
-        weights = saved.read
-    elif run.source is not None and run.config.model.init == "pretrained":
-        weights = weights_reader(run.source, run.base)
-    if saved is None and run.config.lora is not None and run.config.lora.source is not None:
-        adapters = adapters_reader(Path(os.path.expanduser(run.config.lora.source)), run.model)
-    model = build(
-        run.model,
-        mesh,
-        run.precision,
-        weights=weights,
-        compile=run.config.train.compile,
-        comm=run.comm,
-        adapters=adapters,
-    )
+    objective = run.config.objective.build()
+    missing = lacks_references(run, store, mesh)
+    if missing and (saved is not None or run.reference_folder is not None):
+        make_references(run, store, mesh, build_reference(run, mesh), objective)
+        gc.collect()  # the reference's parameters are in cycles of references
+    model = build_policy(run, mesh, None if saved is None else saved.read)
+    if missing and saved is None and run.reference_folder is None:
+        make_references(run, store, mesh, model, objective)
+    references = open_references(run, store)
     folder = Path(os.path.expanduser(run.config.train.offload_dir or run.out / "offload"))
     optimizer = build_optimizer(model, mesh, run.optim, folder)
     if saved is not None:
         fill_pieces(optimizer_pieces(model, optimizer, mesh), saved.read)
     cross = run.config.data.cross_document
-    mixture = run_mixture(run.config, store)
+    mixture = run_mixture(run.config, store, references)
     source = open_source(run, mixture, run.layout.dp_index(mesh.rank), None if saved is None else saved.meta)
-    limit = run.config.eval.sequences
-    validation = store.sweep(run.batch.seq_len, cross_document=cross, limit=limit) if store.validation_tokens else None
+    validation = None
+    if store.validation_tokens:
+        options: dict[str, Any] = {"limit": run.config.eval.sequences, "references": references}
+        form = run.config.objective.rows
+        validation = store.sweep(run.batch.seq_len, cross_document=cross, form=form, **options)
     return RankState(run, mesh, model, optimizer, source, validation, store, probe_ids(mixture)), state
 
 

@@ -123,6 +123,8 @@ def _config_and_plan(run: ResolvedRun) -> tuple[RunConfig, RunPlan | None]:
 def _fetch_weights(run: ResolvedRun) -> None:
     if "model.source" in run.snapshots and run.config.model.init == "pretrained":
         hub.fetch_weights(run.snapshots["model.source"])
+    if "reference.model" in run.snapshots:
+        hub.fetch_weights(run.snapshots["reference.model"])
 
 
 def check_run(run: ResolvedRun) -> None:

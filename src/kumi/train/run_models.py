@@ -1,0 +1,58 @@
+"""Build the models of a run: the policy, from its initial weights or a checkpoint, and its reference."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import nn
+
+from kumi.config import ResolvedRun
+from kumi.convert import weights_reader
+from kumi.convert.hf.adapter_read import adapters_reader
+from kumi.parallel.build import build
+from kumi.parallel.mesh import Mesh
+from kumi.parallel.state_tensors import PieceReader
+
+
+def build_policy(run: ResolvedRun, mesh: Mesh, saved: PieceReader | None = None) -> nn.Module:
+    """Return the model that `run` trains: from the tensors `saved` of a checkpoint, or before the first step."""
+    weights, adapters = initial_weights(run)
+    if saved is not None:
+        adapters = saved
+        weights = weights if run.model.lora is not None else saved
+    return _build(run, mesh, weights, adapters)
+
+
+def build_reference(run: ResolvedRun, mesh: Mesh) -> nn.Module:
+    """Return the reference model of `run`: the one that reference.model names, or the policy before its first step.
+
+    Adapters without training change nothing, so that a named reference may have them as the policy does.
+    """
+    weights, adapters = initial_weights(run)
+    if run.reference_folder is not None:
+        weights, adapters = weights_reader(run.reference_folder, run.base), run.config.train.seed
+    return _build(run, mesh, weights, adapters)
+
+
+def initial_weights(run: ResolvedRun) -> tuple[int | PieceReader, int | PieceReader]:
+    """Return the weights and the adapters before the first step: readers of tensors, or a seed."""
+    weights: int | PieceReader = run.config.train.seed
+    adapters: int | PieceReader = run.config.train.seed
+    if run.source is not None and run.config.model.init == "pretrained":
+        weights = weights_reader(run.source, run.base)
+    if run.config.lora is not None and run.config.lora.source is not None:
+        adapters = adapters_reader(Path(os.path.expanduser(run.config.lora.source)), run.model)
+    return weights, adapters
+
+
+def _build(run: ResolvedRun, mesh: Mesh, weights: int | PieceReader, adapters: int | PieceReader) -> nn.Module:
+    return build(
+        run.model,
+        mesh,
+        run.precision,
+        weights=weights,
+        compile=run.config.train.compile,
+        comm=run.comm,
+        adapters=adapters,
+    )
