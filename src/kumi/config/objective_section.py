@@ -98,8 +98,8 @@ class ReferenceSection(Section):
 
     kind: Literal["stored", "adapters-off"] = Key(
         "stored",
-        description="'stored' computes the reference's log-probs once, before the first step, and stores them beside the "
-        "data; 'adapters-off' computes them at every step, by the model without its adapters.",
+        description="'stored' computes the reference's log-probs once, before the first step, and stores them beside "
+        "the data; 'adapters-off' computes them at every step, by the model without its adapters.",
     )
     model: Text | None = Key(
         None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import zlib
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class ReferenceSums:
     trained: number of trained tokens of each sequence, float64.
     tokens: CRC-32 of the tokens of each sequence, float64.
     mismatched: sum of the log-probs of the mismatched sequence of each unit, float64 (units,); nan where not computed.
-    fingerprint: of the weights, see `kumi.train.reference.weights_fingerprint`.
+    fingerprint: of the weights, see `kumi.train.reference_sums.weights_fingerprint`.
     done, rows: rows that are computed, in order, and all rows.
     """
 
@@ -95,7 +96,7 @@ def read_sums(path: Path, sequences: int, units: int) -> ReferenceSums | None:
     except (OSError, ValueError) as error:
         raise _damaged(path, explain(error)) from None
     bounds = np.cumsum([0, 2, sequences, sequences, sequences, units])
-    fingerprint, *arrays = (values[begin:end] for begin, end in zip(bounds[:-1], bounds[1:], strict=True))
+    fingerprint, *arrays = (values[begin:end] for begin, end in pairwise(bounds))
     if int(head["magic"][0]) != _MAGIC or int(head["crc"][0]) != _crc(head.copy(), [values]):
         raise _damaged(path, "its content does not match its checksum")
     done, rows = int(head["done"][0]), int(head["rows"][0])

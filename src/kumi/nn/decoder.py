@@ -22,6 +22,7 @@ from kumi.nn.attention.attention_context import (
 )
 from kumi.nn.attention.grouped_query import attend
 from kumi.nn.linear import Linear
+from kumi.nn.logit_chunks import Shaping, Statistic, TokenScores
 from kumi.nn.mixers import MIXERS
 from kumi.nn.mlp import MLP
 from kumi.nn.moe import MoE
@@ -197,7 +198,7 @@ class Decoder(nn.Module):
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, device=device, dtype=dtype)
         self.make_attention: Callable[[Tensor, Tensor | None], AttentionFn] = unsharded_attention
         self.make_lengths: Callable[[Tensor, Tensor | None], int | Tensor] = document_lengths
-        self.shaping = logprob.Shaping(spec.logit_scale, spec.logit_softcap)
+        self.shaping = Shaping(spec.logit_scale, spec.logit_softcap)
         self.logits = logits
         self.log_probs = partial(logprob.log_probs, shaping=self.shaping)
         self.weighted_sum = partial(logprob.weighted_sum, shaping=self.shaping)
@@ -212,6 +213,7 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         token_weights: None = None,
         loss: Callable[[Tensor], Tensor] | None = None,
+        head_positions: Tensor | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -224,7 +226,22 @@ class Decoder(nn.Module):
         labels: Tensor,
         token_weights: Tensor,
         loss: None = None,
+        head_positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor,
+        token_weights: Tensor | None = None,
+        loss: Callable[[Tensor], Tensor] | None = None,
+        head_positions: Tensor | None = None,
+        statistics: tuple[Statistic, ...],
+    ) -> Tensor | TokenScores | tuple[Tensor, TokenScores]: ...
 
     def forward(
         self,
@@ -235,7 +252,9 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         token_weights: Tensor | None = None,
         loss: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        head_positions: Tensor | None = None,
+        statistics: tuple[Statistic, ...] = (),
+    ) -> Tensor | TokenScores | tuple[Tensor, Tensor] | tuple[Tensor, TokenScores]:
         """Return logits, log-probs, a loss, or hidden states.
 
         - Without `labels`: logits (B, S, V).
@@ -246,9 +265,15 @@ class Decoder(nn.Module):
         - With `labels` and `loss`: the scalar that `loss` returns for the log-probs.
         - On a stage without head: hidden states, whatever the other arguments.
 
+        `statistics` ("entropy", "top") asks for further numbers of each label, from the logits of the log-probs. The
+        result then has `TokenScores` (B, S) in place of log-probs, and with `loss` it is the scalar and the scores.
+        Scores beside a scalar are detached; entropy and top always are.
+
         `input_ids` (B, S): token ids; on a stage without embedding, the hidden states of the previous stage.
         `document_ids` (B, S): separates documents that are packed in a row.
         `position_ids` (B, S): by default 0, 1, ... in each document; required on a stage without embedding.
+        `head_positions` (N,): flat positions in `labels`, without those of ignored labels. The head is computed only
+        there, and the log-probs of other labels are 0. None: at all positions.
         """
         hidden = self.hidden(input_ids, position_ids=position_ids, document_ids=document_ids)
         if not self.has_head:
@@ -257,11 +282,16 @@ class Decoder(nn.Module):
         if labels is None:
             shape = input_ids.shape if position_ids is None else position_ids.shape
             return self.shaping.shape(self.logits(flat, weight)).view(*shape, -1)
-        if token_weights is None:
-            log_probs = self.log_probs(flat, weight, labels.flatten()).view(labels.shape)
-            return log_probs if loss is None else loss(log_probs)
-        total, log_probs = self.weighted_sum(flat, weight, labels.flatten(), token_weights.flatten())
-        return total, log_probs.view(labels.shape)
+        options: Any = {"trained": head_positions, "statistics": statistics}
+        if token_weights is not None:
+            total, scores = self.weighted_sum(flat, weight, labels.flatten(), token_weights.flatten(), **options)
+            scores = scores.view(labels.shape)
+            return (total, scores) if statistics else (total, scores.log_probs)
+        scores = self.log_probs(flat, weight, labels.flatten(), **options).view(labels.shape)
+        if loss is None:
+            return scores if statistics else scores.log_probs
+        total = loss(scores.log_probs)
+        return (total, scores._replace(log_probs=scores.log_probs.detach())) if statistics else total
 
     def hidden(
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None

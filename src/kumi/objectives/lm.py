@@ -46,3 +46,4 @@ class SupervisedFineTuning(LanguageModeling):
     """
 
     rows: ClassVar[RowForm] = RowForm(("chat", "prompt-completion", "instruction"))
+    evaluated: ClassVar[tuple[str, ...]] = ("entropy", "mean_token_accuracy")

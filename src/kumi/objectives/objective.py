@@ -58,7 +58,12 @@ class LinearObjective(Objective):
     """A weighted sum of log-probs, with weights that are known before the forward pass.
 
     The head can then compute its gradient in the forward pass, and keeps no log-probs.
+
+    `evaluated`: the means over trained tokens that an evaluation reports beside the loss: the "entropy" of the
+    prediction in nats, and "mean_token_accuracy", the share of labels that are the most probable token.
     """
+
+    evaluated: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def token_weights(self, batch: Mapping[str, Tensor], units: float) -> Tensor:

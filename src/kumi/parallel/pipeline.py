@@ -41,7 +41,7 @@ from kumi.spec.sends_and_recvs import (
     pipeline_steps,
 )
 
-# The decoder's arguments for one microbatch, by name: tensors, and `loss` if it is a function.
+# The decoder's arguments for one microbatch, by name: tensors, `loss` if it is a function, `statistics`.
 MicrobatchInputs = Mapping[str, Any]
 # Kind of a tensor, the stage that computes it, microbatch.
 TensorKey = tuple[str, int, int]
@@ -80,7 +80,7 @@ class _Run:
     graphs: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = field(default_factory=dict)
     deferred_wgrads: dict[tuple[int, int], DeferredWgrads] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
 
 
 def train_microbatches(
@@ -103,9 +103,9 @@ def train_microbatches(
 
 
 @torch.no_grad()
-def forward_microbatches(model: nn.Module, mesh: Mesh, microbatches: Sequence[MicrobatchInputs]) -> list[Tensor]:
-    """Return the head's result for each of `microbatches` (see `Decoder.forward`); an empty list on ranks without the
-    head."""
+def forward_microbatches(model: nn.Module, mesh: Mesh, microbatches: Sequence[MicrobatchInputs]) -> list[Any]:
+    """Return the head's result for each of `microbatches` (see `Decoder.forward`), such as log-probs or `TokenScores`;
+    an empty list on ranks without the head."""
     layout = mesh.layout
     steps = forward_pipeline_steps(layout.schedule, layout.pp, layout.stages, len(microbatches))[mesh.index("pp")]
     run = _new_run(model, mesh, microbatches, steps, training=False, trace=None)
@@ -155,15 +155,16 @@ def _forward(run: _Run, action: Action) -> None:
         inputs["position_ids"] = positions(tokens, inputs.get("document_ids"))
     last = microbatch == len(run.microbatches) - 1
     with data_parallel.sync_context(stage, run.mesh, last=last):
-        out = stage(tokens if hidden is None else hidden, **inputs)
-    if isinstance(out, tuple):
-        out = out[0]
+        result = stage(tokens if hidden is None else hidden, **inputs)
+    out = result[0] if isinstance(result, tuple) else result
     if run.training:
         run.graphs[number, microbatch] = hidden, get_gradient_edge(out)
-    if number == run.last:
-        (run.losses if run.training else run.outputs).append(out.detach())
-    else:
+    if number < run.last:
         _send_or_local(run, (ACTIVATION, number, microbatch), number + 1, out.detach())
+    elif run.training:
+        run.losses.append(out.detach())
+    else:
+        run.outputs.append(result)
     record_action(run.trace, action, start)
 
 

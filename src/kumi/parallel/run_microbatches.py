@@ -1,8 +1,11 @@
-"""The loss and gradients of a step on this rank: an objective, which knows no layout, applied to the rank's batch."""
+"""The loss and gradients of a step on this rank: an objective, which knows no layout, applied to the rank's batch.
+
+Batches arrive on the CPU, where `shard_batch` reads them: the host never waits for the device to know the labels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,14 +15,38 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kumi.nn.lora import without_adapters
-from kumi.objectives import MISMATCHED, LinearObjective, Objective, SegmentSums, SequenceObjective, sequence_sums
+from kumi.objectives import (
+    IGNORED,
+    MISMATCHED,
+    LinearObjective,
+    Objective,
+    SegmentSums,
+    SequenceObjective,
+    sequence_sums,
+)
 from kumi.parallel import context_parallel, pipeline
 from kumi.parallel.data_parallel import reshard
 from kumi.parallel.mesh import Mesh, all_reduce_sum
 from kumi.parallel.pipeline_trace import PipelineTrace
 
-# The columns of a batch that the decoder reads.
-_DECODER_COLUMNS = ("input_ids", "labels", "position_ids", "document_ids")
+# The columns of a batch that the decoder reads. `shard_batch` adds "head_positions".
+_DECODER_COLUMNS = ("input_ids", "labels", "position_ids", "document_ids", "head_positions")
+
+# The least share of ignored labels for which the head leaves out their tokens. Below it, picking the other tokens gains
+# little. Plain text, whose documents each end with an ignored label, is computed as it lies.
+LEAST_IGNORED_SHARE = 1 / 8
+
+# labels (B, S) -> the flat positions of those that the head computes, or None for all.
+LabelPositions = Callable[[Tensor], Tensor | None]
+
+
+def trained_positions(labels: Tensor) -> Tensor | None:
+    """Return the flat positions (N,) of the `labels` that are not ignored; None if too few are ignored.
+
+    On a GPU the host would wait for `labels`.
+    """
+    positions = (labels.flatten() != IGNORED).nonzero()[:, 0]
+    return positions if len(positions) <= (1 - LEAST_IGNORED_SHARE) * labels.numel() else None
 
 
 def forward_backward(
@@ -30,18 +57,23 @@ def forward_backward(
     units: float,
     trace: PipelineTrace | None = None,
     metrics: MetricSums | None = None,
+    label_positions: LabelPositions = trained_positions,
 ) -> Tensor:
     """Compute the gradients of a step, and return this rank's part of the loss, a scalar.
 
     The sum of the parts over all ranks is the loss of the step.
 
-    `batches`: microbatches of this data-parallel rank, unsharded rows.
+    `batches`: microbatches of this data-parallel rank, unsharded rows, on the CPU.
     `units`: the number of units in the step, over all ranks; the objective's loss is a mean over units. To multiply the
     loss by a loss scale, divide `units` by it.
     `trace`: receives the times of pipeline actions.
     `metrics`: receives this rank's sums of the objective's metrics.
+    `label_positions`: the positions that the head computes.
     """
-    sharded = prepare_batches(model, mesh, objective, batches)
+    sharded = prepare_batches(model, mesh, objective, batches, label_positions)
+    if objective.rows.mismatched:
+        statistics = all_reduce_sum(mismatched_statistics(model, mesh, objective, sharded), mesh)
+        sharded = [{**batch, "statistics": statistics} for batch in sharded]
     microbatches = [training_inputs(objective, batch, mesh, units, metrics) for batch in sharded]
     loss = pipeline.train_microbatches(model, mesh, microbatches, trace)
     return loss if adds_to_loss(objective, mesh) else loss.zero_()
@@ -49,10 +81,14 @@ def forward_backward(
 
 class MetricSums:
     """The sums of an objective's metrics over the microbatches of this rank, (metrics, 2): see
-    `SequenceObjective.measure`."""
+    `SequenceObjective.measure`.
 
-    def __init__(self, objective: Objective, mesh: Mesh) -> None:
-        self.names = objective.metrics if isinstance(objective, SequenceObjective) else ()
+    `names`: the metrics; by default those of a `SequenceObjective`, or none.
+    """
+
+    def __init__(self, objective: Objective, mesh: Mesh, names: Sequence[str] | None = None) -> None:
+        of_sequences = objective.metrics if isinstance(objective, SequenceObjective) else ()
+        self.names = of_sequences if names is None else names
         self.sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=mesh.device)
         self._counts = adds_to_loss(objective, mesh)
 
@@ -77,14 +113,17 @@ def sum_sequences(
 
 
 def prepare_batches(
-    model: nn.Module, mesh: Mesh, objective: Objective, batches: Iterable[Mapping[str, Tensor]]
+    model: nn.Module,
+    mesh: Mesh,
+    objective: Objective,
+    batches: Iterable[Mapping[str, Tensor]],
+    label_positions: LabelPositions = trained_positions,
 ) -> list[dict[str, Tensor]]:
-    """Return this rank's positions of `batches`, with the columns of the objective that only the model can compute.
+    """Return this rank's positions of `batches`, with the log-probs of the reference if the objective compares with it.
 
-    These are the log-probs of a reference that is the model without its adapters, unless the batches have the
-    reference's log-probs already, and the statistics of mismatched rows. No gradients are computed.
+    Batches without a reference's log-probs get those of the model without its adapters, in a pass without gradients.
     """
-    sharded = [shard_batch(objective, batch, mesh) for batch in batches]
+    sharded = [shard_batch(objective, batch, mesh, label_positions) for batch in batches]
     prefixes = ("", MISMATCHED) if objective.rows.mismatched else ("",)
     if objective.reference and sharded and "reference" not in sharded[0]:
         with without_adapters(model), evaluating(model):
@@ -92,15 +131,20 @@ def prepare_batches(
                 # Ranks without the head need no reference.
                 for batch, totals in zip(sharded, sum_sequences(model, mesh, sharded, prefix)):
                     batch[f"{prefix}reference"] = totals
-    if objective.rows.mismatched:
-        assert isinstance(objective, SequenceObjective)
-        statistics = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-        with evaluating(model):
-            for batch, totals in zip(sharded, sum_sequences(model, mesh, sharded, MISMATCHED)):
-                statistics += objective.statistics(totals, batch) if adds_to_loss(objective, mesh) else 0.0
-        statistics = all_reduce_sum(statistics, mesh)
-        sharded = [{**batch, "statistics": statistics} for batch in sharded]
     return sharded
+
+
+def mismatched_statistics(
+    model: nn.Module, mesh: Mesh, objective: Objective, batches: Sequence[Mapping[str, Tensor]]
+) -> Tensor:
+    """Return this rank's part of the objective's statistics of the mismatched rows of `batches`, results of
+    `prepare_batches`, (2,) float64. The sum of the parts over all ranks is the column "statistics"."""
+    assert isinstance(objective, SequenceObjective)
+    part = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    with evaluating(model):
+        for batch, totals in zip(batches, sum_sequences(model, mesh, batches, MISMATCHED)):
+            part += objective.statistics(totals, batch) if adds_to_loss(objective, mesh) else 0.0
+    return part
 
 
 @contextmanager
@@ -115,16 +159,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         reshard(model)
 
 
-def shard_batch(objective: Objective, batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """Return the positions of `batch` of this context-parallel rank."""
+def shard_batch(
+    objective: Objective, batch: Mapping[str, Tensor], mesh: Mesh, label_positions: LabelPositions = trained_positions
+) -> dict[str, Tensor]:
+    """Return this context-parallel rank's positions of `batch`, on its device.
+
+    The column "head_positions" has the `label_positions`, unless they are None. So have mismatched rows.
+    """
     by_position = [name for name, along in objective.columns.items() if along == "token"]
     rows = {name: column for name, column in batch.items() if not name.startswith(MISMATCHED)}
     mismatched = {name.removeprefix(MISMATCHED): batch[name] for name in batch if name not in rows}
-    sharded = context_parallel.shard_sequence(rows, mesh, also=by_position)
-    if mismatched:
-        others = context_parallel.shard_sequence(mismatched, mesh, also=by_position)
-        sharded |= {MISMATCHED + name: column for name, column in others.items()}
-    return sharded
+    result: dict[str, Tensor] = {}
+    for prefix, columns in (("", rows), (MISMATCHED, mismatched)):
+        if columns:
+            sharded = context_parallel.shard_sequence(columns, mesh, also=by_position)
+            positions = label_positions(sharded["labels"])
+            if positions is not None:
+                sharded = {**sharded, "head_positions": positions}
+            result |= {prefix + name: column for name, column in sharded.items()}
+    return {name: column.to(mesh.device, non_blocking=True) for name, column in result.items()}
 
 
 def decoder_inputs(batch: Mapping[str, Tensor], prefix: str = "") -> dict[str, Any]:

@@ -1,17 +1,16 @@
 """The head and its log-probs with a vocabulary that is sharded over tp.
 
-The ranks exchange two numbers for each token: the log-sum-exp of their logits, and the label's logit. Training never
-all-gathers logits (Shoeybi et al., 2019, arXiv:1909.08053, section 3).
+The ranks exchange two numbers for each token: the log-sum-exp of their logits, and the label's logit; and one more for
+each statistic of the prediction. Training never all-gathers logits (Shoeybi et al., 2019, arXiv:1909.08053, section 3).
 """
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from kumi.nn.logprob import Vocabulary
+from kumi.nn.logit_chunks import Vocabulary
 from kumi.parallel.token_collectives import all_gather_no_grad, all_reduce_no_grad, reduce_scatter_no_grad
 
 
@@ -34,9 +33,8 @@ class VocabularyShard(Vocabulary):
         here = (rows >= 0) & (rows < self.count)
         return rows.clamp(0, self.count - 1), here
 
-    def join(self, log_sum: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        parts = all_gather_no_grad(torch.stack((log_sum, chosen))[None], self.group)
-        return torch.logsumexp(parts[:, 0], dim=0), parts[:, 1].sum(0)
+    def join(self, numbers: Tensor) -> Tensor:
+        return all_gather_no_grad(numbers[None], self.group)
 
     def gather(self, hidden: Tensor) -> Tensor:
         return all_gather_no_grad(hidden, self.group) if self.sequence_parallel else hidden

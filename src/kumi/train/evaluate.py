@@ -6,13 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from kumi.objectives import IGNORED, SequenceObjective, sequence_sums
+from kumi.data import Batch
+from kumi.objectives import IGNORED, LinearObjective, SequenceObjective, sequence_sums
 from kumi.parallel import pipeline
 from kumi.parallel.data_parallel import reshard
 from kumi.parallel.mesh import all_reduce_sum, is_loss_rank
-from kumi.parallel.run_microbatches import MetricSums, adds_to_loss, decoder_inputs, prepare_batches, segment_sums
-from kumi.train.step import to_device
+from kumi.parallel.run_microbatches import (
+    MetricSums,
+    adds_to_loss,
+    decoder_inputs,
+    mismatched_statistics,
+    prepare_batches,
+    segment_sums,
+)
+from kumi.train.step import as_tensors
 from kumi.train.train_state import RankState
 
 
@@ -40,15 +49,16 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
     """
     assert rank_state.validation is not None
     layout, size = rank_state.run.layout, rank_state.run.layout.microbatch
-    names, spans = rank_state.store.validation_names, rank_state.validation.spans
+    source_names, spans = rank_state.store.validation_names, rank_state.validation.spans
     if first is not None:
-        names, spans = names[:1], [(0, first)]
+        source_names, spans = source_names[:1], [(0, first)]
     # The stages of a pipeline work at the same time on the microbatches of one call.
     mesh, per_call = rank_state.mesh, 1 if layout.pp == 1 else 4 * layout.pp
     # Sums for each source: losses, units that the objective counts, tokens, and those of the objective's metrics.
     losses = torch.zeros(len(spans), dtype=torch.float64, device=mesh.device)
     units, tokens, objective = [0.0] * len(spans), [0] * len(spans), rank_state.objective
-    metrics = [MetricSums(objective, mesh) for _ in spans]
+    names = objective.evaluated if isinstance(objective, LinearObjective) else None
+    metrics = [MetricSums(objective, mesh, names) for _ in spans]
     rank_state.model.eval()
     # Every rank runs the same number of microbatches, because all ranks all-gather sharded parameters together.
     # Sequences past the end of a source are padding.
@@ -57,21 +67,30 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
         for source, (start, stop) in enumerate(spans)
         for begin in range(start, stop, layout.dp * size)
     ]
-    for group in (microbatches[begin : begin + per_call] for begin in range(0, len(microbatches), per_call)):
-        full_batches = [rank_state.validation.batch(start, size, stop) for _, start, stop in group]
+    groups = [microbatches[begin : begin + per_call] for begin in range(0, len(microbatches), per_call)]
+    statistics = _statistics(rank_state, groups, len(spans)) if objective.rows.mismatched else None
+    for group in groups:
+        full_batches, batches = _read(rank_state, group)
         if is_loss_rank(mesh):
             for (source, _, _), full_batch in zip(group, full_batches, strict=True):
                 units[source] += objective.count(full_batch)
                 tokens[source] += int((full_batch["labels"] != IGNORED).sum())
-        on_device = (to_device(batch, mesh.device) for batch in full_batches)
-        batches = prepare_batches(rank_state.model, mesh, objective, on_device)
-        outputs = pipeline.forward_microbatches(rank_state.model, mesh, list(map(decoder_inputs, batches)))
+        asked = {"statistics": ("entropy", "top")} if names else {}
+        inputs = [{**decoder_inputs(batch), **asked} for batch in batches]
+        outputs = pipeline.forward_microbatches(rank_state.model, mesh, inputs)
         # Ranks without the head return no log-probs.
-        for (source, _, _), batch, log_probs in zip(group, batches, outputs):
+        for (source, _, _), batch, scores in zip(group, batches, outputs):
+            if statistics is not None:
+                batch = {**batch, "statistics": statistics[source]}
+            log_probs = scores.log_probs if names else scores
             batch_loss = objective.loss(log_probs.double(), batch, 1.0, segment_sums(mesh))
             losses[source] += batch_loss if adds_to_loss(objective, mesh) else 0.0
             if isinstance(objective, SequenceObjective):
                 metrics[source].add(objective.measure(sequence_sums(log_probs, batch, segment_sums(mesh)), batch))
+            elif names:
+                trained = (batch["labels"] != IGNORED).sum()
+                sums = torch.stack([part.sum(dtype=torch.float64) for part in (scores.entropy, scores.top)])
+                metrics[source].add(torch.stack([sums, trained.expand(2)], 1))
     rank_state.model.train()
     reshard(rank_state.model)
     counts = torch.stack([losses, losses.new_tensor(units), losses.new_tensor(tokens)])
@@ -79,8 +98,27 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
     sums = all_reduce_sum(torch.cat([counts, measured]), mesh)
     each = [_mean(column, metrics[0].names) for column in sums.T.tolist()]
     whole = _mean(sums.sum(1).tolist(), metrics[0].names)
-    sources = dict(zip(names, each, strict=True)) if len(each) > 1 else {}
+    sources = dict(zip(source_names, each, strict=True)) if len(each) > 1 else {}
     return Evaluation(whole.loss, whole.tokens, whole.metrics, sources)
+
+
+def _read(rank_state: RankState, group: Sequence[tuple[int, int, int]]) -> tuple[list[Batch], list[dict[str, Tensor]]]:
+    """Return the rows of microbatches (source, first, stop), complete, and this rank's positions of them."""
+    assert rank_state.validation is not None
+    size = rank_state.run.layout.microbatch
+    rows = [rank_state.validation.batch(start, size, stop) for _, start, stop in group]
+    return rows, prepare_batches(rank_state.model, rank_state.mesh, rank_state.objective, map(as_tensors, rows))
+
+
+def _statistics(rank_state: RankState, groups: Sequence[Sequence[tuple[int, int, int]]], sources: int) -> Tensor:
+    """Return the objective's statistics of the mismatched rows of each source, (sources, 2)."""
+    total = torch.zeros(sources, 2, dtype=torch.float64, device=rank_state.mesh.device)
+    for group in groups:
+        _, batches = _read(rank_state, group)
+        for source in {source for source, _, _ in group}:
+            own = [batch for batch, (other, _, _) in zip(batches, group, strict=True) if other == source]
+            total[source] += mismatched_statistics(rank_state.model, rank_state.mesh, rank_state.objective, own)
+    return all_reduce_sum(total, rank_state.mesh)
 
 
 def _mean(sums: Sequence[float], names: Sequence[str]) -> Loss:

@@ -43,7 +43,7 @@ from kumi.train.process_memory import (
     keep_freed_memory,
     trim_heap,
 )
-from kumi.train.reference import lacks_references, make_references, open_references
+from kumi.train.reference_sums import lacks_references, make_references, open_references
 from kumi.train.resume import last_checkpoint, restore_state
 from kumi.train.run_folder import checkpoint_root
 from kumi.train.run_models import build_policy, build_reference

@@ -42,9 +42,9 @@ class StepResult:
     scale: LossScale | None = None  # after the step; None unless the run is float16
 
 
-def to_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """Return the columns of `batch` as tensors on `device`."""
-    return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in batch.items()}
+def as_tensors(batch: Batch) -> dict[str, Tensor]:
+    """Return the columns of `batch` as tensors that share their memory."""
+    return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
 def train_step(
@@ -56,7 +56,7 @@ def train_step(
     expert_balance.prepare_routers(rank_state.model, run, scale)
     begin_dropout_step(unwrap(rank_state.model), run.config.train.seed, state.step)
     record = start_trace(mesh) if state.step + 1 == run.config.train.trace_step else None
-    microbatches = (to_device(batch, mesh.device) for batch in _microbatches(step_batch.batch, run.layout.microbatch))
+    microbatches = map(as_tensors, _microbatches(step_batch.batch, run.layout.microbatch))
     metrics = MetricSums(rank_state.objective, mesh)
     # The head may compute its gradient in the forward pass, so the token weights must include the loss scale.
     loss = (

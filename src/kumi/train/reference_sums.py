@@ -35,7 +35,7 @@ from kumi.parallel.run_microbatches import adds_to_loss, evaluating, shard_batch
 from kumi.parallel.state_tensors import model_pieces, owned_pieces
 from kumi.progress import show_progress
 from kumi.spec.saved_tensors import model_digest
-from kumi.train.step import to_device
+from kumi.train.step import as_tensors
 from kumi.units import format_count
 
 _SIDES = ("train", "validation")
@@ -169,7 +169,7 @@ def _rows_table(
     batches = [sampler.batch(start, size, stop) for start in starts]
     table = torch.zeros(stop - first, rows.most_sequences(np.arange(first, stop)), 4, dtype=torch.float64)
     table = table.to(mesh.device)
-    sharded = [shard_batch(objective, to_device(batch, mesh.device), mesh) for batch in batches]
+    sharded = [shard_batch(objective, as_tensors(batch), mesh) for batch in batches]
     parts = [sum_sequences(model, mesh, sharded)]
     if objective.rows.mismatched:
         parts.append(sum_sequences(model, mesh, sharded, MISMATCHED))
