@@ -3,6 +3,8 @@
 import pytest
 from fake_hub import serve
 
+from kumi.hub.datasets import fetch_dataset
+
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
@@ -20,4 +22,6 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         monkeypatch.delenv("HF_TOKEN", raising=False)
+        fetch_dataset.cache_clear()
         yield served
+        fetch_dataset.cache_clear()

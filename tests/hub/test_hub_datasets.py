@@ -2,9 +2,9 @@
 
 import pytest
 
-from kumi.data.sources import expand
+from kumi.data.sources import expand, hub_commits
 from kumi.errors import ConfigError
-from kumi.hub.datasets import fetch_data_files, is_dataset, select_files
+from kumi.hub.datasets import fetch_dataset, is_dataset, select_files
 from kumi.spec.data_source import Source
 
 FILES = {
@@ -17,13 +17,6 @@ FILES = {
     "code/load.py": b"import os",
 }
 TRAIN = ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]
-
-
-@pytest.fixture(autouse=True)
-def _no_memory():
-    fetch_data_files.cache_clear()
-    yield
-    fetch_data_files.cache_clear()
 
 
 def names(path, **options):
@@ -43,17 +36,29 @@ def test_the_train_split_is_fetched_and_read_from_the_cache_without_network(hub,
         "train.jsonl",
     ]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    fetch_data_files.cache_clear()
+    fetch_dataset.cache_clear()
     assert names("someone/chats") == TRAIN
     (file,) = (file for file in expand(Source("someone/chats")) if file.name == TRAIN[0])
     file.unlink()
-    fetch_data_files.cache_clear()
+    fetch_dataset.cache_clear()
     with pytest.raises(ConfigError, match=r"has 1 of 2 files of data/train"):
         names("someone/chats")
     with pytest.raises(
         ConfigError, match=r"'someone/other' is no file here, .* the hub failed .*; name a file or folder"
     ):
         names("someone/other")
+
+
+def test_a_recorded_commit_is_read_after_the_dataset_moved(hub):
+    first = hub.add("someone/chats", FILES)
+    second = hub.add("someone/chats", FILES | {"data/train-00000-of-00002.parquet": b"new"})
+    texts = {}
+    for commits in ({}, {"someone/chats": first}):
+        source = Source("someone/chats", validation="hf://datasets/someone/chats/data/test*", commits=commits)
+        texts[hub_commits(source)["someone/chats"]] = [file.read_bytes() for file in expand(source)]
+    assert texts == {second: [b"new", b"2"], first: [b"1", b"2"]}
+    assert hub_commits(source) == {"someone/chats": first, source.validation: second}
+    assert hub_commits(Source("/nowhere")) == {}
 
 
 def test_a_dataset_that_the_hub_lacks_is_named(hub):

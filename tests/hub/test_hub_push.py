@@ -18,6 +18,7 @@ from kumi.convert.hf.card import check_verified
 from kumi.convert.hf.origin import origin_of
 from kumi.convert.hf.publish import publish
 from kumi.errors import CommunicationError, RefusedError
+from kumi.hub.datasets import fetch_dataset
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
@@ -188,24 +189,30 @@ def saved_card(tmp_path):
     return save
 
 
-def test_a_run_trains_a_hub_s_model_and_pushes_it(hub, model, token, tmp_path, monkeypatch):
-    """The commit is in the run's folder, its checkpoints and its card; the run goes on from it when the hub moved."""
+def test_a_run_trains_a_hub_s_model_and_pushes_it(hub, model, token, tmp_path, monkeypatch, capsys):
+    """The commit is in the run's folder, its checkpoints and its card; the run goes on from it when the hub moved.
+
+    So is that of its data, but for the checkpoints.
+    """
     _, files = model
-    (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps({"text": f"{n} is {n * n}. " * 9}) + "\n" for n in range(60))
-    )
+    texts = "".join(json.dumps({"text": f"{n} is {n * n}. " * 9}) + "\n" for n in range(60)).encode()
+    data = hub.add("org/sums", {"train.jsonl": texts})
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "run.toml"
     run.write_text(
         'name = "small"\nmodel = {source = "org/model"}\ncluster = {devices_per_node = 1}\n'
         "batch = {seq_len = 16, tokens_per_step = 32}\nprecision = {kind = 'fp32'}\n"
-        'data = {sources = [{path = "text.jsonl"}], tokenizer = "org/tokens", validation = 0.1, workers = 1}\n'
+        'data = {sources = [{path = "org/sums"}], tokenizer = "org/tokens", validation = 0.1, workers = 1}\n'
         'train = {steps = 2, out = "run"}\nexport = {push = "me/mine", datasets = ["org/sums"]}\n'
     )
     sha = hub.add("org/model", files)
     hub.add("org/tokens", tokenizer_files(tmp_path / "tokens", json.loads(files["config.json"])["vocab_size"]))
     assert main(["train", str(run)]) == 0
-    assert json.loads(Path("run/sources.json").read_text())["model.source"]["commit"] == sha
+    recorded = json.loads(Path("run/sources.json").read_text())
+    assert {key: entry["commit"] for key, entry in recorded.items() if key != "data.tokenizer"} == {
+        "model.source": sha,
+        "data.sources.0.path": data,
+    }
     mine = hub.repositories["me/mine"]
     card = header(mine.commits[mine.sha("main")]["README.md"].decode())
     assert (card["base_model"], card["base_model_relation"], card["datasets"], card["license"]) == (
@@ -217,9 +224,15 @@ def test_a_run_trains_a_hub_s_model_and_pushes_it(hub, model, token, tmp_path, m
     checkpoint = next(Path("run/checkpoints").glob("step_*"))
     assert origin_of(checkpoint).commit == sha
     hub.add("org/model", {"config.json": b"{}"})
+    hub.add("org/sums", {"train.jsonl": texts + texts})
+    fetch_dataset.cache_clear()
     commits = len(mine.commits)
     assert main(["train", str(run)]) == 0
     assert len(mine.commits) == commits, "nothing new to push"
+    assert json.loads(Path("run/sources.json").read_text()) == recorded
+    capsys.readouterr()
+    assert main(["data", "inspect", str(run)]) == 0
+    assert f"org/sums: commit {data}" in " ".join(capsys.readouterr().out.split())
     convert(checkpoint, tmp_path / "new", to="hf")
     assert header((tmp_path / "new" / "README.md").read_text())["base_model_relation"] == "finetune"
     assert read_folder.file_entries(tmp_path / "new")

@@ -21,6 +21,7 @@ from kumi.data.merge_units import join_units, samples_of
 from kumi.data.refused_rows import fault_counts, read_faults, refuse_rows
 from kumi.data.selection import Selection, document_digests
 from kumi.data.shards import SIDES, Plan, Unit
+from kumi.data.sources import hub_commits
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.verify_store import ContentDigest, add_checksums, side_files
 from kumi.errors import ConfigError, KumiError
@@ -175,7 +176,9 @@ def _join_rows(
 def _entry(name: str, source: Source) -> dict[str, Any]:
     """Return the beginning of the entry of `source` in meta.json."""
     entry: dict[str, Any] = {"name": name, "path": source.path, "weight": source.weight}
-    return entry | {"text_key": source.text_key, "format": source.format, "exclude": list(source.exclude)}
+    commits = hub_commits(source)
+    entry |= {"text_key": source.text_key, "format": source.format, "exclude": list(source.exclude)}
+    return entry | ({"commits": commits} if commits else {})
 
 
 def _histogram(ids: Array, tokens: Tokenizer) -> Array:

@@ -12,11 +12,12 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kumi.errors import ConfigError
 from kumi.files.untrusted import INDEX, brief, inside, read_object
-from kumi.hub.datasets import fetch_data_files, is_dataset
+from kumi.hub.datasets import fetch_dataset, is_dataset
 from kumi.paths import looked_for
 from kumi.spec.data_source import FORMATS, Source
 
@@ -56,8 +57,8 @@ def expand(source: Source) -> list[Path]:
 
     In a folder, names that begin with a dot and `__pycache__` are skipped. Raise DataPathError when no file matches,
     or a file's suffix names no known format."""
-    if source.format != "indexed" and is_dataset(source.path):
-        return _without_excluded(source, list(fetch_data_files(source.path)))
+    if is_hub_source(source):
+        return _without_excluded(source, list(fetch_dataset(source.path, source.commits.get(source.path)).files))
     excluded_folders = [_glob_regex(pattern) for pattern in source.exclude if pattern.endswith("/**")]
     matches: set[Path] = set()
     for pattern in _alternatives(source.path):
@@ -65,6 +66,18 @@ def expand(source: Source) -> list[Path]:
     if not matches:
         raise DataPathError(f"data source {looked_for(source.path)} matches no file; correct the path")
     return _without_excluded(source, sorted(matches, key=lambda f: f.as_posix()))
+
+
+def is_hub_source(source: Source) -> bool:
+    """Return True if the path of `source` names a dataset of the hub."""
+    return source.format != "indexed" and is_dataset(source.path)
+
+
+def hub_commits(source: Source) -> dict[str, str]:
+    """Return the commits at which the paths of `source` that name a dataset of the hub are read."""
+    paths = [source.path, *([] if source.validation is None else [source.validation])]
+    named = [path for path in paths if is_hub_source(replace(source, path=path))]
+    return {path: fetch_dataset(path, source.commits.get(path)).snapshot.commit for path in named}
 
 
 def _without_excluded(source: Source, matches: list[Path]) -> list[Path]:

@@ -74,6 +74,9 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
             raise RefusedError(f"{folder / META}: the source {brief(entry)} is not an object; prepare the data again")
         _check_types(folder, "sources.", entry, SOURCE_TYPES)
         _check_types(folder, "sources.", entry, {key: (dict, _NONE) for key in _OPTIONAL if key in entry})
+        commits = entry.get("commits", {})
+        _check_types(folder, "sources.", {"commits": commits}, {"commits": (dict,)})
+        _check_types(folder, "sources.commits.", commits, dict.fromkeys(commits, _TEXT))
         if entry.get("kind", "text") != "text":
             _check_unit_entry(folder, entry)
     return meta

@@ -8,12 +8,14 @@ import glob
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kumi.errors import ConfigError
-from kumi.hub import reach
-from kumi.hub.fetch import is_id, split
+from kumi.hub.fetch import Snapshot, is_id, split
+from kumi.hub.reach import from_hub
 from kumi.paths import from_where
 
 SCHEME = "hf://datasets/"
@@ -37,26 +39,33 @@ def is_dataset(path: str) -> bool:
     return is_id(path) and not Path(path.split("/")[0]).exists() and _suffix(name) == "" and not Path(name).suffix
 
 
-@functools.lru_cache(maxsize=64)
-def fetch_data_files(path: str) -> tuple[Path, ...]:
-    """Return local copies of the data files that `path` names, as `is_dataset` describes; by default the train split.
+@dataclass(frozen=True)
+class Dataset:
+    """The data files of a hub dataset, local copies at the commit of `snapshot`."""
 
-    If the hub is unreachable, or HF_HUB_OFFLINE is set, the local cache is used. Raise ConfigError when the hub and the
-    cache both lack the files, or the repository has several splits, none of them named train.
+    snapshot: Snapshot
+    files: tuple[Path, ...]
+
+
+@functools.cache
+def fetch_dataset(path: str, commit: str | None = None) -> Dataset:
+    """Fetch the data files that `path` names, as `is_dataset` describes; by default those of the train split.
+
+    `commit` selects a commit instead of the newest. If the hub is unreachable, or HF_HUB_OFFLINE is set, the local
+    cache is used. Raise ConfigError when the hub and the cache both lack the files, or the repository has several
+    splits, none of them named train.
     """
     name, revision, pattern = _parse(path)
-    unreachable = reach.unreachable_reason()
-    try:
-        folder, files = _snapshot(path, name, revision, pattern, bool(unreachable))
-    except ConfigError:
-        raise
-    except Exception as error:  # the hub client raises many unrelated classes
-        reason = unreachable or reach.explain_hub_error(error, name, revision)
-        raise ConfigError(
+    folder, files = from_hub(
+        partial(_download, path, name, commit or revision, pattern),
+        name,
+        commit or revision,
+        lambda reason: ConfigError(
             f"data source {path!r} is no file here, and fetching the dataset from the hub failed ({reason}); name a "
             f"file or folder{from_where(path)}"
-        ) from None
-    return tuple(folder / file for file in files)
+        ),
+    )
+    return Dataset(Snapshot(folder, name, revision, folder.name), tuple(folder / file for file in files))
 
 
 def _parse(path: str) -> tuple[str, str | None, str]:
@@ -68,7 +77,7 @@ def _parse(path: str) -> tuple[str, str | None, str]:
     return (*identity, parts[2] if len(parts) > 2 else "")
 
 
-def _snapshot(path: str, name: str, revision: str | None, pattern: str, cached: bool) -> tuple[Path, list[str]]:
+def _download(path: str, name: str, revision: str | None, pattern: str, cached: bool) -> tuple[Path, list[str]]:
     """Download the files that `pattern` selects; return their folder and names. Raise the errors of the hub client."""
     from huggingface_hub import HfApi, snapshot_download
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kumi.errors import ConfigError, ModelError
 from kumi.files.untrusted import INDEX, brief, read_object
-from kumi.hub import reach
+from kumi.hub.reach import from_hub
 from kumi.paths import from_where
 
 _ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w./-]*))?")
@@ -53,7 +54,7 @@ def fetch(source: str, key: str, *, commit: str | None = None, weights: bool = F
     def get(cached: bool) -> str:
         return _download(name, commit or revision, _SMALL, cached)
 
-    folder = Path(_from_hub(source, key, get))
+    folder = Path(from_hub(get, name, revision, partial(_not_fetched, source, key)))
     snapshot = Snapshot(folder, name, revision, folder.name)
     if weights:
         fetch_weights(snapshot)
@@ -67,15 +68,15 @@ def fetch_weights(snapshot: Snapshot) -> None:
     """
     files = _weight_files(snapshot)
     if not all((snapshot.folder / file).is_file() for file in files):
-        unreachable = reach.unreachable_reason()
-        try:
-            _download(snapshot.name, snapshot.commit, files, bool(unreachable))
-        except Exception as error:  # of many classes, see `_from_hub`
-            reason = unreachable or reach.explain_hub_error(error, snapshot.name, snapshot.revision)
-            raise ConfigError(
+        from_hub(
+            lambda cached: _download(snapshot.name, snapshot.commit, files, cached),
+            snapshot.name,
+            snapshot.revision,
+            lambda reason: ConfigError(
                 f"{snapshot.name}: the weights could not be downloaded from the hub ({reason}); run the same command "
                 f"again to continue, the files so far are kept"
-            ) from None
+            ),
+        )
     missing = [file for file in files if not (snapshot.folder / file).is_file()]
     if missing:
         raise ModelError(
@@ -94,7 +95,7 @@ def fetch_config(source: str, key: str) -> Path:
 
         return str(hf_hub_download(name, "config.json", revision=revision, local_files_only=cached))
 
-    return Path(_from_hub(source, key, get))
+    return Path(from_hub(get, name, revision, partial(_not_fetched, source, key)))
 
 
 def _weight_files(snapshot: Snapshot) -> list[str]:
@@ -132,18 +133,11 @@ def _required_file(key: str) -> str:
     return "tokenizer.json" if key == "data.tokenizer" else "config.json"
 
 
-def _from_hub(source: str, key: str, get: Callable[[bool], str]) -> str:
-    """Return `get(cached)`; `cached` is true when the hub is unreachable. Raise ConfigError when it fails."""
-    name, revision = _parse(source, key)
-    unreachable = reach.unreachable_reason()
-    try:
-        return get(bool(unreachable))
-    except Exception as error:  # the hub client raises many unrelated classes
-        reason = unreachable or reach.explain_hub_error(error, name, revision)
-        raise ConfigError(
-            f"{key}: {source!r} is not a folder, and fetching it from the hub failed ({reason}); name a folder with "
-            f"{_required_file(key)}{from_where(source)}"
-        ) from None
+def _not_fetched(source: str, key: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{key}: {source!r} is not a folder, and fetching it from the hub failed ({reason}); name a folder with "
+        f"{_required_file(key)}{from_where(source)}"
+    )
 
 
 def _download(name: str, revision: str | None, patterns: Sequence[str], cached: bool) -> str:

@@ -1,9 +1,31 @@
-"""Test whether the hub is reachable, and explain the errors of its client."""
+"""Ask the hub for something: test whether it is reachable, and explain the errors of its client."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+from kumi.errors import KumiError
+
+T = TypeVar("T")
+
 # Timeout in seconds of the test.
 _TIMEOUT = 5.0
+
+
+def from_hub(get: Callable[[bool], T], name: str, revision: str | None, failure: Callable[[str], KumiError]) -> T:
+    """Return `get(cached)` for the repository `name`; `cached` is true when the hub is unreachable.
+
+    Raise the errors of kumi that `get` raises; for any other, `failure(reason)`.
+    """
+    unreachable = unreachable_reason()
+    try:
+        return get(bool(unreachable))
+    except KumiError:
+        raise
+    except Exception as error:  # the hub client raises many unrelated classes
+        reason = unreachable or explain_hub_error(error, name, revision)
+    raise failure(reason)
 
 
 def unreachable_reason() -> str:

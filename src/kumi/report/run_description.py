@@ -233,6 +233,9 @@ def render_data(inspection: dict[str, Any]) -> RenderableType:
         counts = ("train_documents", "train_tokens", "validation_documents", "validation_tokens")
         table.add_row(source["path"], *(f"{source[name]:,}" for name in counts), faults)
     parts: list[RenderableType] = [table, Text()]
+    commits = {path: commit for source in inspection["sources"] for path, commit in source.get("commits", {}).items()}
+    if commits:
+        parts += [*(Text(f"{path}: commit {commit}") for path, commit in commits.items()), Text()]
     for source in inspection["sources"]:
         if "examples" in source:
             parts += [*map(Text, unit_lines(source)), Text()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kumi.errors import ConfigError
@@ -17,7 +17,11 @@ ROW_KINDS = ("auto", "text", "chat", "prompt-completion", "instruction", "prefer
 
 @dataclass(frozen=True)
 class Source:
-    """One source of documents or examples."""
+    """One source of documents or examples.
+
+    commits: by path, commits of hub datasets that are read instead of the newest. A run that has begun has them in its
+        folder, not in its run file.
+    """
 
     path: str = described("A file, folder, glob or hub dataset; {stdlib} is this Python's standard library.")
     weight: float = described("Share of this source in the training data, relative to the others: `data.shares`.", 1.0)
@@ -44,6 +48,8 @@ class Source:
     validation: str | None = described(
         "Path of this source's own held-out data, in the same format; nothing of `path` is held out then.", None
     )
+
+    commits: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:

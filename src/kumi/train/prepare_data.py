@@ -25,6 +25,7 @@ from kumi.data import (
 from kumi.data.bpe import train as train_tokenizer
 from kumi.errors import ConfigError
 from kumi.spec.data_source import ChatOptions
+from kumi.train.dataset_commits import run_sources
 
 
 def data_folder(run: ResolvedRun) -> Path:
@@ -36,7 +37,7 @@ def data_folder(run: ResolvedRun) -> Path:
 
 def check_data(run: ResolvedRun) -> None:
     """Raise ConfigError unless the data sources exist and the tokenizer fits the model. Write nothing."""
-    for source in _sources(run):
+    for source in run_sources(run):
         _refuse_own_files(run, source)
         expand(source)
     if isinstance(run.config.data.tokenizer, str):
@@ -68,7 +69,7 @@ def prepare_data(run: ResolvedRun) -> Store:
     yet."""
     data = run.config.data
     store = prepare(
-        _sources(run),
+        run_sources(run),
         _tokenizer(run),
         data_folder(run) / TOKENS,
         validation=data.validation,
@@ -97,7 +98,7 @@ def _pack_examples(run: ResolvedRun, store: Store) -> None:
 
 def stock_texts(run: ResolvedRun, digests: Collection[str]) -> dict[str, list[str]]:
     """Return the texts of the chat template over the whole conversations of the rows with these `digests`."""
-    return preparation.stock_texts(_sources(run), _tokenizer(run), digests, _chat_options(run))
+    return preparation.stock_texts(run_sources(run), _tokenizer(run), digests, _chat_options(run))
 
 
 def check_rows(run: ResolvedRun, near: bool, against: Sequence[str], write: str | None) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def check_rows(run: ResolvedRun, near: bool, against: Sequence[str], write: str 
     from kumi.data.hygiene import check_sources
 
     target = None if write is None else Path(write)
-    return check_sources(_sources(run), near=near, against=[Path(file) for file in against], write=target)
+    return check_sources(run_sources(run), near=near, against=[Path(file) for file in against], write=target)
 
 
 def open_data(run: ResolvedRun) -> Store:
@@ -125,17 +126,13 @@ def _chat_options(run: ResolvedRun) -> ChatOptions:
     return ChatOptions(**run.config.data.chat.model_dump())
 
 
-def _sources(run: ResolvedRun) -> list[Source]:
-    return [Source(**section.model_dump()) for section in run.config.data.sources]
-
-
 def _tokenizer(run: ResolvedRun) -> Tokenizer:
     section = run.config.data.tokenizer
     if isinstance(section, str):
         tokenizer = load_tokenizer(tokenizer_folder(run))
     else:
         tokenizer = train_tokenizer(
-            _sources(run), section.vocab_size, tokenizer_folder(run), validation=run.config.data.validation
+            run_sources(run), section.vocab_size, tokenizer_folder(run), validation=run.config.data.validation
         )
     _check_vocabulary(run, tokenizer)
     return tokenizer

@@ -3,7 +3,7 @@
 runs/<name>/
   config.toml        the resolved configuration, with every field of the layout
   plan.json          the layout's pinned fields, the cluster that the layout was planned for, and its estimate
-  sources.json       the commits of models and tokenizers from a hub
+  sources.json       the commits of models, tokenizers and datasets from a hub
   metrics.jsonl      one JSON object per step, and one per evaluation
   data/              tokenizer and tokenised data
   checkpoints/       step_000200/ ...

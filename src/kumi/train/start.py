@@ -28,6 +28,7 @@ from kumi.spec.schedules import FULL_BACKWARD
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.storage.folders import check_free_space, latest, list_complete, step_of
 from kumi.train.callbacks import Listener
+from kumi.train.dataset_commits import dataset_paths, dataset_snapshots
 from kumi.train.measure_numerics import with_measured_numerics, with_numerics
 from kumi.train.prepare_data import check_data, open_data, prepare_data
 from kumi.train.run_folder import checkpoint_root, claim_run_folder
@@ -69,7 +70,8 @@ def _lead(run: ResolvedRun, allow_change: Sequence[str], peers: Rendezvous | Non
     lines = [f"layout     {run.change}"] if run.change else []
     config, plan = _config_and_plan(run)
     with claim_run_folder(run.out, config, allow_change, lambda: lines.extend(_resume_notes(run, allow_change)), plan):
-        hub.write_record(run.out, hub_sources(run.config), run.snapshots)
+        asked = {**hub_sources(run.config), **dataset_paths(run)}
+        hub.write_record(run.out, asked, {**run.snapshots, **dataset_snapshots(run)})
         make_console().print(render_description(describe_resolved(run)))
         for line in lines:
             print(line, flush=True)
