@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 from kumi.data.chat import RowRefused
 from kumi.data.formats import Conversation, Example, Format, PlainText, detect, detect_source, split_columns, to_example
 from kumi.data.formats.columns import COLUMNS
-from kumi.data.formats.messages import ALIASES
+from kumi.data.formats.messages import ALIASES, read_template_kwargs
+from kumi.data.record_files import Fault
+from kumi.data.row_files import read_rows
 from kumi.errors import ConfigError
 from kumi.spec.data_source import ROW_KINDS, Source
 
@@ -186,6 +190,21 @@ def test_detection_reads_the_first_file_with_rows_and_takes_the_kind_of_most(tmp
     with pytest.raises(ConfigError, match="only text or tokens"):
         detect_source(Source("x", kind="chat"), [(tmp_path / "a.txt", "text")])
     assert detect_source(Source("x"), [(tmp_path / "a.txt", "text")]) == Format("text")
+
+
+def test_a_table_with_unreadable_rows_has_the_kind_of_its_columns(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([{"messages": [U, A], "n": n} for n in range(9)]), path, compression="none")
+    content = bytearray(path.read_bytes())
+    end = pq.read_metadata(path).row_group(0).column(0).dictionary_page_offset + 40
+    content[4:end] = b"\xff" * (end - 4)
+    path.write_bytes(content)
+    assert [type(item) for item in read_rows(path, "parquet")] == [Fault]
+    form = detect_source(Source("x"), [(path, "parquet")])
+    assert (form.kind, form.used, form.ignored) == ("chat", ("messages",), ("n",))
+    # A file that is no table at all says nothing; the preparation counts it.
+    path.write_bytes(b"PAR1" + b"\x80" * 50 + b"PAR1")
+    assert detect_source(Source("x"), [(path, "parquet")]).kind == "text"
 
 
 def test_a_row_of_another_kind_is_refused_unless_the_kind_is_set():
@@ -376,6 +395,8 @@ REFUSED = [
     ("bad-template-kwargs", chat(U, A, chat_template_kwargs=[1])),
     ("bad-template-kwargs", chat(U, A, chat_template_kwargs="{")),
     ("bad-template-kwargs", chat(U, A, chat_template_kwargs={"messages": []})),
+    ("bad-template-kwargs", chat(U, A, chat_template_kwargs={"conversation": []})),
+    ("bad-template-kwargs", chat(U, A, chat_template_kwargs={"chat_template": "{{ 1 }}"})),
     *(
         ("broken-tool-call", chat(U, A | {"tool_calls": calls}))
         for calls in (
@@ -405,6 +426,13 @@ REFUSED = [
 @pytest.mark.parametrize(("kind", "row"), REFUSED)
 def test_a_row_that_cannot_be_trained_is_refused(kind, row):
     assert refused(row) == kind
+
+
+def test_a_template_that_a_row_brings_has_a_sentence_of_its_own():
+    for value in ({"chat_template": "{{ 1 }}"}, '{"chat_template": "{{ 1 }}"}'):
+        with pytest.raises(RowRefused, match="a row may not bring its own template; leave it out, and name"):
+            read_template_kwargs(value)
+    assert read_template_kwargs({"chat_template": None, "enable_thinking": True}) == {"enable_thinking": True}
 
 
 SCALARS = st.sampled_from([None, True, 7, -1, NAN, BIG, "", "q", HALF, "{", "[]", '{"a": 1}', b"x", DEEP])

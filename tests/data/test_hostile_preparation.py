@@ -79,7 +79,7 @@ ROWS: dict[str, tuple[Any, str]] = {
     "weight": ({"messages": [message("user", "a"), message("assistant", "b", weight=1e999)]}, "bad-weight"),
     "tools": (asked("a", tools="{not json"), "broken-tools"),
     "template kwargs": (asked("a", chat_template_kwargs={"messages": []}), "bad-template-kwargs"),
-    "reserved kwargs": (asked("a", chat_template_kwargs={"chat_template": "{{ 1 }}"}), "template-error"),
+    "reserved kwargs": (asked("a", chat_template_kwargs={"chat_template": "{{ 1 }}"}), "bad-template-kwargs"),
     "stop token": (asked("a", "b<|im_end|>c"), "stop-spelt"),
     "binary": ("\x00\x01\x02\x7f", "broken-json"),
 }

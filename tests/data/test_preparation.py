@@ -18,6 +18,7 @@ import pytest
 
 from kumi.data import DataPathError, Source, binfile, inspect, open_store, pool, preparation, prepare, shards
 from kumi.data.bpe import train as train_tokenizer
+from kumi.data.sampled_blocks import sampled_digest
 from kumi.errors import ConfigError, DataError, KumiError, RefusedError
 
 
@@ -135,6 +136,53 @@ def test_a_second_call_does_nothing_and_a_change_is_seen(corpus, tokens, tmp_pat
     fewer = prepare(corpus[:1], tokens, out, workers=1)
     assert fewer.validation_tokens == 0
     assert len(list(out.glob("*.bin"))) == 1  # those of the other sources are gone
+
+
+def rewrite(path, content):
+    """Write other bytes of the same number with the same time."""
+    times = path.stat()
+    assert len(content) == times.st_size
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_a_file_rewritten_with_its_size_and_time_is_seen(tokens, tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    path, out = tmp_path / "text" / "a.txt", tmp_path / "out"
+    path.write_text("one one one two three")
+    source = Source(str(tmp_path / "text"))
+    first, learnt = prepare([source], tokens, out, workers=1), train_tokenizer([source], 270, tmp_path / "bpe")
+    rewrite(path, b"two two two one three")
+    second = prepare([source], tokens, out, workers=1)
+    assert (second.fingerprint, second.content == first.content) == (first.fingerprint, False)
+    trained = train_tokenizer([source], 270, tmp_path / "bpe")
+    assert trained != learnt
+    record = json.loads((tmp_path / "bpe" / "kumi_tokenizer.json").read_text())
+    # Stores and tokenizers of earlier versions have no digest of blocks.
+    meta = json.loads((out / "meta.json").read_text())
+    for name, value in ((out / "meta.json", meta), (tmp_path / "bpe" / "kumi_tokenizer.json", record)):
+        name.write_text(json.dumps({key: item for key, item in value.items() if key != "blocks"}))
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "run_jobs", no_work)
+        patch.setattr("kumi.data.bpe._run", no_work)
+        assert prepare([source], tokens, out, workers=1) == second
+        assert train_tokenizer([source], 270, tmp_path / "bpe") == trained
+    assert json.loads((out / "meta.json").read_text()) == meta
+    rewrite(path, b"one two one two three")
+    assert prepare([source], tokens, out, workers=1).content != second.content
+
+
+def test_the_first_middle_and_last_blocks_of_a_file_are_looked_at(tmp_path):
+    path, size = tmp_path / "a", 200_000
+    path.write_bytes(bytes(size))
+    digests = {sampled_digest([path])}
+    for changed in (0, size // 2, size - 1):
+        path.write_bytes(bytes(changed) + b"x" + bytes(size - changed - 1))
+        digests.add(sampled_digest([path]))
+    assert len(digests) == 4
+    path.write_bytes(bytes(40_000) + b"x" + bytes(size - 40_001))
+    assert sampled_digest([path]) in digests  # the limit that the docs name
+    assert sampled_digest([tmp_path / "absent"]) == ""
 
 
 def test_another_tokenizer_never_meets_old_tokens(corpus, tokens, tmp_path):

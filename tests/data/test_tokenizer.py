@@ -3,13 +3,18 @@ from __future__ import annotations
 import json
 import shutil
 
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 from tokenizers import Tokenizer as Backend
 
-from kumi.data import Source, load_tokenizer, tokenizer
+from kumi.data import Source, bpe, load_tokenizer, tokenizer
 from kumi.data.bpe import train as train_tokenizer
+from kumi.data.encode_rows import content_of
+from kumi.data.formats import detect, to_example
+from kumi.data.job_checks import in_validation
 from kumi.errors import ConfigError, RefusedError
 
 JSON_SOURCES = Source("{stdlib}/{json,email,http,logging}/*.py")
@@ -74,6 +79,59 @@ def test_what_cannot_be_learnt_is_refused(tmp_path):
         train_tokenizer([JSON_SOURCES], 200, tmp_path / "t")
     with pytest.raises(ConfigError, match="no text to train a tokenizer on"):
         train_tokenizer([Source(str(tmp_path / "a.txt"))], 300, tmp_path / "t")
+
+
+def word_tokens(tokens, words):
+    """The words that are one token, after a space or at the beginning."""
+    return {word for word in words if 1 in (len(tokens.encode(word)), len(tokens.encode(f" {word}")))}
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_the_texts_of_messages_are_learnt_and_held_out_rows_are_not(tmp_path):
+    call = {"function": {"name": "weather", "arguments": {"city": "Zanzibar"}}}
+    chats = [
+        {"role": "user", "content": "xylophone " * 9},
+        {"role": "assistant", "content": "quokka " * 9, "reasoning_content": "zeppelin " * 9, "tool_calls": [call] * 5},
+    ]
+    train = write_rows(tmp_path / "chats.jsonl", [{"messages": chats}, {"messages": "none"}])
+    own = write_rows(tmp_path / "held.jsonl", [{"messages": [{**chats[0], "content": "walrus " * 9}]}])
+    pairs = [{"prompt": "marzipan " * 9, "chosen": "kumquat " * 9, "rejected": "daffodil " * 9}]
+    parquet.write_table(pyarrow.Table.from_pylist(pairs), tmp_path / "pairs.parquet")
+    sources = [
+        Source(train, validation=own),
+        Source(str(tmp_path / "pairs.parquet")),
+        # Files that another source holds out are not read for this one.
+        Source(str(tmp_path / "*.jsonl"), exclude=("chats.jsonl",)),
+    ]
+    tokens = train_tokenizer(sources, 400, tmp_path / "t")
+    shown = {"xylophone", "quokka", "zeppelin", "weather", "Zanzibar", "marzipan", "kumquat", "daffodil"}
+    assert word_tokens(tokens, {*shown, "walrus", "messages", "role", "assistant"}) == shown
+    with pytest.raises(ConfigError, match="which is also trained on"):
+        train_tokenizer([Source(str(tmp_path / "*.jsonl"), validation=own)], 300, tmp_path / "t2")
+
+
+def test_rows_that_the_preparation_holds_out_are_not_learnt(tmp_path, monkeypatch):
+    rows = [{"prompt": f"question {n}", "completion": f"answer {n}"} for n in range(400)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    own = write_rows(tmp_path / "own.jsonl", rows[:1])
+    jobs = []
+    monkeypatch.setattr(bpe, "_run", jobs.append)
+    for number, source in enumerate([Source(path), Source(path, validation=own)]):
+        with pytest.raises(ConfigError, match=r"tokenizer\.json does not exist"):
+            train_tokenizer([source], 300, tmp_path / str(number), validation=0.25)
+    part, everything = (list(bpe._texts(job, [])) for job in jobs)
+    assert everything == [text for row in rows for text in (row["prompt"], row["completion"])]
+    prompts = {text for text in part if text.startswith("question")}
+    # The same rows as the preparation holds out.
+    fmt = detect(rows, Source(path))
+    contents = [content_of(to_example(fmt, row, path, line)) for line, row in enumerate(rows, 1)]
+    learnt = {row["prompt"] for row, content in zip(rows, contents, strict=True) if not in_validation(content, 0.25)}
+    assert prompts == learnt
+    assert 250 < len(learnt) < 350
 
 
 def edited(tokens, tmp_path, **files):

@@ -71,13 +71,16 @@ def test_sources_of_text_keep_their_fingerprint(tokens, texts, write_jsonl, tmp_
     plan = shards.plan([source], tokens, 0.1, True)
     # The formula of the versions before examples.
     options = {"tokenizer": tokens.digest, "eos": tokens.eos_id, "bos": tokens.bos_id, "validation": 0.1}
-    files = [asdict(file) for file in shards.files_of(source)]
+
+    def plain(file):
+        return {name: value for name, value in asdict(file).items() if name != "blocks"}
+
+    files = [*map(plain, shards.files_of(source))]
     keys = []
     for unit in plan.units:
-        segments = [asdict(segment) for segment in unit.segments]
+        segments = [asdict(segment) | {"file": plain(segment.file)} for segment in unit.segments]
         keys.append(shards.digest({"version": 1, "options": options | {"text_key": "text"}, "segments": segments}))
     assert len(keys) > 1
-    assert list(plan.keys) == keys
     assert plan.fingerprint == shards.digest([1, options, [[source.path, files]], keys])
 
 

@@ -16,6 +16,22 @@ from kumi.files.untrusted import open_stream
 
 _BATCH_ROWS, _BATCH_BYTES = 256, 4 << 20
 _FILE_MAGIC = b"ARROW1"
+# Formats of files with a schema.
+TABLES = ("parquet", "arrow")
+
+
+def column_names(path: Path, fmt: str) -> list[str]:
+    """Return the names of the columns of a file of one of the `TABLES`; none of an unreadable file."""
+    try:
+        if fmt == "arrow":
+            return list(next(_open_arrow(path)).schema.names)
+        with (
+            open_stream(path, follow=True) as stream,
+            import_optional("pyarrow.parquet", fmt).ParquetFile(stream) as file,
+        ):
+            return list(file.schema_arrow.names)
+    except (OSError, ValueError, MemoryError, StopIteration, import_optional("pyarrow", fmt).ArrowException):
+        return []
 
 
 def group_rows(path: Path, fmt: str) -> list[int] | None:

@@ -21,8 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from kumi.data import records, shards, tokenizer
+from kumi.data.chat.masked import RowRefused
+from kumi.data.encode_rows import content_of
+from kumi.data.formats import Format, to_example
+from kumi.data.hygiene.row_texts import example_texts
 from kumi.data.job_checks import in_validation
 from kumi.data.records import Fault
+from kumi.data.row_files import read_rows
 from kumi.data.sources import compression
 from kumi.data.tokenizer import Tokenizer
 from kumi.errors import ConfigError, KumiError, RefusedError
@@ -47,39 +52,51 @@ def train(
 ) -> Tokenizer:
     """Train a byte-level BPE tokenizer with at most `vocab_size` ids on `sources`; write it to `out_folder`.
 
-    transformers can load the folder. From sources with more than `sample_bytes` of text a sample of about that size is
-    drawn, by a hash of file name and position. Documents that `prepare` would hold out with the same `validation` are
-    skipped. Id 0 is `<|endoftext|>` (bos and eos), id 1 is `<|pad|>`. A folder that already has this tokenizer is
-    reused.
+    transformers can load the folder. Of rows that are examples it learns the texts of the messages: content, thoughts
+    and tool calls. From sources with more than `sample_bytes` of text a sample of about that size is drawn, by a hash
+    of file name and position. Documents and rows that `prepare` would hold out with the same `validation` are skipped,
+    and so are the files of a source's own validation data. Id 0 is `<|endoftext|>` (bos and eos), id 1 is `<|pad|>`. A
+    folder that already has this tokenizer is reused.
     """
     if vocab_size < _ALPHABET + len(_SPECIALS):
         raise ConfigError(
             f"vocab_size={vocab_size}: a byte-level tokenizer needs at least {_ALPHABET + len(_SPECIALS)} ids"
         )
     folder = Path(out_folder)
-    chosen = _sample(sources, sample_bytes)
+    chosen = _sample(sources, sample_bytes, validation)
+    blocks = shards.digest([unit.pop("blocks") for unit in chosen])
     options = {"version": shards.FORMAT_VERSION, "vocab_size": vocab_size, "validation": validation}
     # The digest covers paths and times of the files, so any change of a file leads to a new training.
     origin = shards.digest([options, chosen])
-    if not _is_trained_from(folder, origin):
+    if not _is_trained_from(folder, origin, blocks):
         _refuse_foreign(folder)
         _run({"folder": str(folder), "chosen": chosen, "vocab_size": vocab_size, "validation": validation})
-        record = {"origin": origin, "sha256": _sha256(folder / "tokenizer.json"), **options}
+        record = {"origin": origin, "blocks": blocks, "sha256": _sha256(folder / "tokenizer.json"), **options}
         write_text(folder / tokenizer.ORIGIN, json.dumps(record, indent=2) + "\n")
     return tokenizer.load(folder)
 
 
-def _sample(sources: Sequence[Source], sample_bytes: int) -> list[dict[str, Any]]:
+def _sample(sources: Sequence[Source], sample_bytes: int, validation: float) -> list[dict[str, Any]]:
     """Return the units of the sample (see `kumi.data.shards`), each with its source's text key and a limit of
-    characters."""
-    chunks = []
-    for number, source in enumerate(sources):
-        files = shards.files_of(source)
+    characters, and the digests of blocks of its files.
+
+    Units of examples have the format of their rows, too, and those of a source with its own validation data a fraction
+    that is held out instead of `validation`.
+    """
+    chunks: list[tuple[shards.Unit, dict[str, Any]]] = []
+    contents = [shards.files_and_format(source) for source in sources]
+    held_out = {file.path for _, own, _ in contents for file in own}
+    for number, (source, (files, _, fmt)) in enumerate(zip(sources, contents, strict=True)):
         if any(file.format == "indexed" for file in files):
             raise ConfigError(
                 f"data source {source.path!r}: a tokenizer learns from text, and indexed data holds tokens"
             )
-        chunks += [(unit, source.text_key) for unit in shards.units(number, files, source.text_key, _CHUNK)]
+        more: dict[str, Any] = {} if fmt.kind == "text" else {"format": asdict(fmt)}
+        read = [file for file in files if file.path not in held_out]
+        for unit in shards.units(number, read, source.text_key, _CHUNK, fmt.kind):
+            fraction = shards.validation_fraction(source, unit, validation)
+            own_fraction = {} if fraction == validation else {"validation": fraction}
+            chunks.append((unit, {"text_key": source.text_key} | more | own_fraction))
     order = sorted(range(len(chunks)), key=lambda n: _position_hash(chunks[n][0]))
     selected, size = [], 0
     for number in order:
@@ -88,7 +105,13 @@ def _sample(sources: Sequence[Source], sample_bytes: int) -> list[dict[str, Any]
         selected.append(number)
         size += sum(s.bytes * (_EXPANSION if _is_compressed(s) else 1) for s in chunks[number][0].segments)
     limit = max(8 * _CHUNK, sample_bytes // max(len(selected), 1))
-    return [asdict(chunks[number][0]) | {"text_key": chunks[number][1], "limit": limit} for number in sorted(selected)]
+    return [_plain(*chunks[number]) | {"limit": limit} for number in sorted(selected)]
+
+
+def _plain(unit: shards.Unit, more: dict[str, Any]) -> dict[str, Any]:
+    """Return the unit with `more` as JSON data, and the digests of blocks of its files."""
+    segments = {"segments": shards.plain_segments(unit.segments), "blocks": shards.blocks_of(unit.segments)}
+    return asdict(unit) | segments | more
 
 
 def _is_compressed(segment: shards.FileRange) -> bool:
@@ -103,11 +126,15 @@ def _position_hash(unit: shards.Unit) -> bytes:
     ).digest()
 
 
-def _is_trained_from(folder: Path, origin: str) -> bool:
-    """Return True when `folder` has an unchanged tokenizer that was trained from `origin`."""
+def _is_trained_from(folder: Path, origin: str, blocks: str) -> bool:
+    """Return True when `folder` has an unchanged tokenizer that was trained from `origin` and these blocks of files.
+
+    The record of an earlier version lacks the blocks.
+    """
     try:
         record = strict_json(read_bytes(folder, tokenizer.ORIGIN))
-        return bool(record["origin"] == origin and record["sha256"] == _sha256(folder / "tokenizer.json"))
+        same = record["origin"] == origin and record.get("blocks", blocks) == blocks
+        return bool(same and record["sha256"] == _sha256(folder / "tokenizer.json"))
     except (ConfigError, ValueError, KeyError, TypeError):
         return False
 
@@ -146,19 +173,40 @@ def _texts(job: dict[str, Any], faults: list[Fault]) -> Iterator[str]:
     """Yield the training texts of the sample; the first unreadable record is added to `faults`."""
     for unit in job["chosen"]:
         remaining = unit["limit"]
+        fraction = unit.get("validation", job["validation"])
         for segment in unit["segments"]:
-            file = segment["file"]
-            items = records.read_range(
-                Path(file["path"]), file["format"], unit["text_key"], segment["start"], segment["end"]
-            )
-            for item in items:
+            for item in _rows(unit, segment):
                 if isinstance(item, Fault):
                     faults[:] = faults or [item]
-                elif not in_validation(item.text, job["validation"]):
-                    remaining -= len(item.text)
-                    yield from tokenizer.pieces(item.text, tokenizer.PIECE)
+                    continue
+                content, texts = item
+                if not in_validation(content, fraction):
+                    for text in texts:
+                        remaining -= len(text)
+                        yield from tokenizer.pieces(text, tokenizer.PIECE)
                 if remaining <= 0:
                     break
+
+
+def _rows(unit: dict[str, Any], segment: dict[str, Any]) -> Iterator[tuple[str | bytes, Sequence[str]] | Fault]:
+    """Yield the content of each row of a segment, which decides whether it is held out, and its texts."""
+    file, place = segment["file"], (segment["start"], segment["end"])
+    path = Path(file["path"])
+    if "format" not in unit:
+        for item in records.read_range(path, file["format"], unit["text_key"], *place):
+            yield item if isinstance(item, Fault) else (item.text, [item.text])
+        return
+    fmt = Format(**unit["format"])
+    for row in read_rows(path, file["format"], fmt.reads, *place):
+        if isinstance(row, Fault):
+            yield row
+            continue
+        try:
+            example = to_example(fmt, row[1], str(path), row[0])
+        except RowRefused as error:
+            yield Fault(str(path), row[0], error.kind, error.reason)
+        else:
+            yield content_of(example), [text for text in example_texts(example) if text]
 
 
 def _train(job: dict[str, Any]) -> None:

@@ -222,6 +222,7 @@ def _meta(plan: Plan, tokens: Tokenizer, entries: list[dict[str, Any]], entropy:
         "kind": "kumi data",
         "kumi": kumi.__version__,
         "fingerprint": plan.fingerprint,
+        "blocks": plan.blocks,
         "tokenizer": {"folder": str(tokens.folder.resolve()), "sha256": tokens.digest, "added_tokens": added},
         "vocab_size": tokens.vocab_size,
         "eos_id": tokens.eos_id,

@@ -81,7 +81,7 @@ def prepare(
                 f"{folder}: verified by its digests; added checksums of its blocks to {store_meta.META}",
                 file=sys.stderr,
             )
-        _store_weights(folder, plan.sources)
+        _store_weights(folder, plan)
         if on_error == "fail":
             _refuse_faults(folder)
         check_stored_rows(folder, chat.max_refused)
@@ -136,7 +136,11 @@ def _locked_folder(folder: Path) -> Iterator[None]:
 def _is_prepared(folder: Path, plan: Plan) -> bool:
     """Return True when `folder` has the finished store of `plan`."""
     meta = store_meta.read_meta(folder)
-    return meta is not None and meta.get("fingerprint") == plan.fingerprint
+    return (
+        meta is not None
+        and meta.get("fingerprint") == plan.fingerprint
+        and meta.get("blocks", plan.blocks) == plan.blocks
+    )
 
 
 @dataclass(frozen=True)
@@ -285,12 +289,15 @@ def _refuse_faults(folder: Path) -> None:
             raise DataError(_fault_sentence(fault["file"], fault["line"], fault["reason"]))
 
 
-def _store_weights(folder: Path, sources: Sequence[Source]) -> None:
-    """Write the weights of `sources` to meta.json; they affect only the mixture, not the tokens."""
+def _store_weights(folder: Path, plan: Plan) -> None:
+    """Write the weights of the sources to meta.json, which affect only the mixture, not the tokens.
+
+    A store of an earlier version gets the digest of blocks, too.
+    """
     meta = store_meta.read_meta(folder)
     assert meta is not None
-    weights = [source.weight for source in sources]
-    if weights != [entry["weight"] for entry in meta["sources"]]:
+    weights = [source.weight for source in plan.sources]
+    if weights != [entry["weight"] for entry in meta["sources"]] or "blocks" not in meta:
         for entry, weight in zip(meta["sources"], weights, strict=True):
             entry["weight"] = weight
-        store_meta.write_json(folder / store_meta.META, meta)
+        store_meta.write_json(folder / store_meta.META, {"blocks": plan.blocks} | meta)

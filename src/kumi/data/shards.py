@@ -10,15 +10,17 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from operator import add
 from pathlib import Path
 from typing import Any
 
 from kumi.data import binfile, records
-from kumi.data.arrow_rows import group_rows
+from kumi.data.arrow_rows import TABLES, group_rows
 from kumi.data.excluded_rows import excluded_of
 from kumi.data.formats import Format, detect_source
 from kumi.data.row_list import ListedRow, RowList
 from kumi.data.row_path import chat_settings, settings_key
+from kumi.data.sampled_blocks import sampled_digest
 from kumi.data.sources import DataPathError, compression, expand, file_format
 from kumi.data.tokenizer import Tokenizer
 from kumi.errors import RefusedError
@@ -33,12 +35,16 @@ _MIN_BYTES, _MAX_BYTES, _MAX_SEGMENTS = 4 << 20, 128 << 20, 4096
 
 @dataclass(frozen=True)
 class File:
-    """A file of a source: size in bytes and modification time in nanoseconds at the time of planning."""
+    """A file of a source: size in bytes and modification time in nanoseconds at the time of planning.
+
+    blocks: digest of some of its bytes, as of `kumi.data.sampled_blocks`.
+    """
 
     path: str
     format: str
     size: int
     mtime: int
+    blocks: str
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,8 @@ class Plan:
     files: of each source, those of its own validation data last.
     formats: of the rows of each source.
     chat: the result of `kumi.data.row_path.chat_settings`; None if all sources are text.
-    fingerprint: digest of all inputs; plans with the same fingerprint give identical stores.
+    fingerprint: digest of all inputs; plans with the same fingerprint and blocks give identical stores.
+    blocks: digest of the blocks of all files. Apart, because stores of earlier versions lack it.
     excluded: of each unit and segment, the rows that are left out; empty if no row is.
     """
 
@@ -90,6 +97,7 @@ class Plan:
     units: tuple[Unit, ...]
     keys: tuple[str, ...]
     fingerprint: str
+    blocks: str
     excluded: tuple[list[list[ListedRow]], ...] = ()
 
 
@@ -105,13 +113,9 @@ def plan(
 
     exclude: rows to leave out. Raise ConfigError for unusable sources or options.
     """
-    given = tuple(tuple(files_of(source)) for source in sources)
-    own = tuple(_validation_files(source, files) for source, files in zip(sources, given, strict=True))
-    files = tuple(first + second for first, second in zip(given, own, strict=True))
-    formats = tuple(
-        detect_source(source, [(Path(file.path), file.format) for file in group])
-        for source, group in zip(sources, files, strict=True)
-    )
+    contents = [files_and_format(source) for source in sources]
+    given, own = [files for files, _, _ in contents], [files for _, files, _ in contents]
+    files, formats = tuple(map(add, given, own)), tuple(fmt for _, _, fmt in contents)
     kinds = {fmt.kind for fmt in formats} - {"text"}
     settings = chat_settings(chat, tokenizer, kinds) if kinds else None
     size = unit_bytes(file for group in files for file in group)
@@ -142,8 +146,34 @@ def plan(
     keys = list(map(unit_key, all_units, all_options))
     inputs = [_listed(source, *group) for source, *group in zip(sources, given, own, strict=True)]
     fingerprint = digest([FORMAT_VERSION, options, inputs, keys])
-    content = (tuple(sources), files, formats, settings, options, tuple(all_units), tuple(keys), fingerprint)
+    keys = [digest([key, blocks_of(unit.segments)]) for key, unit in zip(keys, all_units, strict=True)]
+    blocks = digest([file.blocks for group in files for file in group])
+    content = (tuple(sources), files, formats, settings, options, tuple(all_units), tuple(keys), fingerprint, blocks)
     return Plan(*content, tuple(excluded))
+
+
+def blocks_of(segments: Iterable[FileRange]) -> list[str]:
+    """Return the digests of blocks of the files of `segments`, each file once."""
+    return [blocks for _, blocks in dict.fromkeys((segment.file.path, segment.file.blocks) for segment in segments)]
+
+
+def plain_segments(segments: Iterable[FileRange]) -> list[dict[str, Any]]:
+    """Return `segments` as JSON data for digests that earlier versions made, too: without the blocks of files."""
+    return [asdict(segment) | {"file": _plain_file(segment.file)} for segment in segments]
+
+
+def _plain_file(file: File) -> dict[str, Any]:
+    return {name: value for name, value in asdict(file).items() if name != "blocks"}
+
+
+def files_and_format(source: Source) -> tuple[tuple[File, ...], tuple[File, ...], Format]:
+    """Return the files of `source`, those of its own validation data, and the format of the rows of both.
+
+    Raise ConfigError for an unusable source.
+    """
+    files = tuple(files_of(source))
+    own = _validation_files(source, files)
+    return files, own, detect_source(source, [(Path(file.path), file.format) for file in files + own])
 
 
 def validation_fraction(source: Source, unit: Unit, fraction: float) -> float:
@@ -169,12 +199,12 @@ def _listed(source: Source, files: tuple[File, ...], own: tuple[File, ...]) -> l
     """Return the part of the fingerprint for a source; keys of a source that it does not set are not part of it."""
     more: dict[str, Any] = {} if source.max is None else {"max": source.max}
     if source.validation is not None:
-        more["validation"] = [source.validation, [asdict(file) for file in own]]
-    return [source.path, [asdict(file) for file in files], *([more] if more else [])]
+        more["validation"] = [source.validation, [*map(_plain_file, own)]]
+    return [source.path, [*map(_plain_file, files)], *([more] if more else [])]
 
 
 def files_of(source: Source) -> list[File]:
-    """Return the files of `source` with sizes and times.
+    """Return the files of `source` with sizes, times and digests of blocks.
 
     For indexed data the size is the sum, and the time the later one, of the .bin and .idx files.
     """
@@ -182,8 +212,10 @@ def files_of(source: Source) -> list[File]:
     for path in expand(source):
         fmt = file_format(path, source.format)
         assert fmt is not None
-        stats = [p.stat() for p in ([path, path.with_suffix(".bin")] if fmt == "indexed" else [path]) if p.exists()]
-        files.append(File(str(path), fmt, sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats)))
+        parts = [p for p in ([path, path.with_suffix(".bin")] if fmt == "indexed" else [path]) if p.exists()]
+        stats = [part.stat() for part in parts]
+        size, changed = sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats)
+        files.append(File(str(path), fmt, size, changed, sampled_digest(parts)))
     return files
 
 
@@ -210,8 +242,8 @@ def units(
 
 
 def unit_key(unit: Unit, options: dict[str, Any]) -> str:
-    """Return the name of the unit's result in the cache, a digest of its segments and the options."""
-    return digest({"version": FORMAT_VERSION, "options": options, "segments": [asdict(s) for s in unit.segments]})
+    """Return a digest of the unit's segments and the options."""
+    return digest({"version": FORMAT_VERSION, "options": options, "segments": plain_segments(unit.segments)})
 
 
 def digest(value: Any) -> str:
@@ -228,7 +260,7 @@ def _segments(file: File, text_key: str, size: int, kind: str) -> Iterator[FileR
         count = file.size // size
         bounds = [file.size * n // count for n in range(count + 1)]
         yield from (FileRange(file, a, b, b - a) for a, b in pairwise(bounds))
-    elif file.format in ("parquet", "arrow"):
+    elif file.format in TABLES:
         text = kind == "text" and file.format == "parquet"
         rows = records.parquet_groups(path, text_key) if text else group_rows(path, file.format)
         yield from _row_groups(file, rows, size) if rows else [FileRange(file, bytes=file.size)]

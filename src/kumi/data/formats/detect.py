@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from kumi.data.arrow_rows import TABLES, column_names
 from kumi.data.formats.columns import (
     CHAT,
     Format,
@@ -48,13 +49,14 @@ def detect_source(source: Source, files: Sequence[tuple[Path, str]]) -> Format:
 
 
 def _first_rows(files: Sequence[tuple[Path, str]]) -> list[dict[str, Any]]:
-    """Return the first rows of the first file that has any."""
+    """Return the first rows of the first file that has any; if none can be read, a row with all columns of a table."""
     for path, fmt in files:
         items = islice(read_rows(path, fmt), _SAMPLE)
         rows = [item[1] for item in items if isinstance(item, tuple)]
         if rows:
             return rows
-    return []
+    names = next(filter(None, (column_names(path, fmt) for path, fmt in files if fmt in TABLES)), [])
+    return [dict.fromkeys(names, "")] if names else []
 
 
 def detect(rows: Iterable[Mapping[str, Any]], source: Source) -> Format:

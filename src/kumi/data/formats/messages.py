@@ -177,7 +177,9 @@ def read_tools(value: Any) -> list[Any] | None:
 
 
 # Arguments that the renderer itself gives to a template.
-_OWN_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
+_OWN_ARGUMENTS = frozenset(
+    {"messages", "conversation", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
+)
 
 
 def read_template_kwargs(value: Any) -> Mapping[str, Any]:
@@ -192,6 +194,12 @@ def read_template_kwargs(value: Any) -> Mapping[str, Any]:
     if own:
         raise RowRefused(
             "bad-template-kwargs", f"chat_template_kwargs sets {min(own)!r}, which comes from the messages"
+        )
+    if value.get("chat_template") is not None:
+        raise RowRefused(
+            "bad-template-kwargs",
+            "chat_template_kwargs sets 'chat_template', but a row may not bring its own template; leave it out, and "
+            "name the run's template in data.chat.template",
         )
     return dict(check_plain({key: item for key, item in value.items() if item is not None}, "chat_template_kwargs"))
 

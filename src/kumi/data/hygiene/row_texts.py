@@ -43,11 +43,16 @@ def example_row(example: Example) -> TextRow:
 
     Of a second side, those after the texts that it begins with like the first.
     """
+    return TextRow(example.file, example.line, "\n".join(example_texts(example)), example.label)
+
+
+def example_texts(example: Example) -> list[str]:
+    """Return the texts that `example_row` joins."""
     texts, *others = (list(_side_texts(side)) for side in example.sides)
     for other in others:
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(texts, other, strict=False))
         texts += other[len(list(shared)) :]
-    return TextRow(example.file, example.line, "\n".join(texts), example.label)
+    return texts
 
 
 def _side_texts(side: Any) -> Iterator[str]:
