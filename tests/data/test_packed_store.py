@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from shutil import copytree
 
 import numpy as np
 import pytest
 
-from kumi.data import open_store
+from kumi.data import old_plans, open_store
 from kumi.errors import ConfigError, RefusedError
 from kumi.spec.batch import BatchSpec
 
@@ -71,3 +73,34 @@ def test_rows_that_language_modelling_does_not_train_are_refused(stored_chats):
     pairs = replace(stored_chats, sources=(replace(stored_chats.sources[0], kind="preference"),))
     with pytest.raises(ConfigError, match=r"has rows of kind 'preference', which objective\.kind='lm' does not train"):
         pairs.pack(SEQ_LEN, 3)
+
+
+def test_plans_that_nobody_used_for_long_are_removed(stored_chats, tmp_path):
+    copytree(stored_chats.folder, tmp_path / "copy")
+    store = open_store(tmp_path / "copy")
+    [source] = store.sources
+    plans = {}
+    for seq_len in range(500, 512):
+        before = set(tmp_path.rglob("*.i4"))
+        store.pack(seq_len, 0)
+        plans[seq_len] = set(tmp_path.rglob("*.i4")) - before
+        assert {path.name.split(".bins.")[0] for path in plans[seq_len]} == {source.train.name, source.validation.name}
+    month, now = old_plans.UNUSED_SECONDS, time.time()
+    for seq_len, (read, written) in {500: (0, 0), 501: (0, 0), 502: (now, 0), 503: (0, now)}.items():
+        for path in plans[seq_len]:
+            os.utime(path, (read, written))
+    left = source.train.with_name(f"{source.train.name}.bins.x.i4.7.partial")
+    left.write_bytes(b"x")
+    store.pack(511, 0)
+    assert left.exists(), "another process may be writing it"
+    assert set(tmp_path.rglob("*.i4")) == set().union(*plans.values()) - plans[500] - plans[501]
+    os.utime(left, (0, now - month - 60))
+    for seq_len in range(502, 510):
+        for path in plans[seq_len]:
+            os.utime(path, (0, 0))
+    store.pack(511, 0)
+    assert not left.exists()
+    # The eight that were used last stay.
+    assert len(set(tmp_path.rglob("*.i4"))) == 2 * old_plans.LAST_PLANS
+    assert plans[510] | plans[511] <= set(tmp_path.rglob("*.i4"))
+    assert store.pack(500, 0)

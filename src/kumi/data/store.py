@@ -18,6 +18,7 @@ import numpy as np
 from kumi.data import binfile, unit_files
 from kumi.data.binfile import Array
 from kumi.data.checksums import Checksums, from_plain
+from kumi.data.old_plans import remove_old_plans
 from kumi.data.packing import PackedRows
 from kumi.data.row_source import RowSource
 from kumi.data.sampler import Mixture, SequentialSampler
@@ -110,7 +111,8 @@ class Store:
     def pack(self, seq_len: int, seed: int, form: RowForm = LM_ROWS) -> dict[str, PackedRows]:
         """Store the plans of the packed rows of all sources of examples; return their training rows by source.
 
-        `form`: the rows that the run's objective trains. Raise the errors of `check_kind` and of `pack_side`.
+        Plans of other lengths and seeds that were not used for long are removed. `form`: the rows that the run's
+        objective trains. Raise the errors of `check_kind` and of `pack_side`.
         """
         for source in self.sources:
             check_kind(source, form)
@@ -119,7 +121,11 @@ class Store:
             if source.validation is not None:
                 pack_side(source, "validation", self.vocab_size, seq_len, seed, form)
         trained = [source for source in examples if source.train is not None]
-        return {s.name: pack_side(s, "train", self.vocab_size, seq_len, seed, form) for s in trained}
+        rows = {s.name: pack_side(s, "train", self.vocab_size, seq_len, seed, form) for s in trained}
+        for prefix in (prefix for source in examples for prefix in (source.train, source.validation)):
+            if prefix is not None:
+                remove_old_plans(prefix)
+        return rows
 
     def document_span(self, seq_len: int, form: RowForm = LM_ROWS) -> float:
         """Return the `BatchSpec.document_span` of the training data in rows of `seq_len` tokens.
