@@ -245,6 +245,49 @@ def test_texts_that_the_template_drops_are_refused(plain):
     assert refusal(plain, long)[0] == "too-long"
 
 
+RESULTS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content WRITTEN if m.role == 'tool' else m.content }}{% for c in m.tool_calls %}{{ c.function.name }}
+{%- for name, value in c.function.arguments.items() %} {{ name }}={{ value ARGUMENT }}{% endfor %}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("result", "written", "argument", "refused"),
+    [
+        ('{"cats": 31, "mean": 1.0}', "", "", None),
+        ('{"cats": 31, "mean": 1.0}', "| replace('1.0', '1')", "| int", None),
+        ('{"cats": 31, "mean": 1.0}', "| replace('31', '31.00') | replace('{', '')", "", None),
+        ('{"cats": 31, "mean": 1.0}', "| replace('31', '')", "", "31 of the tool's"),
+        ('{"cats": 31, "mean": 1.0}', "| replace('31', '314')", "", "31 of the tool's"),
+        ('{"cats": 31, "mean": 1.0}', "| replace('1.0', '')", "", "1.0 of the tool's"),
+        ("[-4, 88]", "| replace('-', '')", "", "-4 of the tool's"),
+        ("[-4, 88]", "| replace('8', '')", "", "88 of the tool's"),
+        ('{"tame": true, "wild": null}', "| replace('true', 'True') | replace('null', '')", "", None),
+        ('{"tame": true, "wild": null}', "| replace('true', '')", "", "True of the tool's"),
+        ("[]", "| string", "if value is string", "7 of the reply"),
+        ("[]", "| string", "| round(1)", None),
+        ("[]", "| string", "+ 1", "7 of the reply"),
+    ],
+)
+def test_numbers_and_truth_values_that_the_template_drops_are_refused(result, written, argument, refused):
+    text = RESULTS.replace("WRITTEN", written).replace("ARGUMENT", argument)
+    encoder = make_encoder("results", text, MODEL)
+    call = {"function": {"name": "count", "arguments": {"days": 7}}}
+    messages = [
+        {"role": "user", "content": "hi Q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": "so many"},
+    ]
+    if refused is None:
+        assert len(encoder.encode(make_chat(messages))) == 1
+        return
+    kind, reason = refusal(encoder, make_chat(messages))
+    assert kind == "not-shown"
+    assert f"the template does not show {refused}" in reason
+
+
 def test_a_stop_token_must_be_an_added_token(plain):
     with pytest.raises(ConfigError, match="stop token 'cat' is not among the added tokens"):
         ConversationEncoder(plain._renderer, plain._tokenizer, ("cat",))

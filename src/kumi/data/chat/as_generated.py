@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from kumi.data.chat.masked import RowRefused
+from kumi.data.chat.shown_values import Value, check_values, plain_values
 
 Message = Mapping[str, Any]
 # render(messages, prompt, arguments of the template) -> text; `prompt` adds the generation prompt.
@@ -74,6 +75,7 @@ def split_samples(render: Render, messages: Sequence[Message], trained: Sequence
         start = _prompt_length(render, messages[:i], whole, parts, markup)
         whole, stop, end = _ended(render, messages, i, whole, start, parts, markup)
         _check_shown(parts, whole[start:end], i, "reply")
+        check_values(_argument_values(messages[i]), whole[start:end], i, "reply")
         check_prompt(messages, i, whole[:start])
         # The reply continues the sample if its prompt begins with the tokens trained so far.
         if replies and not whole[:start].startswith(text[: replies[-1].end]):
@@ -111,6 +113,12 @@ def _leaves(value: Any) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _leaves(item)
+
+
+def _argument_values(message: Message) -> Iterator[Value]:
+    """Yield the numbers and truth values in the arguments of the message's tool calls."""
+    for call in message.get("tool_calls") or ():
+        yield from plain_values(call.get("function", call).get("arguments"))
 
 
 def contains(text: str, part: str) -> bool:
@@ -214,12 +222,14 @@ def _check_text(message: Message, j: int, prompt: str) -> None:
     text = message.get("content")
     if not isinstance(text, str) or contains(prompt, text.strip()):
         return
-    parts = [text.strip()]
+    parts, values, name = [text.strip()], list[Value](), f"{message['role']}'s message"
     if message["role"] == "tool" and text.lstrip()[:1] in ("{", "["):
         # Some templates, such as Gemma 4's, write the values of a tool's JSON in another form.
         with suppress(ValueError, RecursionError):
-            parts = [part.strip() for part in _leaves(json.loads(text))]
-    _check_shown(parts, prompt, j, f"{message['role']}'s message")
+            result = json.loads(text)
+            parts, values = [part.strip() for part in _leaves(result)], list(plain_values(result))
+    _check_shown(parts, prompt, j, name)
+    check_values(values, prompt, j, name)
 
 
 def _check_shown(parts: Sequence[str], text: str, i: int, name: str) -> None:

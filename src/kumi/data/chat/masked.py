@@ -8,7 +8,7 @@ from typing import Any
 
 # Version of the code from a row to its tokens and masks, part of a store's fingerprint: raise it by 1 with every change
 # after which a row may have other tokens, masks, turns, weights or units.
-FORMAT = 2
+FORMAT = 3
 # Bits of a store's mask file: whether the token is trained, and the number of its role in `kumi.data.formats.ROLES`.
 TRAINED, ROLE_SHIFT = 1, 1
 
