@@ -32,7 +32,6 @@ from measure import descendants, peak_of_process
 
 from kumi.data import Record, Source, expand, load_tokenizer, read
 from kumi.data.bpe import train as train_tokenizer
-from kumi.data.chat.message_texts import message_texts
 from kumi.data.formats import detect
 from kumi.data.row_path import RowPath, chat_settings, open_row_path
 from kumi.data.tokenizer import Tokenizer
@@ -114,11 +113,8 @@ def render_case(path: RowPath, rows: Sequence[dict[str, Any]]) -> dict[str, floa
     encoder, samples, characters = path.encoder, 0, 0
     begun = time.process_time()
     for side in sides:
-        encoder._renderer.limits.start()
-        for rendered in encoder._samples(side):
-            message_texts(rendered.sample, rendered.messages, encoder._controls.added)
-            samples, characters = samples + 1, characters + len(rendered.sample.text)
-        encoder._renderer.limits.end()
+        for sample, _ in encoder.samples(side):
+            samples, characters = samples + 1, characters + len(sample.text)
     spent = time.process_time() - begun
     count = len(sides)
     return {
@@ -134,7 +130,7 @@ def plain_seconds(path: RowPath, tokens: Tokenizer, rows: Sequence[dict[str, Any
     spent = 0.0
     for n, row in enumerate(rows, 1):
         side = path.convert(row, "chats.jsonl", n).sides[0]
-        texts += [rendered.sample.text for rendered in path.encoder._samples(side)]
+        texts += [sample.text for sample, _ in path.encoder.samples(side)]
         if len(texts) >= 32 or n == len(rows):
             begun = time.process_time()
             tokens.encode_batch(texts)

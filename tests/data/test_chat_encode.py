@@ -100,6 +100,36 @@ def test_roles_and_turns_of_all_tokens(plain):
     ]
 
 
+def test_short_texts_are_not_looked_for_in_the_template_s_own(plain):
+    """Each is in a header, in the text that the template adds, or in a longer message."""
+    added = "{% if messages[0].role != 'system' %}<|im_start|>system\nthe user at hand{{ IM }}\n{% endif %}"
+    encoder = make_encoder("added", added.replace("{{ IM }}", IM) + PLAIN, MODEL)
+    messages = turns({"content": "yo A1"}, {"content": "ok A2"})
+    for first, second in (("user", "us"), ("a", " s "), ("t", "e"), ("the", "\n")):
+        messages[0]["content"], messages[2]["content"] = first, second
+        for each in (plain, encoder):
+            [unit] = each.encode(make_chat(messages))
+            runs = by_role(each, unit.sequences[0])
+            shown = [(turn, text.strip()) for role, turn, text in runs if role == "user"]
+            assert shown == [(turn, text.strip()) for turn, text in ((1, first), (3, second)) if text.strip()]
+            assert sum("<|im_start|>user\n" in text for role, _, text in runs if role == "") == 2
+    [[sample, texts]] = plain.samples(make_chat(messages).sides[0])
+    assert [sample.text[place.start : place.end] for place in texts] == ["the", f"yo A1{IM}", f"ok A2{IM}"]
+
+
+def test_a_template_that_refuses_or_rewrites_a_mark_has_its_texts_searched(plain):
+    for change in (
+        "{% if m.content not in ['hi Q1', 'yo A1', 'b', 'ok A2'] %}{{ raise_exception('no') }}{% endif %}",
+        "{% if m.role == 'user' %}{{ m.content | length }}{% endif %}",
+    ):
+        encoder = make_encoder(
+            "changed", PLAIN.replace("<|im_start|>{{ m.role }}", change + "<|im_start|>{{ m.role }}"), MODEL
+        )
+        messages = [*CHAT[:2], {"role": "user", "content": "b"}, CHAT[3]]
+        [unit] = encoder.encode(make_chat(messages))
+        assert ("user", 3, "b") in by_role(encoder, unit.sequences[0])
+
+
 def test_a_history_that_the_template_rewrites_becomes_several_samples(thinking):
     messages = turns({"reasoning_content": "the cat", "content": "yo A1"}, {"content": "ok A2"})
     first, second = (unit.sequences[0] for unit in thinking.encode(make_chat(messages)))

@@ -16,7 +16,8 @@ from kumi.data.chat.as_generated import alternatives
 from kumi.data.chat.masked import RowRefused
 from kumi.data.tokenizer import Tokenizer
 
-_PRIVATE = range(0xE000, 0xF900)
+# Characters that stand for nothing, to mark places in a text that does not have them.
+PRIVATE = range(0xE000, 0xF900)
 
 
 class ControlTokens:
@@ -71,7 +72,7 @@ class ControlTokens:
             return messages, tools, "", 0
         everything = json.dumps([messages, tools], ensure_ascii=False, default=str)
         mark = next(
-            (mark for mark in map(chr, _PRIVATE) if mark not in everything and escaped(mark) not in everything), None
+            (mark for mark in map(chr, PRIVATE) if mark not in everything and escaped(mark) not in everything), None
         )
         if mark is None:
             raise RowRefused("control-token", "the row spells control tokens, and has every private-use character")

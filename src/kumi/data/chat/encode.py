@@ -23,7 +23,9 @@ from kumi.data.chat.as_generated import (
 from kumi.data.chat.control_tokens import ControlTokens, spells, unmarked
 from kumi.data.chat.limits import ERROR
 from kumi.data.chat.masked import TRAINED, EncodedUnit, MaskedSequence, RowRefused
+from kumi.data.chat.message_texts import MessageText, Places, message_texts
 from kumi.data.chat.sample_tokens import SampleTokens
+from kumi.data.chat.short_texts import short_places
 from kumi.data.formats.example import ROLES, Conversation, Example, PlainText
 from kumi.data.tokenizer import Tokenizer
 from kumi.errors import ConfigError
@@ -90,6 +92,21 @@ class ConversationEncoder:
         finally:
             self._renderer.limits.end()
 
+    def samples(self, side: Conversation) -> list[tuple[Sample, list[MessageText]]]:
+        """Return the samples of a conversation without tokens, each with the places of its messages.
+
+        Raise RowRefused as `encode` does.
+        """
+        self._renderer.limits.start()
+        try:
+            return [self._located(rendered) for rendered in self._samples(side)]
+        finally:
+            self._renderer.limits.end()
+
+    def _located(self, rendered: _Rendered) -> tuple[Sample, list[MessageText]]:
+        places = self._short_places(rendered)
+        return rendered.sample, message_texts(rendered.sample, rendered.messages, self._controls.added, places)
+
     def _units(self, example: Example) -> list[EncodedUnit]:
         kind, sides = example.kind, example.sides
         if kind == "preference":
@@ -146,7 +163,7 @@ class ConversationEncoder:
                 )
 
     def _sequence(self, rendered: _Rendered, side: Conversation) -> MaskedSequence:
-        sequence = self._tokens.encode(rendered.sample, rendered.messages, rendered.mark)
+        sequence = self._tokens.encode(rendered.sample, rendered.messages, rendered.mark, self._short_places(rendered))
         if all(side.weight[reply.message] == 1 for reply in rendered.sample.replies):
             return sequence
         weights = [
@@ -162,7 +179,11 @@ class ConversationEncoder:
         check_prompt(rendered.messages, count, text)
         for tool in rendered.tools or ():
             _check_tool(tool, text)
-        return self._tokens.encode(Sample(text, count, ()), rendered.messages, rendered.mark)
+        rendered = rendered._replace(sample=Sample(text, count, ()))
+        return self._tokens.encode(rendered.sample, rendered.messages, rendered.mark, self._short_places(rendered))
+
+    def _short_places(self, rendered: _Rendered) -> Places:
+        return short_places(rendered.render, rendered.sample, rendered.messages, self._controls.added)
 
     def _plain(self, side: PlainText, prompt: bool = False) -> MaskedSequence:
         """Return the tokens of a prompt, with BOS where the tokenizer adds it, and of its completion with eos."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 from kumi.data.chat.as_generated import Message, Sample, shown
 from kumi.data.chat.masked import ROLE_SHIFT, TRAINED
 from kumi.data.formats.example import ROLES
 
+# First and last positions of messages in a text, by their number from 0.
+Places: TypeAlias = Mapping[int, tuple[int, int]]
+NOWHERE: Places = MappingProxyType({})
 ASSISTANT = ROLES.index("assistant")
 
 
@@ -23,11 +27,13 @@ class MessageText(NamedTuple):
     number: int
 
 
-def message_texts(sample: Sample, messages: Sequence[Message], added: re.Pattern[str]) -> list[MessageText]:
+def message_texts(
+    sample: Sample, messages: Sequence[Message], added: re.Pattern[str], places: Places = NOWHERE
+) -> list[MessageText]:
     """Return where `sample` has the texts of its messages, in the order of the text; a trained reply is one segment.
 
     Other messages are searched in their order between the replies around them, without what the template adds or
-    rewrites.
+    rewrites. places: of messages that are not searched.
     """
     replies = {reply.message: reply for reply in sample.replies}
     starts = [reply.start for reply in sample.replies]
@@ -42,9 +48,11 @@ def message_texts(sample: Sample, messages: Sequence[Message], added: re.Pattern
             first = position = reply.end
             limit = next(limits)
             continue
-        parts = shown(message, added)
-        # Some templates write the system message after others.
-        place = _find(sample.text, parts, position, limit) or _find(sample.text, parts, first, limit)
+        place = places.get(i)
+        if place is None:
+            parts = shown(message, added)
+            # Some templates write the system message after others.
+            place = _find(sample.text, parts, position, limit) or _find(sample.text, parts, first, limit)
         if place is not None:
             segments.append(MessageText(*place, ROLES.index(message["role"]) << ROLE_SHIFT, i + 1))
             position = place[1]

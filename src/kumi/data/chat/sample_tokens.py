@@ -12,7 +12,7 @@ from itertools import islice, pairwise, takewhile
 from kumi.data.chat.as_generated import Message, Sample, excerpt
 from kumi.data.chat.control_tokens import ControlTokens, unmarked
 from kumi.data.chat.masked import MaskedSequence, RowRefused
-from kumi.data.chat.message_texts import message_texts
+from kumi.data.chat.message_texts import NOWHERE, Places, message_texts
 from kumi.data.chat.piece_tokens import Piece, PieceTokens
 from kumi.data.tokenizer import PIECE, Tokenizer
 
@@ -30,16 +30,19 @@ class SampleTokens:
         """Forget the pieces of the last row."""
         self._tokens.clear()
 
-    def encode(self, sample: Sample, messages: Sequence[Message], mark: str = "") -> MaskedSequence:
+    def encode(
+        self, sample: Sample, messages: Sequence[Message], mark: str = "", places: Places = NOWHERE
+    ) -> MaskedSequence:
         """Return the tokens of `sample`; `mark` is inside each control token that the row spells, "" if it spells none.
 
+        `places` are those of `message_texts`.
         Raise RowRefused if it begins with two BOS tokens or has more than 4 Mi characters, if a stop token is no token,
         or if the tokenizer makes control tokens of text.
         """
         text = sample.text
         if len(text) > PIECE:
             raise RowRefused("too-long", f"the conversation has {len(text)} characters; the limit is {PIECE}")
-        segments = message_texts(sample, messages, self._controls.added)
+        segments = message_texts(sample, messages, self._controls.added, places)
         stops = {reply.stop: text[reply.stop : reply.end] for reply in sample.replies}
         pieces = list(self._pieces(sample, mark))
         encoded = self._tokens.encode([piece for _, _, piece in pieces])
