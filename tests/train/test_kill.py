@@ -16,10 +16,16 @@ from tests.train.test_failing_ranks import command
 
 from kumi.cli import main
 
-STEPS = 24
+# Steps of a run: enough for the saves that are waited for, ten kills' of `pytest --all` among them.
+STEPS, ALL_STEPS = 15, 24
 
 
-def long_run(folder):
+@pytest.fixture(scope="module")
+def steps(request):
+    return ALL_STEPS if request.config.getoption("--all") else STEPS
+
+
+def long_run(folder, steps):
     """A run of two ranks whose checkpoints are large enough for a kill to fall into a save."""
     wide = {
         "model_type": "llama",
@@ -36,17 +42,17 @@ def long_run(folder):
         model__config=wide,
         cluster__devices_per_node=2,
         layout={"zero": 3},
-        train__steps=STEPS,
+        train__steps=steps,
         checkpoint={"every": 3, "keep": 2},
     )
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(small, tmp_path_factory):
+def uninterrupted(small, steps, tmp_path_factory):
     folder = small.copy(tmp_path_factory.mktemp("uninterrupted"))
     shutil.rmtree(folder / "run")
     with contextlib.chdir(folder):
-        assert main(["train", str(long_run(folder))]) == 0
+        assert main(["train", str(long_run(folder, steps))]) == 0
     return losses(folder / "run")
 
 
@@ -125,12 +131,12 @@ def last_step(folder):
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.exhaustive)])
-def test_any_rank_killed_at_any_moment_costs_nothing_but_time(small, tmp_path, uninterrupted, kills):
+def test_any_rank_killed_at_any_moment_costs_nothing_but_time(small, steps, tmp_path, uninterrupted, kills):
     """SIGKILLs, two or more of them while a checkpoint is being written."""
     folder = small.copy(tmp_path)
     shutil.rmtree(folder / "run")
     draw = random.Random(5)
-    long_run(folder)
+    long_run(folder, steps)
     root = folder / "run" / "checkpoints"
     in_saves = 0
     for kill in range(kills):
@@ -166,10 +172,10 @@ def test_any_rank_killed_at_any_moment_costs_nothing_but_time(small, tmp_path, u
         pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_signal_saves_and_ends_the_run_which_then_goes_on(small, tmp_path, uninterrupted, number, code):
+def test_a_signal_saves_and_ends_the_run_which_then_goes_on(small, steps, tmp_path, uninterrupted, number, code):
     folder = small.copy(tmp_path)
     shutil.rmtree(folder / "run")
-    run = long_run(folder)
+    run = long_run(folder, steps)
     with training(folder) if number == signal.SIGTERM else program(folder, run) as process:
         assert wait_for(lambda: last_step(folder) >= 4, process)
         if number == signal.SIGINT:
@@ -185,11 +191,11 @@ def test_a_signal_saves_and_ends_the_run_which_then_goes_on(small, tmp_path, uni
     assert losses(folder / "run") == uninterrupted
 
 
-def test_ranks_of_an_outside_launcher_train_the_same(small, tmp_path, uninterrupted):
+def test_ranks_of_an_outside_launcher_train_the_same(small, steps, tmp_path, uninterrupted):
     """The agent and the ranks of torchrun are forked, with what torchrun tells them."""
     folder = small.copy(tmp_path)
     shutil.rmtree(folder / "run")
-    long_run(folder)
+    long_run(folder, steps)
     with training(folder, "torchrun") as process:
         assert process.wait(timeout=120) == 0, (folder / "output.txt").read_text()
     assert losses(folder / "run") == uninterrupted
@@ -197,10 +203,10 @@ def test_ranks_of_an_outside_launcher_train_the_same(small, tmp_path, uninterrup
 
 
 @pytest.mark.exhaustive
-def test_an_outside_launcher_starts_the_ranks(small, tmp_path, uninterrupted):
+def test_an_outside_launcher_starts_the_ranks(small, steps, tmp_path, uninterrupted):
     folder = small.copy(tmp_path)
     shutil.rmtree(folder / "run")
-    run = long_run(folder)
+    run = long_run(folder, steps)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     words = [*launcher, sys.executable, "-m", "kumi", "train", str(run)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
