@@ -1,8 +1,10 @@
 import json
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from kumi.config import dump, from_dict, json_schema, load, load_plan, plan_from_dict
 from kumi.errors import ConfigError
@@ -46,7 +48,7 @@ def test_unknown_keys_are_named_with_their_path_and_a_suggestion():
 
 def test_every_wrong_key_is_reported_at_once():
     text = message(minimal(optim={"lr": -1}, batch={"seq_len": 8}))
-    assert "batch.tokens_per_step: required, but not set" in text
+    assert "batch.tokens_per_step: required, but not set; add, for example, tokens_per_step = 65536 in [batch]" in text
     assert "optim.lr: must be greater than 0, got -1" in text
 
 
@@ -65,7 +67,15 @@ def test_every_wrong_key_is_reported_at_once():
         ({"optim": {"betas": [0.9, 0.9, 0.9]}}, "optim.betas: must be a list of at most 2, got [0.9, 0.9, 0.9]"),
         ({"data": {"sources": [], "tokenizer": "x"}}, "data.sources: must be a list of at least 1, got []"),
         ({"data": {"sources": [{"path": "x"}], "tokenizer": 5}}, "data.tokenizer: must be text in quotes, got 5"),
-        ({"data": {"sources": [{"path": "x"}], "tokenizer": {}}}, "data.tokenizer.vocab_size: required, but not set"),
+        (
+            {"data": {"sources": [{"path": "x"}], "tokenizer": {}}},
+            "tokenizer.vocab_size: required, but not set; add, for example, vocab_size = 32768 in [data.tokenizer]",
+        ),
+        (
+            {"data": {"sources": [{"path": "x"}, {}], "tokenizer": "x"}},
+            'data.sources.1.path: required, but not set; add, for example, path = "data/*.jsonl" in entry 2 of '
+            "data.sources",
+        ),
         ({"log": {"trackers": "wandb"}}, "log.trackers: must be a list, got 'wandb'"),
         (
             {"eval": {"every": 5}, "data": {"sources": [{"path": "x"}], "tokenizer": "x", "validation": 0}},
@@ -90,8 +100,38 @@ def test_a_plan_needs_a_model_and_a_batch_and_takes_every_run_file(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(dump(from_dict(minimal())))
     assert load_plan(file, ["layout.tp=2"]).model_dump() == load(file, ["layout.tp=2"]).model_dump()
-    with pytest.raises(ConfigError, match=r"batch: required, but not set; layout\.tpp: unknown key; did you mean 'tp'"):
+    missing = (
+        r"batch: required, but not set; add the table \[batch\] with, .*; layout\.tpp: unknown key; did you mean 'tp'"
+    )
+    with pytest.raises(ConfigError, match=missing):
         plan_from_dict({"model": {"source": "x"}, "layout": {"tpp": 1}})
+
+
+@pytest.mark.parametrize(
+    "missing",
+    ["name", "model", "batch", "data", "train", "batch.seq_len", "batch.tokens_per_step", "data.sources", "train.out"],
+)
+def test_a_file_without_a_key_is_valid_with_the_line_that_its_error_adds(missing, tmp_path):
+    written = minimal()
+    section, _, key = missing.partition(".")
+    del (written[section] if key else written)[key or section]
+    file = tmp_path / "run.toml"
+    file.write_text(tomli_w.dumps(written))
+    with pytest.raises(ConfigError, match=f"^{missing}: required, but not set; add") as refused:
+        load(file)
+    file.write_text(with_advice(file.read_text(), str(refused.value).partition("; without these keys")[0]))
+    load(file)
+
+
+def with_advice(text, error):
+    """Return the run file `text` with the tables and keys that `error` says to add."""
+    for table, lines in re.findall(r"add the table \[([\w.]+)\] with, for example, (.*)", error):
+        text += f"\n[{table}]\n" + re.sub(r", (?=\w+ = )", "\n", lines)
+    for line, table in re.findall(r"add, for example, (.*?) in \[([\w.]+)\]", error):
+        text = text.replace(f"[{table}]", f"[{table}]\n{line}")
+    for line in re.findall(r"add, for example, (.*?) above the first table", error):
+        text = f"{line}\n{text}"
+    return text
 
 
 def test_overrides_set_values_lists_and_inline_configs(tmp_path):
@@ -145,7 +185,8 @@ def test_a_run_file_that_is_for_planning_alone_is_said_to_be_one(tmp_path):
     file = tmp_path / "plan.toml"
     file.write_text('[model]\nsource = "x"\n[batch]\nseq_len = 8\ntokens_per_step = 8\n')
     with pytest.raises(
-        ConfigError, match=r"train: required, but not set; without these keys the file is valid for `kumi plan`"
+        ConfigError,
+        match=r"train: required, but not set; add the .*; without these keys the file is valid for `kumi plan`",
     ):
         load(file)
     with pytest.raises(ConfigError) as refused:

@@ -101,10 +101,10 @@ class DeviceFile(SourcedFigures):
     dtype, "other" for the remaining dtypes.
     """
 
-    name: Text
-    kind: Literal["cpu", "cuda"]
-    memory: Bytes
-    dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)]
+    name: Text = Field(examples=["NVIDIA H100 80GB HBM3"])
+    kind: Literal["cpu", "cuda"] = Field(examples=["cuda"])
+    memory: Bytes = Field(examples=["80 GiB"])
+    dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)] = Field(examples=[["float32", "bfloat16"]])
     peak_flops: dict[Dtype, Flops] = Field(default_factory=dict)
     memory_bandwidth: Bandwidth | None = None
     stream: Share | None = None
@@ -126,11 +126,11 @@ class LinkFile(SourcedFigures):
     A `span` larger than a node describes a domain of several nodes, such as NVL72.
     """
 
-    name: Text
-    span: Positive
-    bandwidth: Bandwidth
-    latency: Seconds
-    efficiency: Share
+    name: Text = Field(examples=["NVLink 4"])
+    span: Positive = Field(examples=[8])
+    bandwidth: Bandwidth = Field(examples=["450 GB/s"])
+    latency: Seconds = Field(examples=["2 us"])
+    efficiency: Share = Field(examples=[0.8])
 
 
 class NetworkFile(SourcedFigures):
@@ -139,11 +139,11 @@ class NetworkFile(SourcedFigures):
     `bandwidth`: bytes/s of each device's own network card, or shared by the devices of a node or a site (`per`).
     """
 
-    name: Text
-    per: Literal["device", "node", "site"]
-    bandwidth: Bandwidth
-    latency: Seconds
-    efficiency: Share
+    name: Text = Field(examples=["InfiniBand NDR"])
+    per: Literal["device", "node", "site"] = Field(examples=["device"])
+    bandwidth: Bandwidth = Field(examples=["400 Gb/s"])
+    latency: Seconds = Field(examples=["5 us"])
+    efficiency: Share = Field(examples=[0.8])
 
 
 class HostFile(SourcedFigures):
@@ -166,8 +166,8 @@ class MeasuredFile(Section):
 class NodeFile(SourcedFigures):
     """A kind of machine: its devices, the links between them, its host, and its usual network."""
 
-    device: DeviceFile
-    devices_per_node: Positive
+    device: DeviceFile = Field(examples=["h100-sxm"])
+    devices_per_node: Positive = Field(examples=[8])
     links: tuple[LinkFile, ...] = ()
     host: HostFile = HostFile()
     network: NetworkFile | None = None

@@ -21,7 +21,7 @@ else:
 class SourceSection(Section):
     """One source of documents or examples."""
 
-    path: Text = spec_key(Source, "path")
+    path: Text = spec_key(Source, "path", examples=["data/*.jsonl"])
     weight: Annotated[Number, Field(gt=0)] = spec_key(Source, "weight")
     text_key: str = spec_key(Source, "text_key")
     format: SourceFormat = spec_key(Source, "format")
@@ -50,16 +50,19 @@ class TrainedTokenizer(Section):
     """A byte-level BPE tokenizer to train on the sources."""
 
     vocab_size: Annotated[Positive, Field(ge=260)] = Field(
-        description="Entries of the vocabulary, special tokens included."
+        description="Entries of the vocabulary, special tokens included.", examples=[32_768]
     )
 
 
 class DataSection(Section):
     """The training data."""
 
-    sources: tuple[SourceSection, ...] = Field(min_length=1, description="The sources, mixed by weight.")
+    sources: tuple[SourceSection, ...] = Field(
+        min_length=1, description="The sources, mixed by weight.", examples=[[{"path": "data/*.jsonl"}]]
+    )
     tokenizer: Text | TrainedTokenizer = Field(
-        description="A Hugging Face tokenizer folder or hub id, or { vocab_size = N } to train one on the sources."
+        description="A Hugging Face tokenizer folder or hub id, or { vocab_size = N } to train one on the sources.",
+        examples=["Qwen/Qwen3-0.6B"],
     )
     validation: Annotated[Number, Field(ge=0, le=0.5)] = Field(
         0.01, description="Share of documents held out, by a hash of their text, so copies are held out, too."

@@ -53,6 +53,7 @@ class ModelSection(Section):
         None,
         description="A folder with config.json (and weights), a config.json, or a hub id: org/name or "
         "org/name@revision.",
+        examples=["Qwen/Qwen3-0.6B"],
     )
     config: dict[str, Any] | None = Field(None, description="A Hugging Face config.json, inline, instead of `source`.")
     init: Literal["pretrained", "random"] = Field(
@@ -101,8 +102,8 @@ class ClusterSection(Section):
 class BatchSection(Section):
     """The size of a step."""
 
-    seq_len: Positive = Field(description="Tokens per sequence.")
-    tokens_per_step: Positive = Field(description="Tokens per optimizer step, over all ranks.")
+    seq_len: Positive = Field(description="Tokens per sequence.", examples=[4096])
+    tokens_per_step: Positive = Field(description="Tokens per optimizer step, over all ranks.", examples=[65_536])
     mean_document_tokens: Annotated[Number, Field(gt=0)] | None = Field(
         None,
         description="Mean tokens of a document, from which the cost of attention is estimated while the data is not "
@@ -244,13 +245,15 @@ class CommSection(Section):
 class TrainSection(Section):
     """The training run."""
 
-    steps: Positive | None = Field(None, description="Optimizer steps. Give either `steps` or `epochs`.")
+    steps: Positive | None = Field(
+        None, description="Optimizer steps. Give either `steps` or `epochs`.", examples=[1000]
+    )
     epochs: Annotated[Number, Field(gt=0, le=10**6)] | None = Field(
         None,
         description="Passes over the data, instead of `steps`: an epoch reads each source once, or "
         "`data.sources[].epochs` times. The number of steps follows from the prepared data.",
     )
-    out: Text = Field(description="Folder of the run; the same command resumes from it.")
+    out: Text = Field(description="Folder of the run; the same command resumes from it.", examples=["runs/my-run"])
     seed: NotNegative = Field(0, description="Seed of the initial weights and of the data order.")
     compile: Switch = Field(False, description="Compile each layer with torch.compile.")
     offload_dir: Text | None = Field(
@@ -413,7 +416,7 @@ class PlanConfig(Section):
 class RunConfig(PlanConfig):
     """A kumi run file."""
 
-    name: Text = Field(description="Name of the run.")
+    name: Text = Field(description="Name of the run.", examples=["my-run"])
     data: DataSection
     train: TrainSection
 

@@ -5,6 +5,7 @@ Keys that set a field of a spec dataclass take default and description from it (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import MISSING
 from typing import Annotated, Any
 
@@ -23,15 +24,16 @@ Switch = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
-def spec_key(spec: type[Any], name: str, default: Any = MISSING) -> Any:
+def spec_key(spec: type[Any], name: str, default: Any = MISSING, examples: Sequence[Any] | None = None) -> Any:
     """Return the key of a run file that sets the field `name` of the dataclass `spec`, with that field's description.
 
-    The default is the field's, unless the key has another representation of it, given as `default`.
+    The default is the field's, unless the key has another representation of it, given as `default`. `examples`: values
+    for the error message that the key is missing.
     """
     field = spec.__dataclass_fields__[name]
     if default is MISSING:
         default = ... if field.default is MISSING else field.default
-    return Field(default, description=field.metadata["text"])
+    return Field(default, description=field.metadata["text"], examples=None if examples is None else list(examples))
 
 
 class Section(BaseModel):

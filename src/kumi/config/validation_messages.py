@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -61,7 +62,7 @@ def _sentence(item: dict[str, Any], root: type[BaseModel]) -> str:
     if item["type"] == "extra_forbidden":
         return f"{path}: unknown key{_suggest(location, root)}"
     if item["type"] == "missing":
-        return f"{path}: required, but not set"
+        return f"{path}: required, but not set{_line_to_add(location, root)}"
     if item["type"] == "value_error":
         message = item["msg"].removeprefix("Value error, ")
         return f"{path}: {message}" if path else message
@@ -80,14 +81,44 @@ def _expected(item: dict[str, Any]) -> str:
     return _EXPECTED.get(item["type"], f"be {item['msg'].removeprefix('Input should be ')}")
 
 
+def _line_to_add(location: Sequence[str | int], root: type[BaseModel]) -> str:
+    """Return `; add ...` with an example of the missing key or table at `location`, and where to write it.
+
+    It is "" for keys without an example, which are not written by hand.
+    """
+    *parents, key = location
+    field = _section_at(parents, root).model_fields[key]
+    names = [str(part) for part in parents if isinstance(part, str)]
+    if field.examples:
+        entry = next((f"entry {part + 1} of {'.'.join(names)}" for part in parents if isinstance(part, int)), None)
+        place = f"in {entry or '[' + '.'.join(names) + ']'}" if parents else "above the first table"
+        return f"; add, for example, {key} = {_toml(field.examples[0])} {place}"
+    section = _section(field.annotation)
+    keys = {name: item.examples for name, item in section.model_fields.items()} if section else {}
+    lines = [f"{name} = {_toml(examples[0])}" for name, examples in keys.items() if examples]
+    return f"; add the table [{'.'.join([*names, str(key)])}] with, for example, {', '.join(lines)}" if lines else ""
+
+
+def _toml(value: Any) -> str:
+    """Return `value` as TOML in one line."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_toml(item)}' for key, item in value.items())} }}"
+    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
+def _section_at(parents: Sequence[str | int], root: type[BaseModel]) -> Any:
+    """Return the section class of the keys whose location begins with `parents`."""
+    model: Any = root
+    for part in parents:
+        if isinstance(part, str):
+            model = _section(model.model_fields[part].annotation)
+    return model
+
+
 def _suggest(location: Sequence[str | int], root: type[BaseModel]) -> str:
     """Return `; did you mean 'x'?` with the valid key most similar to the end of `location`, or all valid keys."""
     *parents, key = location
-    model: Any = root
-    for part in parents:
-        if isinstance(part, int):
-            continue
-        model = _section(model.model_fields[part].annotation)
+    model = _section_at(parents, root)
     names = list(model.model_fields)
     close = get_close_matches(str(key), names, n=1, cutoff=0.5)
     elsewhere = [name for name, field in root.model_fields.items() if _has_key(field.annotation, str(key))]
