@@ -9,7 +9,8 @@ import pytest
 from small import INSTANT, LINKS, job, model
 
 from kumi.plan.estimate import estimate
-from kumi.plan.time.traffic import PARTIAL_GRADS, TIED_GRADS, collectives, exposed_collectives
+from kumi.plan.time.traffic import PARTIAL_GRADS, collectives, exposed_collectives
+from kumi.plan.time.unit_collectives import TIED_GRADS
 from kumi.spec.cluster import ClusterSpec, Link
 from kumi.spec.engine import KUMI
 from kumi.spec.layout import Layout
@@ -31,7 +32,7 @@ def sent(planned_job, layout, axis, rank=0):
     listed = exposed_collectives(planned_job, layout, dict(result.time), rank)
     kinds = {"tp": ("tp",), "cp": ("cp",), "ep": ("ep", "expert_tp"), "pp": ("pp",)}.get(axis)
     # These run once a step, are small, and do not count in the step time.
-    every = [entry for entry in listed if entry.what not in (PARTIAL_GRADS, TIED_GRADS)]
+    every = [entry for entry in listed if entry.what != PARTIAL_GRADS]
     own = [entry for entry in every if (entry.axis in kinds if kinds else entry.axis.startswith(("dp", "world")))]
     return sum(entry.seconds for entry in own), dict(result.time)[axis], sum(entry.exposed for entry in own)
 
@@ -168,11 +169,38 @@ def test_a_pipeline_rank_sends_what_its_actions_make(layout):
         assert all(entry.bytes == size for entry in listed.values())
 
 
+@pytest.mark.parametrize(
+    ("layout", "elements"),
+    [
+        (Layout(pp=2, dp_replicate=4), 32000 * 4096),
+        (Layout(pp=4, tp=2), 32000 * 4096 / 2),
+        (Layout(pp=2, dp_shard=4, zero=1), 32000 * 4096 / 4),
+        (Layout(pp=2, stages=2, schedule="zb-v", dp_replicate=4), 0),
+        (Layout(dp_replicate=8), 0),
+        (Layout(pp=64, dp_replicate=2), 32000 * 4096),
+    ],
+)
+def test_the_gradients_of_a_tied_table_are_charged_what_their_message_takes(layout, elements):
+    """First and last rank each list it; a pipeline of 64 ranks is too deep to be simulated."""
+    nodes = max(2, layout.world_size // 4)
+    tied, apart = (job(of=replace(of, layers=of.layers * 8), links=FAR, nodes=nodes) for of in (TIED, DENSE))
+    made = estimate(tied, layout)
+    listed = [
+        [entry for entry in exposed_collectives(tied, layout, dict(made.time), rank) if entry.what == TIED_GRADS]
+        for rank in (0, layout.pp - 1)
+    ]
+    assert [sum(entry.bytes for entry in own) for own in listed] == [4 * elements] * 2
+    seconds = sum(entry.seconds for entry in listed[0])
+    assert sum(entry.exposed for entry in listed[0]) == pytest.approx(seconds)
+    more = dict(made.time)["pp"] - dict(estimate(apart, layout).time)["pp"]
+    assert more == pytest.approx(seconds, rel=1e-6, abs=1e-9)
+
+
 def test_what_is_exposed_is_dealt_out_by_how_long_messages_take():
     planned_job, layout = job(of=DENSE), Layout(pp=2, tp=2, dp_shard=2, zero=1)
     result = estimate(planned_job, layout)
     for axis in ("tp", "pp", "dp"):
-        every = [entry for entry in result.collectives if entry.what not in (PARTIAL_GRADS, TIED_GRADS)]
+        every = [entry for entry in result.collectives if entry.what != PARTIAL_GRADS]
         own = [entry for entry in every if entry.axis.startswith(axis) or (axis == "dp" and entry.axis == "world")]
         assert sum(entry.exposed for entry in own) <= dict(result.time)[axis] * (1 + 1e-9)
         assert len({round(entry.exposed / entry.seconds, 9) for entry in own}) == 1

@@ -21,6 +21,7 @@ from kumi.plan.time.kernel_times import peak_flops
 from kumi.plan.time.layer_costs import CostTable, cost_table
 from kumi.plan.time.step_time import PASS_FIELDS, StepTimes, split_idle, stage_times, stage_transfer_seconds, step_times
 from kumi.plan.time.traffic import exposed_collectives
+from kumi.plan.time.unit_collectives import tied_grad_seconds
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
@@ -115,7 +116,7 @@ def _simulated(
         blocking=not job.engine.overlap_pp,
     )
     transfers, bubble = split_idle(batch, np.array([seconds]), microbatches * times.work.max(axis=0), send)
-    return kinds | {"pp": float(transfers[0]), "bubble": float(bubble[0])}
+    return kinds | {"pp": float(transfers[0] + tied_grad_seconds(job, batch)[0]), "bubble": float(bubble[0])}
 
 
 def stage_estimates(

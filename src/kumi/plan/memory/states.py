@@ -234,16 +234,12 @@ def resident_state_bytes(job: Job, layouts: LayoutBatch, params: RankParams) -> 
 
     Without `half_weights`, as in FSDP2, every ZeRO stage shards all three. With it, each stage shards one more.
     """
-    total, engine = params.total, job.engine
+    total, engine, grads = params.total, job.engine, _reduced_grad_bytes(job, layouts, params.total)
     param, compute = ITEMSIZE[job.precision.param], job.itemsize
     if not engine.half_weights:
-        trained = param * np.where(layouts.zero > 0, total.trained_shard, total.trained)
         frozen = np.where(layouts.zero > 0, total.frozen_shard_bytes, total.frozen_bytes)
-        return {"params": trained + frozen, "grads": trained, "optimizer": total.optimizer_bytes}
+        return {"params": grads + frozen, "grads": grads, "optimizer": total.optimizer_bytes}
     no_masters = _updates_in_compute_dtype(job)
-    grads = (compute if no_masters else engine.grad_itemsize) * np.where(
-        layouts.zero >= 2, total.shard, total.unsharded
-    )
     if engine.half_grads and not no_masters:
         grads = grads + compute * np.where(layouts.zero >= 2, 0.0, total.unsharded)
     masters = 0 if no_masters else param
@@ -252,6 +248,21 @@ def resident_state_bytes(job: Job, layouts: LayoutBatch, params: RankParams) -> 
         "grads": grads,
         "optimizer": total.optimizer_bytes + masters * np.where(layouts.zero > 0, total.shard, total.unsharded),
     }
+
+
+def _reduced_grad_bytes(job: Job, layouts: LayoutBatch, params: ParamShards) -> Floats:
+    """Return the bytes of the gradients of `params` after they are reduced over data-parallel ranks, (rows,)."""
+    if not job.engine.half_weights:
+        trained = np.where(layouts.zero > 0, params.trained_shard, params.trained)
+        return np.asarray(ITEMSIZE[job.precision.param] * trained)
+    itemsize = job.itemsize if _updates_in_compute_dtype(job) else job.engine.grad_itemsize
+    return np.asarray(itemsize * np.where(layouts.zero >= 2, params.shard, params.unsharded))
+
+
+def tied_grad_bytes(job: Job, layouts: LayoutBatch) -> Floats:
+    """Return the bytes of the token table's gradient after it is reduced over data-parallel ranks, (rows,)."""
+    table = embedding_ops(job.model)[0].params[0]
+    return _reduced_grad_bytes(job, layouts, _shards_of_param(job, table, layouts, np.zeros(len(layouts))))
 
 
 def update_copy_bytes(job: Job, layouts: LayoutBatch, params: RankParams) -> Floats:

@@ -23,11 +23,19 @@ from kumi.plan.time.layer_collectives import (
     stage_transfer,
 )
 from kumi.plan.time.op_costs import LayoutSizes
-from kumi.plan.time.unit_collectives import UnitCollectives, back_to_back_seconds, grad_sync_group, unit_collectives
+from kumi.plan.time.unit_collectives import (
+    TIED_GRADS,
+    UnitCollectives,
+    back_to_back_seconds,
+    grad_sync_group,
+    tied_grad_all_reduce,
+    tied_grad_seconds,
+    unit_collectives,
+)
 from kumi.spec.job import Job
 from kumi.spec.layout import AXES as MESH_AXES
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
+from kumi.spec.ledger import head_ops, layer_ops
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.process_groups import process_group
 from kumi.spec.schedule import stage_assignment
@@ -44,9 +52,9 @@ LISTED_AXES = {
     "norm": "world",
     "ends": "pp",
 }
-# `what` of collectives that run once a step along an axis with much more traffic per microbatch. They are too small to
+# `what` of collectives that run once a step over tp, whose traffic per microbatch is much larger. They are too small to
 # count in the step time.
-PARTIAL_GRADS, TIED_GRADS = "gradients of replicated parameters", "gradients of the tied table"
+PARTIAL_GRADS = "gradients of replicated parameters"
 
 
 def exposed_collectives(
@@ -54,9 +62,11 @@ def exposed_collectives(
 ) -> tuple[Collective, ...]:
     """Return the collectives of a rank of pipeline rank `pp_rank`, with their shares of the exposed seconds.
 
-    `exposed` has the exposed seconds of a step by kind. Each kind is distributed in proportion to `seconds`.
+    `exposed` has the exposed seconds of a step by kind. Each kind is distributed in proportion to `seconds`, but for
+    the gradients of a tied table, which nothing hides.
     """
-    listed = collectives(job, layout, pp_rank)
+    listed, tied = collectives(job, layout, pp_rank), float(tied_grad_seconds(job, batch_layouts([layout]))[0])
+    exposed = exposed | {TIED_GRADS: tied, "pp": max(0.0, exposed.get("pp", 0.0) - tied)}
     totals: dict[str, float] = {}
     for entry in listed:
         totals[_time_kind(entry)] = totals.get(_time_kind(entry), 0.0) + entry.seconds
@@ -277,11 +287,9 @@ def _pipeline(rank: _Rank) -> Iterator[Collective]:
 
 def _tied_grads(rank: _Rank) -> Iterator[Collective]:
     """Yield the all-reduce of a tied table's gradients if first and last stage are on different ranks."""
-    model, layout = rank.job.model, rank.layout
-    if model.tie_word_embeddings and rank.has_first != rank.has_last and model.lora is None:
-        elements = local_numel(embedding_ops(model)[0].params[0], layout, 0)
-        size = np.array([float(ITEMSIZE[rank.job.precision.param] * elements)])
-        yield _collective(rank, CollectiveBatch("all_reduce", "ends", size, {}, TIED_GRADS), 1, "backward")
+    sent = tied_grad_all_reduce(rank.job, rank.layouts)
+    if rank.has_first != rank.has_last and sent.bytes[0]:
+        yield _collective(rank, sent, 1, "backward")
 
 
 def listed_stride(layout: Layout, axis: str, degree: int) -> int:
@@ -307,5 +315,7 @@ def _collective(rank: _Rank, sent: CollectiveBatch, count: int, when: str, secon
 
 
 def _time_kind(entry: Collective) -> str:
-    """Return the kind of step time that `entry` counts as, empty for none."""
-    return "" if entry.what in (PARTIAL_GRADS, TIED_GRADS) else TIME_KIND.get(entry.axis, "dp")
+    """Return the kind of step time that `entry` counts as, empty for none, or TIED_GRADS, a part of "pp"."""
+    if entry.what == TIED_GRADS:
+        return TIED_GRADS
+    return "" if entry.what == PARTIAL_GRADS else TIME_KIND.get(entry.axis, "dp")

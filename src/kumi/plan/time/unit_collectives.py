@@ -1,18 +1,23 @@
-"""The collectives of parameters and gradients between data-parallel ranks, for a batch of layouts."""
+"""The collectives of parameters and gradients, for a batch of layouts: between data-parallel ranks, and of a table that
+the first and the last pipeline rank share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kumi.plan.layout_batch import Floats, LayoutBatch
-from kumi.plan.memory.states import padded_elements
+from kumi.plan.memory.states import padded_elements, tied_grad_bytes
 from kumi.plan.time.collective_times import collective_seconds
-from kumi.plan.time.layer_collectives import CollectiveBatch
+from kumi.plan.time.layer_collectives import CollectiveBatch, seconds_each
 from kumi.spec.job import Job
 from kumi.spec.process_groups import process_group
+from kumi.spec.schedules import V_SHAPED
 from kumi.spec.sharding import FsdpUnit, zero_group
+
+# `what` of the all-reduce of a tied table's gradient.
+TIED_GRADS = "gradients of the tied table"
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,27 @@ def replica_all_reduce(layouts: LayoutBatch, reduce: CollectiveBatch) -> Collect
 def grad_sync_group(*, routed: bool) -> str:
     """Return the name of the process group that all-reduces gradients without ZeRO."""
     return "expert_data" if routed else "data"
+
+
+def tied_grad_all_reduce(job: Job, layouts: LayoutBatch) -> CollectiveBatch:
+    """Return the all-reduce, once a step, of a tied token table's gradient over the first and the last pipeline rank.
+
+    It has 0 bytes where no two ranks hold the table, and where adapters are trained instead of it.
+    """
+    size = np.zeros(len(layouts))
+    if job.model.tie_word_embeddings and job.model.lora is None:
+        apart = (layouts.pp > 1) & ~layouts.one_of("schedule", V_SHAPED)
+        size = np.where(apart, tied_grad_bytes(job, layouts), 0.0)
+    return CollectiveBatch("all_reduce", "ends", size, {"update": 1}, TIED_GRADS)
+
+
+def tied_grad_seconds(job: Job, layouts: LayoutBatch) -> Floats:
+    """Return the seconds of `tied_grad_all_reduce`, (rows,), which nothing hides: it follows the last backward pass."""
+    seconds, sent = np.zeros(len(layouts)), tied_grad_all_reduce(job, layouts)
+    rows = np.flatnonzero(sent.bytes)
+    if len(rows):
+        seconds[rows] = seconds_each(job, layouts.take(rows), replace(sent, bytes=sent.bytes[rows]))
+    return seconds
 
 
 def back_to_back_seconds(job: Job, layouts: LayoutBatch, collective: CollectiveBatch, count: Floats) -> Floats:

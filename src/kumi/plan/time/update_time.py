@@ -12,7 +12,13 @@ from kumi.plan.memory.states import padded_elements
 from kumi.plan.pipeline.stages import RankStages, embedding_and_head_units
 from kumi.plan.time.kernel_times import stream_seconds
 from kumi.plan.time.layer_collectives import CollectiveBatch, norm_all_reduce, seconds_each
-from kumi.plan.time.unit_collectives import back_to_back_seconds, grad_sync_group, replica_all_reduce, unit_collectives
+from kumi.plan.time.unit_collectives import (
+    back_to_back_seconds,
+    grad_sync_group,
+    replica_all_reduce,
+    tied_grad_seconds,
+    unit_collectives,
+)
 from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD
@@ -117,7 +123,7 @@ def unit_collective_seconds(job: Job, layouts: LayoutBatch, units: Iterable[Fsdp
 def update_seconds(
     job: Job, layouts: LayoutBatch, rank: Ints, share: RankStages, forward: Floats, backward: Floats
 ) -> dict[str, Floats]:
-    """Return the seconds outside the microbatches of a step, by kind: "dp" (exposed), "optimizer" and "offload".
+    """Return the seconds outside the microbatches of a step, by kind: "dp" (exposed), "pp", "optimizer" and "offload".
 
     `share` is the share of the model on pp rank `rank` of every row. `forward` and `backward` are seconds of a
     microbatch: the all-gather of parameters overlaps with the first forward pass, and the reduction of gradients with
@@ -139,7 +145,10 @@ def update_seconds(
     # The update waits for the norm of all gradients.
     norm = seconds_each(job, unique, norm_all_reduce(unique))
     exposed = exposed + norm[index]
-    return {"dp": exposed, "optimizer": update[index], "offload": offload[index]}
+    seconds = {"dp": exposed, "optimizer": update[index], "offload": offload[index]}
+    if job.model.tie_word_embeddings:
+        seconds["pp"] = tied_grad_seconds(job, unique)[index]
+    return seconds
 
 
 def _reduce_and_gather_seconds(job: Job, layouts: LayoutBatch, params: DataParallelParams) -> tuple[Floats, Floats]:
