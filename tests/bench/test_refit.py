@@ -166,6 +166,36 @@ def test_runs_that_say_nothing_of_the_cluster(change, ranks, words, tmp_path):
     assert not (tmp_path / "new.toml").exists()
 
 
+def test_runs_on_different_devices_are_refused_by_name(tmp_path):
+    folders = [run_folder(tmp_path / name) for name in "abc"]
+    for folder, device in zip(folders, ("Old", "New", "Old"), strict=True):
+        own = open_run(load(folder / "config.toml"))
+        made_for = own.plan.made_for.model_copy(update={"device": device})
+        (folder / "plan.json").write_text(replace(own.plan, pinned={}, made_for=made_for).text())
+    with pytest.raises(ConfigError) as refused:
+        recalibrate(folders, cluster_file(tmp_path), tmp_path / "new.toml")
+    assert f"2 kinds of devices (Old: {folders[0]}, {folders[2]}; New: {folders[1]})" in str(refused.value)
+    recalibrate(folders[::2], cluster_file(tmp_path), tmp_path / "new.toml")
+
+
+def test_a_run_beyond_the_bounds_is_told_and_widens_the_intervals(tmp_path, capsys):
+    """No constant moves more than fivefold, and this step took far longer: intervals cover both."""
+    folder, new = run_folder(tmp_path / "run", seconds=60.0), tmp_path / "new.toml"
+    calibration = recalibrate([folder], cluster_file(tmp_path), new)
+    assert calibration.bounded == tuple(name for name in calibration.moved if name != "device.reserved")
+    assert calibration.time_ratio > 2
+    make_console().print(render_calibration(calibration))
+    assert "stopped at a bound: device.matmul.bfloat16, and the runs still take" in capsys.readouterr().out
+    settings = [f"cluster.source={new}", "cluster.devices_per_node=2", f"train.out={tmp_path}/n"]
+    run = resolve(load(QUICKSTART, settings))
+    errors = estimate_uncertainty(run.job, run.estimate)
+    assert errors.machine_error == pytest.approx(calibration.time_ratio - 1, rel=1e-3)
+    low, high = (bound / run.estimate.step_seconds for bound in (errors.time80.low, errors.time80.high))
+    assert low < 1 < calibration.time_ratio < high
+    assert main(["plan", str(QUICKSTART), *settings]) == 0
+    assert "longer than their refitted figures explain" in " ".join(capsys.readouterr().out.split())
+
+
 def test_other_refusals(tmp_path):
     folder, cluster = run_folder(tmp_path / "run"), cluster_file(tmp_path)
     with pytest.raises(ConfigError, match="not a run folder"):

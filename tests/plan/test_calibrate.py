@@ -59,7 +59,7 @@ def run(layout, seq_len=256, sequences=16, truth=TRUE, extra_memory=0):
     job = Job(MODEL, CLUSTER, BatchSpec(seq_len, seq_len * sequences), PRECISIONS["fp32"], Optim())
     true = estimate(replace(job, cluster=truth), layout)
     memory = max(bytes_as_measured(stage, CLUSTER.device) for stage in true.memory) + extra_memory
-    return MeasuredRun(f"run-{layout.zero}-{sequences}", job, layout, true.step_seconds, 40, memory)
+    return MeasuredRun(f"run-{layout.zero}-{sequences}", job, layout, true.step_seconds, 40, memory, DEVICE.name)
 
 
 ALONE = Layout(microbatch=4)
@@ -103,6 +103,9 @@ def test_a_constant_stays_within_its_bounds():
     result = calibrate([impossible])
     assert result.moved["device.matmul.float32"][1] == pytest.approx(1.0)
     assert result.runs[0].after > impossible.seconds
+    assert result.bounded == ("device.matmul.float32",)
+    assert result.time_ratio == pytest.approx(impossible.seconds / result.runs[0].after)
+    assert calibrate([RUNS[0]]).bounded == ()
 
 
 def test_steps_that_agree_with_the_estimate_move_nothing():

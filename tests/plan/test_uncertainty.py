@@ -68,6 +68,16 @@ def test_an_interval_contains_its_share_of_the_errors_and_the_estimate():
     assert interval(slow, 0.9).low == 1.0
 
 
+@pytest.mark.parametrize("ratio", [3.0, 1 / 3])
+def test_an_error_that_a_refit_left_widens_intervals_on_its_side_only(ratio):
+    """They neither begin nor end at the estimate: the error may recur or not."""
+    sample = sample_of(SPREAD, "time", "dense")
+    plain, left = interval(sample, 0.8), interval(sample.shifted(log(ratio)), 0.8, remaining=log(ratio))
+    assert left.low == pytest.approx(plain.low * min(1.0, ratio))
+    assert left.high == pytest.approx(plain.high * max(1.0, ratio))
+    assert left.low < 1.0 < left.high
+
+
 def test_a_regime_of_too_few_experiments_takes_the_errors_of_all():
     runs = [*SPREAD, *runs_of([0.5] * 50, "experts", experts=True)]
     assert sample_of(runs, "time", "experts").regime == ""

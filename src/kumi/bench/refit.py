@@ -19,7 +19,8 @@ from kumi.config.schema import ClusterSection, RunConfig
 from kumi.config.stored_config import CONFIG_FILE, load_stored_config, read_stored_run
 from kumi.errors import OK, ConfigError
 from kumi.paths import looked_for
-from kumi.plan.calibration.calibrate import Calibration, MeasuredRun, calibrate
+from kumi.plan.calibration.calibrate import MAX_FACTOR, Calibration, MeasuredRun, calibrate
+from kumi.report import phrases
 from kumi.report.phrases import plural
 from kumi.report.run_description import make_console
 from kumi.train.measured_steps import WARM_UP, measured_steps
@@ -38,10 +39,11 @@ DEFAULT_OUT = "calibrated.toml"
 def recalibrate(folders: Sequence[Path], cluster: str, out: Path) -> Calibration:
     """Refit the constants of `cluster` (a preset or a TOML file) to the runs in `folders`; write the new file `out`.
 
-    Raise ConfigError for a run that cannot be used, RefusedError if `out` exists.
+    Raise ConfigError for a run that cannot be used and for runs on different devices, RefusedError if `out` exists.
     """
     refuse_existing(out, "--out")
     runs = [read_run(folder, cluster) for folder in folders]
+    _check_one_device(folders, runs)
     calibration = calibrate(runs)
     node = refit_node(_node(cluster, runs[0].job.cluster.devices_per_node), calibration)
     origin = "this machine" if cluster == "auto" else cluster
@@ -100,7 +102,13 @@ def read_run(folder: Path, cluster: str) -> MeasuredRun:
     config = config.model_copy(update={"cluster": section, "precision": precision})
     hf_config = read_hf_config(config.model, source_folder(config.model.source, snapshots))
     return MeasuredRun(
-        config.name, job(config, hf_config), plan.layout, measured.seconds, measured.count, measured.peak_memory
+        config.name,
+        job(config, hf_config),
+        plan.layout,
+        measured.seconds,
+        measured.count,
+        measured.peak_memory,
+        plan.made_for.device,
     )
 
 
@@ -112,6 +120,19 @@ def _stored_config(folder: Path) -> RunConfig:
             f"train.out of a run"
         )
     return load_stored_config(folder)
+
+
+def _check_one_device(folders: Sequence[Path], runs: Sequence[MeasuredRun]) -> None:
+    """Raise ConfigError unless all `runs`, in `folders`, used the same kind of device."""
+    names = dict[str, list[str]]()
+    for folder, run in zip(folders, runs, strict=True):
+        names.setdefault(run.device, []).append(str(folder))
+    if len(names) > 1:
+        listed = "; ".join(f"{name}: {', '.join(used)}" for name, used in names.items())
+        raise ConfigError(
+            f"calibrate: the runs used {len(names)} kinds of devices ({listed}), and a cluster file describes one; "
+            f"calibrate a file for each device with its own runs"
+        )
 
 
 def _check_same_machine(folder: Path, kind: str, section: ClusterSection, cluster: str) -> None:
@@ -156,14 +177,9 @@ def _measured(reserved: int, calibration: Calibration) -> MeasuredFile:
     memory = [(run.measured_memory + before) / (run.estimated_memory + after) for run in calibration.runs]
     return MeasuredFile(
         runs=len(calibration.runs),
-        time_ratio=_mean_ratio([run.measured / run.after for run in calibration.runs]),
-        memory_ratio=_mean_ratio(memory),
+        time_ratio=round_to_four_digits(calibration.time_ratio),
+        memory_ratio=round_to_four_digits(exp(sum(map(log, memory)) / len(memory))),
     )
-
-
-def _mean_ratio(ratios: Sequence[float]) -> float:
-    """Return the geometric mean of `ratios`."""
-    return round_to_four_digits(exp(sum(map(log, ratios)) / len(ratios)))
 
 
 def _device(file: DeviceFile, calibration: Calibration) -> DeviceFile:
@@ -226,4 +242,20 @@ def render_calibration(calibration: Calibration) -> RenderableType:
         Text(f"unchanged: {', '.join(name for name, why in calibration.kept.items() if why == reason)}: {reason}")
         for reason in reasons
     ]
-    return Group(constants, Text(), steps, Text(), *unchanged)
+    return Group(constants, Text(), steps, Text(), *_stopped(calibration), *unchanged)
+
+
+def _stopped(calibration: Calibration) -> list[RenderableType]:
+    """Return a sentence on the constants that stopped at a bound, if the runs differ from their estimates for it."""
+    if not calibration.bounded or abs(calibration.time_ratio - 1) <= phrases.SMALL_ERROR:
+        return []
+    from rich.text import Text
+
+    slower = phrases.longer(calibration.time_ratio - 1)
+    return [
+        Text(
+            f"stopped at a bound: {', '.join(calibration.bounded)}, and the runs still take {slower} than estimated; "
+            f"a factor beyond {MAX_FACTOR:g} or a share above 100% indicates another cause, such as other programs on "
+            f"the machine, so remove it and measure again (until then intervals of plans with this file cover both)"
+        )
+    ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kumi.plan.report import Report
 from kumi.plan.search.sizing import training_cost
+from kumi.plan.uncertainty.intervals import Uncertainty
 from kumi.report import phrases
 from kumi.report.bottleneck import faster_with_memory, levers, time_limit
 from kumi.report.quantities import fullest, gap, used_assumptions
@@ -99,6 +100,16 @@ def _sure(report: Report) -> Iterator[Line]:
     yield Line("error", text)
     if errors.extrapolated:
         yield Line("", f"less sure, so these intervals are wider: {errors.extrapolated}")
+    if abs(errors.machine_error) > phrases.SMALL_ERROR:
+        yield Line("", _unexplained(errors))
+
+
+def _unexplained(errors: Uncertainty) -> str:
+    """Say that the machines' figures do not explain the runs that they were refitted to, and what that means."""
+    return (
+        f"{phrases.plural(errors.machine_runs, 'run')} on these machines took {phrases.longer(errors.machine_error)} "
+        f"than their refitted figures explain, so these intervals cover steps with and without that; find its cause"
+    )
 
 
 def _memory(report: Report) -> str:

@@ -224,6 +224,9 @@ def _toml(value: object) -> str:
 
 # Uncertainty, names and amounts
 
+# Times that differ by less than this share are not worth a sentence: as much as those of two runs on one machine.
+SMALL_ERROR = 0.05
+
 
 def model_title(job: Job) -> str:
     """Return the model's name, or its family if it has none, and its size."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import exp, log
 
 import numpy as np
 
@@ -32,7 +33,9 @@ _RESERVED = "device.reserved"
 # grows by a factor of e, after removing the part that better determined constants explain.
 _LEAST_INFLUENCE = 0.05
 # A constant moves by at most this factor. A larger one indicates another error.
-_MAX_FACTOR = 5.0
+MAX_FACTOR = 5.0
+# A constant whose logarithm is this close to that of a bound has stopped there.
+_AT_BOUND = 1e-6
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class MeasuredRun:
     `job`, `layout`: the training job; `job.cluster` has the constants before calibration.
     `seconds`: the median time of its `steps` measured steps.
     `peak_memory`: the largest number of bytes in tensors on a rank.
+    `device`: the name of the devices that it used, which may differ from that in `job.cluster`.
     """
 
     name: str
@@ -50,6 +54,7 @@ class MeasuredRun:
     seconds: float
     steps: int
     peak_memory: int
+    device: str
 
 
 @dataclass(frozen=True)
@@ -82,16 +87,27 @@ class RunComparison:
 
 @dataclass(frozen=True)
 class Calibration:
-    """`moved`: constants with their values before and after. `kept`: the other constants, each with the reason."""
+    """Constants refitted to runs.
+
+    `moved`: constants with their values before and after.
+    `kept`: the other constants, each with the reason.
+    `bounded`: the constants of `moved` that stopped at a bound.
+    """
 
     moved: Mapping[str, tuple[float, float]]
     kept: Mapping[str, str]
     runs: tuple[RunComparison, ...]
+    bounded: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
         """The origin of the new constants, for the cluster file."""
         return f"calibrated on {', '.join(f'{run.name}: {run.steps} steps' for run in self.runs)}"
+
+    @property
+    def time_ratio(self) -> float:
+        """The geometric mean of measured / estimated step times after the refit."""
+        return exp(sum(log(run.measured / run.after) for run in self.runs) / len(self.runs))
 
 
 def calibrate(runs: Sequence[MeasuredRun], estimator: _Estimator = estimate) -> Calibration:
@@ -137,7 +153,10 @@ def calibrate(runs: Sequence[MeasuredRun], estimator: _Estimator = estimate) -> 
         moved[_RESERVED] = (float(reserved), float(reserved + excess))
     else:
         unchanged[_RESERVED] = "no run needed more memory than estimated"
-    return Calibration(moved, unchanged, comparisons)
+    stopped = np.isclose(np.log(fitted), np.log(lower), atol=_AT_BOUND, rtol=0)
+    stopped |= np.isclose(np.log(fitted), np.log(upper), atol=_AT_BOUND, rtol=0)
+    bounded = tuple(constants[index].name for index in sorted(chosen[stopped]))
+    return Calibration(moved, unchanged, comparisons, bounded)
 
 
 def _too_little_influence(count: int) -> str:
@@ -193,8 +212,8 @@ def _scale_link(name: str, field: str) -> Callable[[ClusterSpec, float], Cluster
 
 def _factor_bounds(constant: ClusterConstant) -> tuple[float, float]:
     """Return the smallest and the largest factor by which `constant` may move."""
-    lower = max(constant.lower / constant.value, 1 / _MAX_FACTOR)
-    return min(lower, 1.0), max(min(constant.upper / constant.value, _MAX_FACTOR), 1.0)
+    lower = max(constant.lower / constant.value, 1 / MAX_FACTOR)
+    return min(lower, 1.0), max(min(constant.upper / constant.value, MAX_FACTOR), 1.0)
 
 
 def _all_factors(chosen: Ints, factors: Floats, count: int) -> Floats:

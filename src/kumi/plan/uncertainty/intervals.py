@@ -63,7 +63,8 @@ class Uncertainty:
     `margin`: the share of device memory that the plan leaves free.
     `regime`: the kind of runs with similar errors of step times. `rows`, `experiments`: the number of such runs, and of
     the experiments that they belong to.
-    `machine_runs`: the number of runs on these machines that their figures were refitted to.
+    `machine_runs`: the number of runs on these machines that their figures were refitted to. `machine_error`: measured
+    / estimated - 1 of their step times after the refit, the geometric mean.
     `extrapolated`: why the published runs do not cover the plan, so that its intervals are wider; "" if they do.
     `nearest`: the most similar published runs.
     """
@@ -78,6 +79,7 @@ class Uncertainty:
     rows: int
     experiments: int
     machine_runs: int
+    machine_error: float
     extrapolated: str
     nearest: tuple[NearRun, ...]
 
@@ -102,9 +104,10 @@ def uncertainty(
     )
     reason = extrapolation(traits, runs, on_measured_machines=measured is not None)
     width = EXTRAPOLATED_WIDTH if reason else 1.0
+    remaining = 0.0 if measured is None else log(measured.time_ratio)
     return Uncertainty(
-        time80=interval(time, 0.8, width).scaled(seconds),
-        time90=interval(time, 0.9, width).scaled(seconds),
+        time80=interval(time, 0.8, width, remaining).scaled(seconds),
+        time90=interval(time, 0.9, width, remaining).scaled(seconds),
         memory80=interval(size, 0.8, width).scaled(memory),
         memory90=interval(size, 0.9, width).scaled(memory),
         fits=fit_probability(size, memory, capacity, width),
@@ -113,17 +116,21 @@ def uncertainty(
         rows=len(time.names),
         experiments=time.experiments,
         machine_runs=0 if measured is None else measured.runs,
+        machine_error=exp(remaining) - 1,
         extrapolated=reason,
         nearest=nearest_runs(traits, runs),
     )
 
 
-def interval(sample: ErrorSample, level: float, width: float = 1.0) -> Interval:
+def interval(sample: ErrorSample, level: float, width: float = 1.0, remaining: float = 0.0) -> Interval:
     """Return the bounds of measured / estimated that contain the share `level` of `sample`, the power `width` of them.
 
-    The interval always contains 1, the estimate itself.
+    The interval always contains 1, the estimate itself. `remaining`: the part of every error that a refit left in its
+    runs, because a constant stopped at a bound. Nothing shows whether it recurs in another run, so the interval covers
+    the errors with and without it.
     """
     low, high = sample.quantile((1 - level) / 2), sample.quantile((1 + level) / 2)
+    low, high = low - max(0.0, remaining), high - min(0.0, remaining)
     return Interval(exp(width * min(0.0, low)), exp(width * max(0.0, high)))
 
 
