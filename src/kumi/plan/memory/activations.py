@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
+from kumi.plan.row_cache import RowCache
 from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
 from kumi.spec.ledger import embedding_ops, head_ops, unique_layer_ops
@@ -49,9 +50,8 @@ class LayerActivations:
     recomputed_full: Floats
     gradients: Floats
 
-    def take(self, index: Ints) -> LayerActivations:
-        """Return the rows numbered `index`."""
-        return LayerActivations(*(getattr(self, field.name)[index] for field in fields(self)))
+
+_LAYER_FIELDS = tuple(field.name for field in fields(LayerActivations))
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,27 @@ class ModelActivations:
     boundary: Floats
 
 
-def model_activations(job: Job, layouts: LayoutBatch) -> ModelActivations:
-    """Return the activation bytes of all parts of the model on a rank, per token that the rank processes."""
-    first, index = unique_rows(layouts.tp, layouts.expert_tp, layouts.sequence_parallel, layouts.tiles)
-    sizes, model = _ActivationSizes(job, layouts.take(first)), job.model
-    layers = [sizes.layer(ops).take(index) for ops in unique_layer_ops(model)]
-    embedding, head = (sizes.total(sizes.saved, ops)[index] for ops in (embedding_ops(model), head_ops(model)))
+def model_activations(job: Job, layouts: LayoutBatch, cache: RowCache | None = None) -> ModelActivations:
+    """Return the activation bytes of all parts of the model on a rank, per token that the rank processes.
+
+    `cache`: activations of the same job that were computed before.
+    """
+    columns = layouts.tp, layouts.expert_tp, layouts.sequence_parallel, layouts.tiles
+    first, index = unique_rows(*columns)
+    unique = layouts.take(first)
+
+    def compute(rows: Ints) -> Floats:
+        """Return the figures of every kind of layer, of the embedding and of the head, (figures, rows)."""
+        sizes, model = _ActivationSizes(job, unique.take(rows)), job.model
+        layers = [sizes.layer(ops) for ops in unique_layer_ops(model)]
+        ends = [sizes.total(sizes.saved, ops) for ops in (embedding_ops(model), head_ops(model))]
+        figures = [getattr(layer, name) for layer in layers for name in _LAYER_FIELDS]
+        return np.stack([np.broadcast_to(figure, len(rows)) for figure in (*figures, *ends)])
+
+    figures = compute(np.arange(len(first))) if cache is None else cache.figures([c[first] for c in columns], compute)
+    *of_layers, embedding, head = figures[:, index]
+    count = len(_LAYER_FIELDS)
+    layers = [LayerActivations(*of_layers[start : start + count]) for start in range(0, len(of_layers), count)]
     return ModelActivations(tuple(layers), embedding, head, layers[0].full)
 
 

@@ -29,6 +29,7 @@ from kumi.plan.memory.states import (
     update_copy_bytes,
 )
 from kumi.plan.pipeline.stages import RankStages, rank_stages
+from kumi.plan.row_cache import SearchCaches
 from kumi.plan.uncertainty.margin import memory_margin
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -84,12 +85,14 @@ class InvariantMemory:
     libraries: Floats
 
 
-def invariant_memory(job: Job, layouts: LayoutBatch, share: RankStages) -> InvariantMemory:
+def invariant_memory(
+    job: Job, layouts: LayoutBatch, share: RankStages, caches: SearchCaches | None = None
+) -> InvariantMemory:
     """Return the memory of a rank with the `share` of the model that does not depend on recomputation or offloading."""
-    params = rank_params(job, layouts, share)
+    params = rank_params(job, layouts, share, caches and caches.params)
     return InvariantMemory(
         params,
-        model_activations(job, layouts),
+        model_activations(job, layouts, caches and caches.activations),
         resident_state_bytes(job, layouts, params),
         update_copy_bytes(job, layouts, params),
         unsharded_bytes(job, layouts, params, num_microbatches(job, layouts)),

@@ -10,6 +10,7 @@ import numpy as np
 
 from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
 from kumi.plan.pipeline.stages import RankStages
+from kumi.plan.row_cache import RowCache
 from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
 from kumi.spec.ledger import embedding_ops, head_ops, is_layer_param, unique_layer_ops
@@ -104,29 +105,42 @@ def num_shards(layouts: LayoutBatch, *, routed: bool = False) -> Ints:
     return np.where(layouts.zero > 0, zero_degree(layouts, routed=routed), 1)
 
 
-def rank_params(job: Job, layouts: LayoutBatch, share: RankStages) -> RankParams:
-    """Return the parameters of the model's `share` on a rank of every row."""
+def rank_params(job: Job, layouts: LayoutBatch, share: RankStages, cache: RowCache | None = None) -> RankParams:
+    """Return the parameters of the model's `share` on a rank of every row.
+
+    `cache`: sizes of units of the same job that were computed before.
+    """
     zero_kind, shards = np.minimum(layouts.zero, 1) + (layouts.zero == 3), num_shards(layouts)
     content = [column.astype(np.int64) for column in (*share.layers, share.embedding, share.head)]
     first, index = unique_rows(layouts.tp, layouts.ep, layouts.expert_tp, shards, zero_kind, layouts.tiles, *content)
-    params = _rank_params(job, layouts.take(first), share.take(first))
+    params = _rank_params(job, layouts.take(first), share.take(first), cache)
     return RankParams(*(getattr(params, field.name).take(index) for field in fields(params)))
 
 
-def _rank_params(job: Job, layouts: LayoutBatch, share: RankStages) -> RankParams:
+def _rank_params(job: Job, layouts: LayoutBatch, share: RankStages, cache: RowCache | None) -> RankParams:
     """Return the same for layouts that differ."""
-    kinds = unique_layer_ops(job.model)
+    kinds, end_units = unique_layer_ops(job.model), list(_end_units(job.model, share))
     zero_kind = np.minimum(layouts.zero, 1) + (layouts.zero == 3)
-    first, index = unique_rows(layouts.tp, layouts.ep, layouts.expert_tp, num_shards(layouts), zero_kind, layouts.tiles)
+    columns = layouts.tp, layouts.ep, layouts.expert_tp, num_shards(layouts), zero_kind, layouts.tiles
+    first, index = unique_rows(*columns)
     unique = layouts.take(first)
-    layers = [param_shards(job, ops, unique).take(index) for ops in kinds]
+
+    def compute(rows: Ints) -> Floats:
+        """Return the sizes of every kind of layer and of every unit at the ends, (sizes, rows)."""
+        units = [*kinds, *(ops for _, ops, _ in end_units)]
+        shards = [param_shards(job, ops, unique.take(rows)) for ops in units]
+        return np.stack([getattr(unit, field.name) for unit in shards for field in fields(unit)])
+
+    sizes = compute(np.arange(len(first))) if cache is None else cache.figures([c[first] for c in columns], compute)
+    units = [ParamShards(*part[:, index]) for part in sizes.reshape(-1, len(fields(ParamShards)), len(first))]
+    layers = units[: len(kinds)]
     gathered_layers = layers
     if (layouts.tiles > 1).any():
         gathered_layers = [param_shards(job, ops, unique, one_tile=True).take(index) for ops in kinds]
     none = ParamShards.zero(len(layouts))
     ends = {"embedding": none, "root": none}
-    for name, ops, count in _end_units(job.model, share):
-        ends[name] = ends[name] + param_shards(job, ops, unique).take(index).times(count)
+    for (name, _, count), unit in zip(end_units, units[len(kinds) :], strict=True):
+        ends[name] = ends[name] + unit.times(count)
     root, embedding, largest = ends["root"], ends["embedding"], none
     total = root + embedding
     for layer, gathered, count in zip(layers, gathered_layers, share.layers, strict=True):

@@ -24,8 +24,9 @@ _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # More devices than any cluster has. A larger number could be divided in millions of ways.
 _MAX_DEVICES = 1 << 20
 
-# Rows that the search evaluates at once: their arrays stay in the processor's cache.
-CHUNK_ROWS = 1 << 14
+# Rows that the search evaluates at once. With fewer, calls of functions take longer than their arithmetic; with more,
+# arrays leave the processor's cache, and a worker takes more memory.
+CHUNK_ROWS = 1 << 16
 
 # The pinned fields of the layout: name -> value.
 Pins = Mapping[str, Any]
@@ -71,7 +72,7 @@ class GridGroup:
 
 
 def grid_groups(job: Job, pinned: Pins, max_rows: int) -> list[GridGroup]:
-    """Return the grids of all layouts of `job` that agree with `pinned`, in groups of at least 4 x `max_rows`.
+    """Return the grids of all layouts of `job` that agree with `pinned`, in groups of at least `max_rows`.
 
     The last group is smaller. Raise LayoutError if the cluster has more than `_MAX_DEVICES`.
     """
@@ -89,7 +90,7 @@ def grid_groups(job: Job, pinned: Pins, max_rows: int) -> list[GridGroup]:
         values = _inner_values(job, mesh, experts, pinned) | {"schedule+stages": schedules[mesh["pp"]]}
         grids.append((mesh, values))
         rows += prod(map(len, values.values()))
-        if rows >= 4 * max_rows:
+        if rows >= max_rows:
             groups.append(GridGroup(tuple(grids), rows))
             grids, rows = [], 0
     return [*groups, GridGroup(tuple(grids), rows)] if grids else groups

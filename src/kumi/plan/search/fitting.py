@@ -12,6 +12,7 @@ from kumi.plan.layout_batch import CHOICES, Bools, Floats, Ints, LayoutBatch
 from kumi.plan.memory import device_memory
 from kumi.plan.memory.total_memory import TotalMemory
 from kumi.plan.pipeline.stages import RankStages
+from kumi.plan.row_cache import SearchCaches
 from kumi.plan.search.candidates import Pins
 from kumi.spec.job import Job
 
@@ -84,13 +85,13 @@ class Variant:
     layers: int | None = None
 
 
-def make_candidates(job: Job, layouts: LayoutBatch) -> Candidates:
+def make_candidates(job: Job, layouts: LayoutBatch, caches: SearchCaches | None = None) -> Candidates:
     """Return `layouts` with the content of their first, an inner and their last pipeline rank."""
     ranks = _distinct_ranks(representative_ranks(job.model, layouts)[0])
     per_rank = layouts.take(np.tile(np.arange(len(layouts)), len(ranks)))
     stages = rank_share(job, per_rank, ranks.ravel())
     rank_layers = stages.layers.sum(axis=0).reshape(ranks.shape)
-    content = device_memory.invariant_memory(job, per_rank, stages)
+    content = device_memory.invariant_memory(job, per_rank, stages, caches)
     return Candidates(
         job,
         layouts,
@@ -191,19 +192,23 @@ def fit_variant(candidates: Candidates, variant: Variant, capacity: float) -> Fi
         return _fit_pinned_layers(candidates, variant, variant.layers, capacity)
     if variant.recompute == NO_RECOMPUTE:
         return _fit_without_recompute(variant, capacity)
-    saved_per_layer = (variant.bytes_one - variant.bytes_all) / np.maximum(candidates.rank_layers - 1, 1)
-    excess = np.maximum(variant.bytes_one - capacity, 0.0)
+    most = candidates.most_layers
+    least = np.where(variant.fits_host, variant.bytes_all.max(axis=0), np.inf)
+    fits, layers, peak = least <= capacity, np.ones(len(least), np.int64), np.full(len(least), np.inf)
+    # Most variants of most layouts do not fit with any number of layers.
+    rows = np.flatnonzero(fits)
+    bytes_one, bytes_all = variant.bytes_one[:, rows], variant.bytes_all[:, rows]
+    further_layers = np.maximum(candidates.rank_layers[:, rows] - 1, 0)
+    saved_per_layer = (bytes_one - bytes_all) / np.maximum(further_layers, 1)
+    excess = bytes_one - capacity
     with np.errstate(divide="ignore", invalid="ignore"):
         more = np.where(excess > 0, np.ceil(excess / saved_per_layer), 0.0)
     fewest = 1 + np.where(np.isfinite(more) & (more >= 0), more, np.inf).max(axis=0)
-    most = candidates.most_layers
-    least = np.where(variant.fits_host, variant.bytes_all.max(axis=0), np.inf)
-    fits = (least <= capacity) & (fewest <= most)
-    layers = np.where(fits, fewest, 1).astype(np.int64)
-    further = np.minimum(layers - 1, np.maximum(candidates.rank_layers - 1, 0))
-    peak = (variant.bytes_one - saved_per_layer * further).max(axis=0)
-    fitting = np.where(fits, most - layers + 1, 0)
-    return Fit(fits, layers, peak, int(most.sum()), int(fitting.sum()), least)
+    fits[rows] = fewest <= most[rows]
+    layers[rows] = fewest = np.where(fits[rows], fewest, 1).astype(np.int64)
+    peak[rows] = (bytes_one - saved_per_layer * np.minimum(fewest - 1, further_layers)).max(axis=0)
+    fitting = (most + 1 - layers)[fits].sum()
+    return Fit(fits, layers, peak, int(most.sum()), int(fitting), least)
 
 
 def _fit_without_recompute(variant: Variant, capacity: float) -> Fit:

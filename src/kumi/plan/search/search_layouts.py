@@ -19,6 +19,7 @@ from kumi.plan.estimates import Estimate
 from kumi.plan.layout_batch import CHOICES, Bools, Floats, LayoutBatch, concat_layouts
 from kumi.plan.memory import device_memory
 from kumi.plan.pipeline.stages import balance_stages
+from kumi.plan.row_cache import SearchCaches
 from kumi.plan.search.candidates import CHUNK_ROWS, GridGroup, Pins, grid_groups, layout_chunks, legal_chunks
 from kumi.plan.search.fitting import (
     NO_OFFLOAD,
@@ -102,7 +103,7 @@ def search(
     best, tally = _Best(with_front=front), _Tally()
     groups, done = grid_groups(job, pinned, CHUNK_ROWS), 0
     total = sum(group.rows for group in groups)
-    task = partial(search_group, job, dict(pinned), CHUNK_ROWS)
+    task = partial(search_group, job, dict(pinned), CHUNK_ROWS, SearchCaches())
     with start_workers(task, min(os.cpu_count() or 1, len(groups)), total) as (submit, workers):
         # Results are merged in the order of the groups, whichever is ready first. A group is searched with the bounds
         # of all groups before the `window` that are in work.
@@ -129,27 +130,27 @@ def search(
 
 
 def search_group(
-    job: Job, pinned: Pins, max_rows: int, rivals: _Rivals | None, group: GridGroup
+    job: Job, pinned: Pins, max_rows: int, caches: SearchCaches, rivals: _Rivals | None, group: GridGroup
 ) -> tuple[_Best, _Tally]:
     """Return the best layouts of `group`, without those that lose against `rivals`, and the counts.
 
-    At most `max_rows` layouts are evaluated at a time.
+    At most `max_rows` layouts are evaluated at a time. `caches`: those of the worker, for all of its groups.
     """
     best, tally = _Best(), _Tally()
     for chunk in legal_chunks(job, group, max_rows):
-        _search_chunk(job, pinned, rivals, chunk, best, tally)
+        _search_chunk(job, pinned, caches, rivals, chunk, best, tally)
     return best, tally
 
 
 def _search_chunk(
-    job: Job, pinned: Pins, rivals: _Rivals | None, chunk: LayoutBatch, best: _Best, tally: _Tally
+    job: Job, pinned: Pins, caches: SearchCaches, rivals: _Rivals | None, chunk: LayoutBatch, best: _Best, tally: _Tally
 ) -> None:
     """Add the layouts of `chunk` to `best`, without those that lose against `rivals`, and to `tally`."""
-    parts = list(_layouts_to_time(make_candidates(job, chunk), pinned, tally))
+    parts = list(_layouts_to_time(make_candidates(job, chunk, caches), pinned, tally))
     if not parts:
         return
     layouts, peak = concat_layouts([layouts for layouts, _ in parts]), np.concatenate([peak for _, peak in parts])
-    ranks, (table, costs) = representative_ranks(job.model, layouts), cost_table(job, layouts)
+    ranks, (table, costs) = representative_ranks(job.model, layouts), cost_table(job, layouts, caches.costs)
     if rivals is not None and np.isfinite(rivals.limit):
         least = least_step_seconds(job, layouts, *ranks, (table, costs))
         index = np.flatnonzero(rivals.may_win(least, peak))
@@ -157,7 +158,7 @@ def _search_chunk(
         ranks = ranks[0][:, index], ranks[1][:, index]
     if len(layouts):
         tally.timed += len(layouts)
-        best.add(layouts, step_times(job, layouts, *ranks, costs=(table, costs)).seconds, peak)
+        best.add(layouts, step_times(job, layouts, *ranks, costs=(table, costs)).seconds, peak, rivals)
 
 
 def _layouts_to_time(candidates: Candidates, pinned: Pins, tally: _Tally) -> Iterator[tuple[LayoutBatch, Floats]]:
@@ -224,15 +225,20 @@ class _Best:
         # For each of `fastest_of`, the layout that is accepted in its place, or None.
         self._accepted: dict[_Key, tuple[Layout, Layout | None]] = {}
 
-    def add(self, layouts: LayoutBatch, seconds: Floats, peak: Floats) -> None:
-        """Add `layouts` with their seconds and their peak bytes. The first of equally fast layouts stays."""
-        order = np.argsort(seconds, kind="stable")
+    def add(self, layouts: LayoutBatch, seconds: Floats, peak: Floats, rivals: _Rivals | None = None) -> None:
+        """Add `layouts` with their seconds and their peak bytes, but for those that lose against `rivals`.
+
+        The first of equally fast layouts stays.
+        """
+        every = np.argsort(seconds, kind="stable")
+        order = every if rivals is None else every[seconds[every] <= rivals.limit]
         uses_axis = [
             (getattr(layouts, name)[order] > 1).astype(np.int64) for name in ("cp", "dp_replicate", "dp_shard")
         ]
         firsts, _ = unique_rows(*(getattr(layouts, name)[order] for name in _RANKED_FIELDS), *uses_axis)
         for index in order[np.sort(firsts)]:
             self._add_layout(float(seconds[index]), layouts.row(int(index)))
+        order = every if rivals is None else every[rivals.may_be_on_front(seconds, peak)[every]]
         falling = np.minimum.accumulate(peak[order])
         on_front = order[np.flatnonzero(np.diff(falling, prepend=np.inf) < 0)]
         self._extend_front([(float(seconds[i]), float(peak[i]), layouts.row(int(i))) for i in on_front])
@@ -339,11 +345,18 @@ class _Rivals:
 
     def may_win(self, least: Floats, peak: Floats) -> Bools:
         """Return whether layouts that take at least `least` seconds, with `peak` bytes, may change the result."""
-        wins: Bools = least <= self.limit
-        if self.with_front and len(self.seconds):
-            faster = np.searchsorted(self.seconds, least, side="left") - 1
-            wins |= (faster < 0) | (peak < self.peak[faster])
+        wins: Bools = (least <= self.limit) | self.may_be_on_front(least, peak)
         return wins
+
+    def may_be_on_front(self, least: Floats, peak: Floats) -> Bools:
+        """Return whether layouts that take at least `least` seconds, with `peak` bytes, may join the Pareto front."""
+        if not self.with_front:
+            return np.zeros(len(least), np.bool_)
+        if not len(self.seconds):
+            return np.ones(len(least), np.bool_)
+        faster = np.searchsorted(self.seconds, least, side="left") - 1
+        joins: Bools = (faster < 0) | (peak < self.peak[faster])
+        return joins
 
 
 def _ranked_key(layout: Layout) -> _Key:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
+from kumi.plan.row_cache import RowCache
 from kumi.plan.time.attention_costs import add_attention, add_scan, add_scan_matmuls
 from kumi.plan.time.expert_costs import add_token_exchange
 from kumi.plan.time.kernel_times import matmul_seconds, stream_seconds
@@ -63,17 +64,34 @@ class CostTable:
     head: MicrobatchCost
 
 
-def cost_table(job: Job, layouts: LayoutBatch) -> tuple[CostTable, Ints]:
-    """Return the costs for the distinct combinations of `_COST_FIELDS`, and the row of each layout in them, (rows,)."""
+def cost_table(job: Job, layouts: LayoutBatch, cache: RowCache | None = None) -> tuple[CostTable, Ints]:
+    """Return the costs for the distinct combinations of `_COST_FIELDS`, and the row of each layout in them, (rows,).
+
+    `cache`: costs of the same job that were computed before.
+    """
     first, index = unique_rows(*(getattr(layouts, name) for name in _COST_FIELDS))
-    costs = _OpCosts(job, layouts.take(first))
-    head = head_ops(job.model)
-    table = CostTable(
+    unique = layouts.take(first)
+    if cache is None:
+        return _cost_table(job, unique), index
+    fields = [getattr(unique, name) for name in _COST_FIELDS]
+    figures = cache.figures(fields, lambda rows: _figures_of(_cost_table(job, unique.take(rows)), len(rows)))
+    costs = [MicrobatchCost.from_figures(part) for part in figures.reshape(-1, MicrobatchCost.FIGURES, len(first))]
+    return CostTable(tuple(costs[:-2]), *costs[-2:]), index
+
+
+def _figures_of(table: CostTable, rows: int) -> Floats:
+    """Return all costs of `table` as (figures, rows)."""
+    return np.concatenate([cost.figures(rows) for cost in (*table.layers, table.embedding, table.head)])
+
+
+def _cost_table(job: Job, layouts: LayoutBatch) -> CostTable:
+    """Return the costs of every row."""
+    costs, head = _OpCosts(job, layouts), head_ops(job.model)
+    return CostTable(
         layers=tuple(costs.total(ops, layer_collectives(costs, ops)) for ops in unique_layer_ops(job.model)),
         embedding=costs.total(embedding_ops(job.model), embedding_collectives(costs, job.model.hidden_size)),
         head=costs.total(head, head_collectives(costs, head[-1])),
     )
-    return table, index
 
 
 def _fuse_linears(ops: Iterable[Op]) -> list[Op]:

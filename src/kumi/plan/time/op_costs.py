@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,6 +28,9 @@ MEMORY_PASSES: dict[str, dict[str, tuple[float, float, int, int]]] = {
     "logits": {"eager": (14, 10, 6, 4), "fused": (5, 4, 2, 2), "compiled": (5, 4, 2, 2)},
     "softmax": {"eager": (12, 8, 4, 3), "fused-softmax": (2, 3, 1, 1)},
 }
+
+# The axes whose communication a microbatch exposes.
+_COMM_AXES = ("tp", "cp", "ep")
 
 
 @dataclass
@@ -55,12 +59,34 @@ class MicrobatchCost:
     comm_full: dict[str, Floats]
     comm_selective: dict[str, Floats]
 
+    # The number of figures in all fields.
+    FIGURES: ClassVar[int] = 8 + 4 * len(_COMM_AXES)
+
     @classmethod
     def zero(cls, rows: int) -> MicrobatchCost:
         """Return a cost of zero for `rows` rows."""
         empty = {field.name: np.zeros(rows) for field in fields(cls) if not field.name.startswith("comm")}
-        forward, backward, full = ({axis: np.zeros(rows) for axis in ("tp", "cp", "ep")} for _ in range(3))
+        forward, backward, full = ({axis: np.zeros(rows) for axis in _COMM_AXES} for _ in range(3))
         return cls(**empty, comm_forward=forward, comm_backward=backward, comm_full=full, comm_selective={})
+
+    def figures(self, rows: int) -> Floats:
+        """Return all figures as (FIGURES, rows)."""
+        none, columns = np.zeros(rows), list[Floats]()
+        for item in fields(self):
+            value = getattr(self, item.name)
+            columns += [value.get(axis, none) for axis in _COMM_AXES] if isinstance(value, dict) else [value]
+        return np.stack(columns)
+
+    @classmethod
+    def from_figures(cls, figures: Floats) -> MicrobatchCost:
+        """Return the cost with these `figures`."""
+        column = iter(figures)
+        return cls(
+            *(
+                {axis: next(column) for axis in _COMM_AXES} if item.name.startswith("comm") else next(column)
+                for item in fields(cls)
+            )
+        )
 
 
 class LayoutSizes:
