@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import ClassVar
 
 import numpy as np
 import torch
 
+from kumi.objectives import Objective
 from kumi.parallel import (
     LossScale,
     Mesh,
@@ -20,6 +22,7 @@ from kumi.parallel import (
     init_distributed,
     model_pieces,
     pipeline,
+    run_microbatches,
     unwrap,
 )
 from kumi.parallel.context_parallel import shard_sequence
@@ -172,6 +175,26 @@ SPECS = {
 }
 
 
+def spec_of(family: str) -> ModelSpec:
+    """Return SPECS[family]; for "<family>-score", the same with a score head in place of its own."""
+    name = family.removesuffix("-score")
+    return SPECS[name] if name == family else replace(SPECS[name], head="score", tie_word_embeddings=False)
+
+
+class PreferredDocument(Objective):
+    """A reward model's loss: the first document of a row is better than the second, each scored at its last token."""
+
+    columns: ClassVar[dict[str, str]] = {"segments": "token", "ends": "token"}
+
+    def count(self, batch):
+        return len(batch["segments"])
+
+    def loss(self, log_probs, batch, units, sums):
+        chosen, rejected, _ = sums(log_probs * batch["ends"], batch["segments"], 3).unbind(1)
+        pairs = 0.1 * (chosen + rejected).square() - torch.nn.functional.logsigmoid(chosen - rejected - 0.2)
+        return pairs.sum() / units
+
+
 @dataclass(frozen=True)
 class Part:
     """A rank's shard of a tensor."""
@@ -223,10 +246,10 @@ OPTIM = Optim(lr=1e-2)
 
 
 def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", steps: int = 2) -> Trace:
-    """Train SPECS[family] for `steps` steps. The global batches do not depend on the layout."""
-    mesh = mesh_of(layout)
-    model = build(SPECS[family], mesh, PRECISIONS[kind], weights=7)
-    optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(SPECS[family]), OPTIM)
+    """Train `spec_of(family)` for `steps` steps. The global batches do not depend on the layout."""
+    mesh, spec = mesh_of(layout), spec_of(family)
+    model = build(spec, mesh, PRECISIONS[kind], weights=7)
+    optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(spec), OPTIM)
     scale = LossScale(2.0**10 if PRECISIONS[kind].loss_scaling else 1.0)
     dtype = getattr(torch, PRECISIONS[kind].param)
     losses, norms, grads = [], [], []
@@ -270,13 +293,19 @@ def forward_backward(
 ) -> float:
     """Run forward and backward on this rank's share of the batch of `step`; return the loss of the global batch."""
     columns = batch(step)
+    spec: ModelSpec = unwrap(model).spec
+    if spec.head == "score":
+        ids = columns["segments"] = columns["document_ids"].long()
+        columns["ends"] = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (0, 1), value=True).to(dtype)
     weight = 1.0 / (columns["labels"] >= 0).sum().item()
     share, index = SEQUENCES // mesh.layout.dp, mesh.layout.dp_index(mesh.rank)
     columns["token_weights"] = torch.full(columns["labels"].shape, -weight * scale, dtype=dtype)
     mine = {name: column[index * share : (index + 1) * share].chunk(microbatches) for name, column in columns.items()}
-    inputs = [
-        shard_sequence({name: chunks[number] for name, chunks in mine.items()}, mesh) for number in range(microbatches)
-    ]
+    batches = [{name: chunks[number] for name, chunks in mine.items()} for number in range(microbatches)]
+    if spec.head == "score":
+        part = run_microbatches.forward_backward(model, mesh, PreferredDocument(), batches, SEQUENCES / scale)
+        return all_reduce_sum(part.double() / scale, mesh).item()
+    inputs = [shard_sequence(columns, mesh) for columns in batches]
     loss = pipeline.train_microbatches(model, mesh, inputs).double() / scale
     return all_reduce_sum(loss * (mesh.index("tp") == 0), mesh).item()
 

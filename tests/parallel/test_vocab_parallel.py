@@ -16,7 +16,7 @@ TOKENS, SIZE, VOCAB = 12, 6, 11  # the second of two ranks has a padding row
 
 
 def _inputs(share):
-    """Return hidden states, the head's weight, labels with the `share` that is ignored, weights, the trained positions."""
+    """Return hidden states, the head's weight, labels, a `share` ignored, weights, trained positions."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(TOKENS, SIZE, generator=generator, dtype=torch.float64)
     weight = torch.randn(VOCAB, SIZE, generator=generator, dtype=torch.float64)

@@ -8,13 +8,13 @@ from typing import Any
 
 from kumi.config.cluster_source import cluster_spec, cluster_with_nodes
 from kumi.config.document_lengths import document_span
+from kumi.config.model_head import read_model
 from kumi.config.model_source import model_name, read_hf_config
 from kumi.config.numerics import choose_numerics
 from kumi.config.optim_section import choose_optim
 from kumi.config.run_length import run_steps
 from kumi.config.schema import LoraSection, PlanConfig
 from kumi.plan.search.candidates import Pins
-from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import Device
 from kumi.spec.comm import Comm, engine_for, reduce_precision
@@ -46,7 +46,7 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
     """
     cluster = cluster_spec(config.cluster)
     numerics, kind = choose_numerics(config, cluster), config.precision.kind
-    model = families.from_hf(read_hf_config(config.model) if hf_config is None else hf_config)
+    model = read_model(config, read_hf_config(config.model) if hf_config is None else hf_config)
     return Job(
         model=model if config.lora is None else with_adapters(model, lora_spec(config.lora)),
         cluster=cluster,

@@ -15,6 +15,7 @@ from kumi.config.balance_section import Balance, choose_balance
 from kumi.config.decide_layout import decide_layout
 from kumi.config.document_lengths import data_folder, document_span
 from kumi.config.jobs import comm_spec, plan_input
+from kumi.config.model_head import with_objective_head
 from kumi.config.model_source import fetch_snapshots, local_folder, read_hf_config, source_folder
 from kumi.config.numerics import pin_numerics
 from kumi.config.pinned_run import pin_layout
@@ -42,7 +43,7 @@ class ResolvedRun:
     """The complete input of the trainer.
 
     `config`: the run file with every choice pinned, as stored in the run folder.
-    `hf_config`: the model's config.json, unchanged.
+    `hf_config`: the model's config.json, unchanged unless the model gets a score head.
     `source`: the folder of the model, None for an inline config. It may be a hub snapshot without weights.
     `job`, `estimate`: model, cluster, batch, precision and optimizer; the layout with its estimate.
     `snapshots`: snapshots of hub repositories, by the run-file key that names them.
@@ -193,7 +194,7 @@ def resolve(
     written = pin_layout(pin_numerics(config, planned.job), decision.estimate.layout)
     run = ResolvedRun(
         written,
-        hf_config,
+        with_objective_head(config, hf_config),
         source,
         planned.job,
         decision.estimate,

@@ -13,7 +13,9 @@ from kumi.convert.hf import read_folder
 from kumi.convert.hf.publish import model_folder_of
 from kumi.convert.open_model import is_adapter_folder, open_source
 from kumi.errors import ConfigError
+from kumi.nn import initialize
 from kumi.nn.decoder import Decoder
+from kumi.spec.ledger import params
 from kumi.spec.model import ModelSpec
 from kumi.storage import checkpoint
 
@@ -70,14 +72,23 @@ def tokenizer_folder(source: str | Path) -> Path:
     return tokenizer
 
 
-def weights_reader(folder: str | Path, spec: ModelSpec) -> Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]:
+def weights_reader(
+    folder: str | Path, spec: ModelSpec, seed: int = 0
+) -> Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]:
     """Return a function `read("model/<parameter>", start, shape)` that reads a slice of a tensor from `folder`.
 
-    Raise ModelError unless `folder` holds exactly the tensors of `spec`.
+    If `spec` is a reward model and `folder` a language model, the score head is drawn from `seed`. Raise ModelError
+    unless `folder` holds exactly the other tensors of `spec`.
     """
-    stored = read_folder.locate_params(folder, spec)
+    stored = read_folder.locate_params(folder, read_folder.spec_of_folder(folder, spec))
+    drawn = {param.name: param for param in params(spec) if param.name not in stored}
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        return read_folder.read(stored[name.removeprefix("model/")], start, shape)
+        name = name.removeprefix("model/")
+        if name not in drawn:
+            return read_folder.read(stored[name], start, shape)
+        out = torch.empty(shape)
+        initialize.fill(out, drawn[name], start, std=spec.initializer_range, seed=seed)
+        return out
 
     return read

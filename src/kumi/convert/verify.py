@@ -103,7 +103,7 @@ def _logits_agree(source: Source, written: Source) -> str:
 
 
 def _reference_logits(source: Source, written: Source, prompts: Tensor) -> tuple[Tensor, str]:
-    """Return reference logits (3, S, V) and a name for their origin."""
+    """Return reference logits (3, S, V), or scores (3, 1), and a name for their origin."""
     candidates = [written, source] if source.dtypes == written.dtypes else [written]
     folder = next((candidate.folder for candidate in candidates if _is_plain(candidate.folder)), None)
     if folder is None or importlib.util.find_spec("transformers") is None:
@@ -126,7 +126,10 @@ def _is_plain(folder: Path) -> bool:
 
 @torch.no_grad()
 def _transformers_logits(model_class: Any, folder: Path, prompts: Tensor) -> Tensor:
-    """Return the logits (3, S, V) of the model in `folder`, by transformers' `model_class`, in float32."""
+    """Return the logits (3, S, V) of the model in `folder`, by transformers' `model_class`, in float32.
+
+    For a reward model these are the scores (3, 1) of the prompts.
+    """
     with _quiet():
         try:
             # transformers' own reader understands how files spell infinity. model_type must be the class's own, since
@@ -139,8 +142,14 @@ def _transformers_logits(model_class: Any, folder: Path, prompts: Tensor) -> Ten
         except (OSError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise ModelError(f"{folder}: transformers does not load it as {model_class.__name__}: {reason}") from error
-        logits: Tensor = model(prompts).logits
-    return logits.float()
+        if families.from_hf(families.read_config(folder)).head == "score":
+            # Without a padding token, the class takes the last token, of one sequence at a time.
+            model.config.get_text_config().pad_token_id = None
+            logits = torch.cat([model(prompt[None]).logits for prompt in prompts])
+        else:
+            logits = model(prompts).logits
+    result: Tensor = logits.float()
+    return result
 
 
 @contextmanager
@@ -176,12 +185,15 @@ def free_memory() -> int | None:
 
 @torch.no_grad()
 def _logits(source: Source, prompts: Tensor, written: Source) -> Tensor:
-    """Return the logits (3, S, V) of `source` in float32, its weights rounded to the dtypes of `written`."""
+    """Return the logits (3, S, V) of `source` in float32, its weights rounded to the dtypes of `written`.
+
+    For a reward model these are the scores (3, 1) of the prompts, those of their last tokens.
+    """
     decoder = Decoder(source.spec)
     for name, tensor in decoder.state_dict().items():
         tensor.copy_(source.read(name).to(getattr(torch, written.dtypes[name])))
     logits: Tensor = decoder(prompts)
-    return logits
+    return logits[:, -1:] if source.spec.head == "score" else logits
 
 
 def _bits(tensor: Tensor) -> Tensor:

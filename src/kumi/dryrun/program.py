@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,7 +20,7 @@ from kumi.dryrun.fake_kernels import ring_without_attention, use_fake_kernels
 from kumi.dryrun.fake_world import fake_rank
 from kumi.dryrun.observed_messages import Message
 from kumi.dryrun.track import Tracker
-from kumi.objectives import OBJECTIVES
+from kumi.objectives import OBJECTIVES, Objective, SegmentSums
 from kumi.parallel import build_optimizer, clip_gradients, tensor_parallel, unwrap
 from kumi.parallel.build import assemble, with_ddp
 from kumi.parallel.mesh import Mesh
@@ -51,6 +52,16 @@ class Measured:
     @property
     def peak(self) -> int:
         return sum(self.memory.values())
+
+
+class _MeanScore(Objective):
+    """The mean score of all tokens. Losses of the last tokens' scores cost as much, up to a few numbers a sequence."""
+
+    def count(self, batch: Mapping[str, Any]) -> float:
+        return int(batch["labels"].numel())
+
+    def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor], units: float, sums: SegmentSums) -> Tensor:
+        return log_probs.sum() / units
 
 
 def dry_step(job: Job, layout: Layout, rank: int) -> Measured:
@@ -115,6 +126,7 @@ def track_head(model: nn.Module, tracker: Tracker) -> None:
     """Make `tracker` count the tensors of the loss as kind "head"."""
     for decoder in stages_of(unwrap(model)).values():
         decoder.weighted_sum = tracker.within("head", decoder.weighted_sum)  # type: ignore[assignment, arg-type]
+        decoder.scores = tracker.within("head", decoder.scores)  # type: ignore[assignment, arg-type]
 
 
 def track_states(model: nn.Module, optimizer: Optimizer, tracker: Tracker) -> None:
@@ -131,9 +143,10 @@ def run_step(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, track
     with tracker:
         names = ("input_ids", "labels", "position_ids")
         batches = ({name: torch.zeros(shape, dtype=torch.int64) for name in names} for _ in range(microbatches))
+        objective = OBJECTIVES["lm"]() if job.model.head == "lm" else _MeanScore()
         # Fake labels have no values, from which the trained ones would follow: the head computes all.
         forward_backward(
-            model, mesh, OBJECTIVES["lm"](), batches, job.batch.tokens_per_step, label_positions=lambda labels: None
+            model, mesh, objective, batches, job.batch.tokens_per_step, label_positions=lambda labels: None
         )
         track_states(model, optimizer, tracker)  # again, because FSDP2 pads its shards at their first use
         clip_gradients(model, job.optim.grad_clip, mesh)

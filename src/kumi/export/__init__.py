@@ -12,7 +12,7 @@ from types import ModuleType
 
 from kumi.errors import ConfigError, LayoutError
 from kumi.export import accelerate_fsdp, deepspeed, megatron_bridge, megatron_lm, nanotron, torchtitan
-from kumi.export.common import DEFAULT_STEPS, unsupported_by_every_export, unsupported_sizes
+from kumi.export.common import DEFAULT_STEPS, unsupported_by_every_export, unsupported_head, unsupported_sizes
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
@@ -32,6 +32,7 @@ def unsupported(job: Job, layout: Layout, trainer: str) -> list[str]:
     return [
         *unsupported_sizes(job, layout),
         *unsupported_by_every_export(layout),
+        *unsupported_head(job),
         *_module(trainer).unsupported(job, layout),
     ]
 

@@ -79,6 +79,12 @@ def unsupported_by_every_export(layout: Layout) -> Iterator[str]:
         yield f"tiles={layout.tiles}: exports do not support tiles; set tiles = 1"
 
 
+def unsupported_head(job: Job) -> Iterator[str]:
+    """Check for a score head, for which kumi exports to no trainer."""
+    if job.model.head == "score":
+        yield "objective.kind='reward': exports train the next token only; set objective.kind='lm', or train with kumi"
+
+
 def unsupported_value(name: str, value: object, supported: Iterable[object], trainer: str, why: str) -> Iterator[str]:
     """Yield a sentence if `value` is not in `supported`, with the reason `why` and the supported values."""
     choices = [str(choice) for choice in supported]

@@ -27,7 +27,9 @@ from kumi.nn.mixers import MIXERS
 from kumi.nn.mlp import MLP
 from kumi.nn.moe import MoE
 from kumi.nn.norm import LayerNorm, RMSNorm, build_norm
+from kumi.nn.score_head import reward_scores
 from kumi.nn.wrappers import Wrapper, wrap
+from kumi.objectives import IGNORED
 from kumi.spec import families, model
 from kumi.spec.model import LayerSpec, ModelSpec
 
@@ -171,8 +173,8 @@ class Decoder(nn.Module):
 
     `make_attention(tokens, document_ids)`: returns the attention function of a batch.
     `make_lengths(tokens, document_ids)`: returns the document length of each token.
-    `logits`, `log_probs`, `weighted_sum`: functions of the final hidden states (T, D) and the head's weight; the result
-    of `logits` is not yet scaled and capped by `shaping`.
+    `logits`, `log_probs`, `weighted_sum`, `scores`: functions of the final hidden states (T, D) and the head's weight;
+    the result of `logits` is not yet scaled and capped by `shaping`.
     """
 
     def __init__(
@@ -194,7 +196,9 @@ class Decoder(nn.Module):
         numbers = range(spec.num_hidden_layers) if layers is None else layers
         table = embedding or (head and tied)
         self.model = Model(spec, numbers, table=table, first=embedding, norm=head, device=device, dtype=dtype)
-        if head and not tied:
+        if head and spec.head == "score":
+            self.score = Linear(spec.hidden_size, 1, bias=False, device=device, dtype=dtype)
+        elif head and not tied:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, device=device, dtype=dtype)
         self.make_attention: Callable[[Tensor, Tensor | None], AttentionFn] = unsharded_attention
         self.make_lengths: Callable[[Tensor, Tensor | None], int | Tensor] = document_lengths
@@ -202,6 +206,7 @@ class Decoder(nn.Module):
         self.logits = logits
         self.log_probs = partial(logprob.log_probs, shaping=self.shaping)
         self.weighted_sum = partial(logprob.weighted_sum, shaping=self.shaping)
+        self.scores: Callable[[Tensor, Tensor], Tensor] = reward_scores
 
     @overload
     def forward(
@@ -255,7 +260,7 @@ class Decoder(nn.Module):
         head_positions: Tensor | None = None,
         statistics: tuple[Statistic, ...] = (),
     ) -> Tensor | TokenScores | tuple[Tensor, Tensor] | tuple[Tensor, TokenScores]:
-        """Return logits, log-probs, a loss, or hidden states.
+        """Return logits, log-probs, scores, a loss, or hidden states.
 
         - Without `labels`: logits (B, S, V).
         - With `labels` (B, S): their log-probs, float32 (B, S). Labels are shifted already: labels[b, s] follows
@@ -263,6 +268,8 @@ class Decoder(nn.Module):
         - With `labels` and `token_weights` (B, S): the scalar sum of token_weights * log-probs, with its gradient
           computed in the forward pass, and the log-probs, detached.
         - With `labels` and `loss`: the scalar that `loss` returns for the log-probs.
+        - With a score head: the float32 scores (B, S) of all positions, or the scalar that `loss` returns for them.
+          With `labels`, whose values are not read, scores of ignored labels are 0.
         - On a stage without head: hidden states, whatever the other arguments.
 
         `statistics` ("entropy", "top") asks for further numbers of each label, from the logits of the log-probs. The
@@ -279,8 +286,13 @@ class Decoder(nn.Module):
         if not self.has_head:
             return hidden
         flat, weight = hidden.flatten(0, -2), self.head_weight
+        shape = input_ids.shape if position_ids is None else position_ids.shape
+        if self.spec.head == "score":
+            assert token_weights is None, "a score head has no log-probs to weight; give `loss`"
+            values = self.scores(flat, weight).view(shape)
+            values = values if labels is None else values.masked_fill(labels == IGNORED, 0.0)
+            return values if loss is None else loss(values)
         if labels is None:
-            shape = input_ids.shape if position_ids is None else position_ids.shape
             return self.shaping.shape(self.logits(flat, weight)).view(*shape, -1)
         options: Any = {"trained": head_positions, "statistics": statistics}
         if token_weights is not None:
@@ -332,7 +344,9 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output projection (V, D); the token table if they are tied."""
+        """The output projection (V, D); the token table if they are tied; the weight (1, D) of a score head."""
+        if self.spec.head == "score":
+            return self.score.weight
         return self.model.embed_tokens.weight if self.spec.tie_word_embeddings else self.lm_head.weight
 
 

@@ -105,7 +105,7 @@ class _LogProbs(torch.autograd.Function):
         for part, buffers in chunks(hidden, weight, trained):
             h, y = hidden[part], labels[part]
             chunk_scores(buffers, h, head, y)
-            grad_hidden[part] = chunk_gradient(buffers, grad_weight, h, head, y, grad[part]).to(hidden.dtype)
+            _put_rows(grad_hidden, part, chunk_gradient(buffers, grad_weight, h, head, y, grad[part]))
         cast_grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return (ctx.vocabulary.reduce(grad_hidden), cast_grad_weight, *[None] * 5)
 
@@ -137,8 +137,7 @@ class _WeightedSum(torch.autograd.Function):
             h, y = hidden[part], labels[part]
             _write(scores, part, chunk_scores(buffers, h, head, y, statistics))
             if gradients is not None:
-                gradient = chunk_gradient(buffers, gradients[1], h, head, y, relative[part])
-                gradients[0][part] = gradient.to(hidden.dtype)
+                _put_rows(gradients[0], part, chunk_gradient(buffers, gradients[1], h, head, y, relative[part]))
         if gradients is not None:
             cast_grad_weight = None if gradients[1] is None else gradients[1].to(weight.dtype)
             ctx.save_for_backward(vocabulary.reduce(gradients[0]), cast_grad_weight, peak)
@@ -163,6 +162,11 @@ def _score_buffers(hidden: Tensor, statistics: tuple[Statistic, ...]) -> TokenSc
 def _write(scores: TokenScores, part: slice | Tensor, chunk: TokenScores) -> None:
     for buffer, values in zip(_present(scores), _present(chunk), strict=True):
         buffer[part] = values
+
+
+def _put_rows(buffer: Tensor, part: slice | Tensor, rows: Tensor) -> None:
+    """Write `rows` to `buffer[part]`, in its dtype. A binding of `rows` in the loop would keep them for a chunk."""
+    buffer[part] = rows.to(buffer.dtype)
 
 
 def _present(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:

@@ -29,6 +29,7 @@ from kumi.nn.decoder import Decoder
 from kumi.nn.linear import Linear, add_gradients
 from kumi.nn.lora import LoraLinear, add_adapter_outputs
 from kumi.nn.norm import RMSNorm
+from kumi.nn.score_head import reward_scores
 from kumi.nn.tp_block import Projections
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.stage_modules import local_shard, params_by_name
@@ -41,6 +42,7 @@ from kumi.parallel.token_collectives import (
     all_reduce,
     copy_to_group,
     define_collective,
+    gather_results,
     reduce_scatter,
     reduce_scatter_no_grad,
 )
@@ -76,6 +78,8 @@ def apply_tensor_parallel(decoder: Decoder, mesh: Mesh) -> None:
     decoder.logits = vocabulary.logits
     decoder.log_probs = partial(decoder.log_probs, vocabulary=vocabulary)
     decoder.weighted_sum = partial(decoder.weighted_sum, vocabulary=vocabulary)
+    if sequence_parallel:
+        decoder.scores = partial(_gathered_scores, group)
 
 
 def _shard_parameters(decoder: Decoder, layout: Layout) -> None:
@@ -134,6 +138,11 @@ def _embed(
 def _local_positions(group: dist.ProcessGroup, position_ids: Tensor, table: Tensor) -> Tensor:
     """Return the position embeddings (T/n, D) of this rank's tokens, given the positions (B, S) of all tokens."""
     return F.embedding(position_ids.flatten().chunk(group.size())[group.rank()], table)
+
+
+def _gathered_scores(group: dist.ProcessGroup, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the scores (T,) of all tokens, given the final hidden states (T/n, D) of this rank's tokens."""
+    return gather_results(reward_scores(hidden, weight), group)
 
 
 class ShardedProjections(Projections):

@@ -5,6 +5,7 @@
     reduce_scatter    (T, ..) -> (T/n, ..)     all-gather
     all_reduce        (..) -> (..)             identity: the gradient is the same on all ranks
     copy_to_group     (..) -> (..), identity   all-reduce
+    gather_results    (T/n, ..) -> (T, ..)     the rank's own rows: the gradient is the same on all ranks
 
 (Korthikanti et al., 2022, arXiv:2205.05198, figure 5.)
 
@@ -120,6 +121,12 @@ def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
+def gather_results(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the shards `x` (T/n, ..) of all ranks as (T, ..). All ranks must compute the same with it."""
+    out: Tensor = _GatherResults.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -161,3 +168,14 @@ class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce_no_grad(grad, ctx.group), None
+
+
+class _GatherResults(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather_no_grad(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size())[ctx.group.rank()], None

@@ -43,12 +43,15 @@ __all__ = [
 ]
 
 
-# The token embedding, which is also the head's weight if they are tied, and the head.
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# The token embedding, which is also the head's weight if they are tied, and the heads by `ModelSpec.head`.
+EMBEDDING = "model.embed_tokens.weight"
+HEADS = {"lm": "lm_head.weight", "score": "score.weight"}
 # Prefix of the names of all tensors within layers; the index of the layer follows.
 LAYERS = "model.layers."
 # The number of logits in a chunk of the head, on accelerators and on a CPU, and the minimum number of its tokens.
 CHUNK_LOGITS, MIN_CHUNK_TOKENS = (2**27, 2**22), 128
+# The number of elements of hidden states that a score head widens to float32 at a time.
+SCORE_CHUNK = 2**24
 
 
 @lru_cache(maxsize=1024)
@@ -89,10 +92,18 @@ def embedding_ops(spec: ModelSpec) -> tuple[Op, ...]:
 
 @lru_cache(maxsize=1024)
 def head_ops(spec: ModelSpec) -> tuple[Op, ...]:
-    """Return the final norm and the output projection with the log-probabilities, computed in chunks of logits."""
-    vocab, embed = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size)
-    weight = () if spec.tie_word_embeddings else (Param(HEAD, (vocab, embed)),)
-    head = Op("lm_head", "log_prob", embed, vocab, weight, (Activation((embed,)),))
+    """Return the final norm and the head.
+
+    The head is the output projection with the log-probabilities, computed in chunks of logits, or the score head.
+    """
+    embed, saved = Dim("embed", spec.hidden_size), (Activation((Dim("embed", spec.hidden_size),)),)
+    if spec.head == "score":
+        label = Dim("label", 1)
+        head = Op("score", "score", embed, label, (Param(HEADS["score"], (label, embed)),), saved)
+    else:
+        vocab = Dim("vocab", spec.vocab_size)
+        weight = () if spec.tie_word_embeddings else (Param(HEADS["lm"], (vocab, embed)),)
+        head = Op("lm_head", "log_prob", embed, vocab, weight, saved)
     final = (block_norm(spec, "model.norm", embed), head)
     return final if spec.lora is None else tuple(map(freeze, final))
 

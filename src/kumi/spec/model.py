@@ -277,6 +277,8 @@ class ModelSpec:
     - `embedding_scale`, `residual_scale`, `logit_scale`: factors of the embeddings, of the outputs of attention and mlp
       before they are added to the residual stream, and of the logits.
     - `logit_softcap`: logits become softcap * tanh(logit / softcap).
+    - `head`: "lm" for logits over the vocabulary, or "score" for one number per token, the head of a reward model. A
+      score head has a weight of its own, so `tie_word_embeddings` is then false; logits' scale and cap do not apply.
     - `weights`: the format of the tensors in files.
     - `carried_config`: the entries of config.json, as JSON, about passthrough tensors (`Weights.passthrough`).
     - `lora`: adapters; all other parameters are then frozen.
@@ -303,6 +305,7 @@ class ModelSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    head: str = "lm"
     weights: Weights = PLAIN
     carried_config: str = ""
     lora: Lora | None = None

@@ -21,11 +21,16 @@ OP_KINDS = (
     "dispatch",
     "combine",
     "log_prob",
+    "score",
     "lora",
     "convolution",
     "scan",
     "gated_norm",
 )
+
+
+# Operations that are one matmul with a weight.
+_MATMULS = ("linear", "router", "log_prob", "score")
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,7 @@ class Op:
     - `kind`: one of `OP_KINDS`. `gate` is a gated activation, act(a) * b; `activation` has one input. `router` is the
       linear layer that scores experts; `dispatch` and `combine` move tokens to their experts and back. `lora` is the
       adapter of a linear layer. `convolution`, `scan` and `gated_norm`, norm(x * silu(gate)), belong to a Mamba mixer.
+      `log_prob` and `score` are heads.
     - `source`, `target`: input and output dims without the token dimension; for attention the dims of queries and of
       values, both over all query heads.
     - `saved`: activations of one token, over all its passes, with a balanced load of experts.
@@ -136,7 +142,7 @@ class Op:
         positions, also count in full, Q x Q: C times B for each group of heads, the result times the channels, and two
         matmuls of channels and states (Dao and Gu, 2024, section 6). Convolutions count.
         """
-        if self.kind in ("linear", "router", "log_prob"):
+        if self.kind in _MATMULS:
             return int(2 * tokens * self.passes * self.source.size * self.target.size)
         if self.kind == "lora":
             return 2 * tokens * self.rank * (self.source.size + self.target.size)
@@ -153,7 +159,7 @@ class Op:
 
     def train_flops(self, tokens: int, seq_len: int, attention_len: float | None = None) -> int:
         """Return the FLOPs of forward and backward: three times those of the forward, or twice with frozen weights."""
-        weights = self.kind in ("linear", "router", "log_prob")
+        weights = self.kind in _MATMULS
         return (2 if weights and self.frozen else 3) * self.forward_flops(tokens, seq_len, attention_len)
 
     @property

@@ -68,8 +68,8 @@ def log_prob_tolerance(dtype: str, log_prob: torch.Tensor, tokens: torch.Tensor)
 
         c eps sqrt(n) (1 + |log_prob| / n)
 
-    c is 8 for float32, whose sums over the hidden size and the vocabulary round as well, and 2 for smaller dtypes, whose
-    sums are float32. `benchmarks/reference_tolerance.py` measures the error in units of this: at most 0.4.
+    c is 8 for float32, whose sums over the hidden size and the vocabulary round as well, and 2 for smaller dtypes,
+    whose sums are float32. `benchmarks/reference_tolerance.py` measures the error in units of this: at most 0.4.
     """
     number = tokens.double().clamp(min=1)
     eps = torch.finfo(getattr(torch, dtype)).eps

@@ -40,7 +40,7 @@ def initial_weights(run: ResolvedRun) -> tuple[int | PieceReader, int | PieceRea
     weights: int | PieceReader = run.config.train.seed
     adapters: int | PieceReader = run.config.train.seed
     if run.source is not None and run.config.model.init == "pretrained":
-        weights = weights_reader(run.source, run.base)
+        weights = weights_reader(run.source, run.base, run.config.train.seed)
     if run.config.lora is not None and run.config.lora.source is not None:
         adapters = adapters_reader(Path(os.path.expanduser(run.config.lora.source)), run.model)
     return weights, adapters

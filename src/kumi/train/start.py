@@ -205,7 +205,7 @@ def _check_weights(run: ResolvedRun) -> None:
         raise ModelError(
             f"model.source: {run.source} has no .safetensors or .bin file; add the weights, or set model.init=random"
         )
-    read_folder.locate_params_by_headers(run.source, run.base)
+    read_folder.locate_params_by_headers(run.source, read_folder.spec_of_folder(run.source, run.base))
 
 
 def _is_trained(run: ResolvedRun) -> bool:

@@ -14,7 +14,7 @@ from kumi.convert.hf.origin import UNKNOWN, Origin
 from kumi.errors import RefusedError
 from kumi.files.output import write_text
 from kumi.files.untrusted import inside, open_stream, read_bytes
-from kumi.spec.families import FAMILIES
+from kumi.spec.families import architecture
 from kumi.spec.ledger import num_params
 from kumi.spec.model import ModelSpec
 from kumi.units import format_count
@@ -40,7 +40,10 @@ def model_card(
     Base model, relation, datasets and licence come from `origin`, unless given explicitly.
     """
     base = base_model or origin.base_model
-    header: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    scores = model.head == "score"
+    task, kind = ("text-classification", "reward") if scores else ("text-generation", "language")
+    auto_class = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
+    header: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task}
     if base is not None:
         how = relation or ("finetune" if base_model else origin.relation)
         header |= {"base_model": base} | ({"base_model_relation": how} if how else {})
@@ -50,7 +53,7 @@ def model_card(
     header["tags"] = ["kumi", *tags]
     # JSON is valid YAML, so names with colons or quotes need no escaping.
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in header.items()]
-    rows = {"architecture": FAMILIES[model.family].ARCHITECTURE, "parameters": f"{num_params(model):,}"}
+    rows = {"architecture": architecture(model), "parameters": f"{num_params(model):,}"}
     rows |= {"base commit": origin.commit} if origin.commit else {}
     table = ["| | |", "|---|---|", *(f"| {key} | {_cell(value)} |" for key, value in (rows | dict(facts)).items())]
     return "\n".join(
@@ -61,14 +64,14 @@ def model_card(
             "",
             f"# {name}",
             "",
-            f"A {format_count(num_params(model))} parameter language model, written by kumi {kumi.__version__}.",
+            f"A {format_count(num_params(model))} parameter {kind} model, written by kumi {kumi.__version__}.",
             "",
             *table,
             "",
             "```python",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f"from transformers import {auto_class}, AutoTokenizer",
             "",
-            'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")',
+            f'model = {auto_class}.from_pretrained("path/to/this/folder")',
             'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
             "```",
             "",

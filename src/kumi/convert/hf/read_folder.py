@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +15,10 @@ from kumi.convert.files.stored_tensor import BLOCK_BYTES, Entry, entry_of, read_
 from kumi.convert.files.stream import Reader, Runs
 from kumi.convert.hf.passthrough import is_passthrough
 from kumi.errors import ModelError
+from kumi.spec import families
 from kumi.spec.families import read_config
 from kumi.spec.families._shared import quantization
-from kumi.spec.ledger import EMBEDDING, HEAD
+from kumi.spec.ledger import EMBEDDING, HEADS
 from kumi.spec.ledger import tensors as tensors_of
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
@@ -126,12 +127,29 @@ def locate_params(folder: str | Path, spec: ModelSpec) -> dict[str, StoredParam]
     Also allowed in the folder: rotary tables that old versions of transformers saved, a copy of the tied embedding (its
     values are compared), and passthrough tensors.
     """
-    stored, head = locate_params_by_headers(folder, spec), file_entries(folder, spec).get(stored_name(spec, HEAD))
+    stored, head = locate_params_by_headers(folder, spec), file_entries(folder, spec).get(_head_name(spec))
     if spec.tie_word_embeddings and head is not None:
         copy = StoredParam(head.shape, head.dtype, ((_entire(head), head),))
         if copy.dtype != stored[EMBEDDING].dtype or not _equal(copy, stored[EMBEDDING]):
             raise _untied(spec, head)
     return stored
+
+
+def _head_name(spec: ModelSpec) -> str:
+    """Return the name of the head in files."""
+    return stored_name(spec, HEADS[spec.head])
+
+
+def spec_of_folder(folder: str | Path, spec: ModelSpec) -> ModelSpec:
+    """Return the model whose tensors `folder` has: `spec`, or the language model that a reward model begins from.
+
+    The head of that language model is tied in the result if `folder` has no tensor of it.
+    """
+    config = Path(folder) / "config.json"
+    if spec.head == "lm" or (config.exists() and families.from_hf(read_config(folder)).head == "score"):
+        return spec
+    entries, language_model = file_entries(folder, spec), replace(spec, head="lm")
+    return replace(language_model, tie_word_embeddings=_head_name(language_model) not in entries)
 
 
 def _entire(entry: Entry) -> Part:
@@ -171,7 +189,7 @@ def locate_params_by_headers(folder: str | Path, spec: ModelSpec) -> dict[str, S
     for name in by_name.keys() - expected.keys():
         if name.endswith(spec.weights.ignored):
             continue
-        if name != stored_name(spec, HEAD) or not spec.tie_word_embeddings:
+        if name != _head_name(spec) or not spec.tie_word_embeddings:
             raise ModelError(
                 f"{by_name[name].file}: {name!r} {by_name[name].shape} is not a tensor of the {spec.family} "
                 f"model of this config.json, and kumi would drop it; fetch the config.json of this model"
@@ -186,7 +204,7 @@ def _with_base(spec: ModelSpec, by_name: dict[str, Entry]) -> dict[str, Entry]:
     base = spec.weights.base
     if not base or any(name.startswith(base) for name in by_name):
         return by_name
-    head = stored_name(spec, HEAD)
+    head = _head_name(spec)
     return {name if name == head else base + name: entry for name, entry in by_name.items()}
 
 
@@ -221,7 +239,9 @@ def _stored(folder: str | Path, spec: ModelSpec, param: Param, by_name: Mapping[
 
 def _missing_hint(spec: ModelSpec, name: str, by_name: Mapping[str, Entry]) -> str:
     """Return the likely reason or remedy for the missing tensor `name`."""
-    if name == stored_name(spec, HEAD):
+    if name == HEADS["score"]:
+        return "config.json describes a reward model: fetch its weights again, or name the language model"
+    if name == _head_name(spec):
         return "if the head is the embedding, set tie_word_embeddings to true in config.json"
     bare = name.removeprefix("model.")
     return (

@@ -14,6 +14,7 @@ from kumi.convert.files.safetensors_read import Span
 from kumi.convert.files.safetensors_write import Layout, create, lay_out, put, sync
 from kumi.convert.files.stream import Reader
 from kumi.convert.hf import weight_files
+from kumi.convert.hf.padding import padding_token, write_padding_token
 from kumi.convert.hf.passthrough import PROCESSOR_FILES, split_by_size, write_spans
 from kumi.errors import ModelError, RefusedError
 from kumi.files.output import copy_into, refuse_link, remove_tree
@@ -70,7 +71,7 @@ def write_hf_folder(
     tensors            every tensor of `spec` once, in any order; or a reader of slices
     base_config        config.json to start from, changed only where it disagrees with `spec`
     dtype              dtypes by name, or one for all parameters
-    tokenizer_folder   source of tokenizer files, copied unchanged
+    tokenizer_folder   source of tokenizer files, copied unchanged but for a reward model's padding token
     card               content of README.md
     passthrough        passthrough tensors, copied unchanged
 
@@ -92,6 +93,8 @@ def write_hf_folder(
     check_free_space(folder, sum(layout.size for layout in shards.values()) + passthrough_bytes + _SLACK, "the model")
     config = _with_dtype(families.patch_config(base_config, spec) if base_config else families.to_hf(spec), dtypes)
     config.pop("quantization_config", None)  # kumi writes weights unquantized
+    padding = padding_token(config, tokenizer_folder) if spec.head == "score" else None
+    config = config if padding is None else config | {"pad_token_id": padding[0]}
     staging = staging_folder(folder)
     remove_tree(staging)
     staging.mkdir(parents=True)
@@ -109,6 +112,8 @@ def write_hf_folder(
         _write_json(staging / "generation_config.json", generation_config or _generation(config, tokenizer_folder))
         (staging / "README.md").write_text(card, encoding="utf-8")
         _copy_tokenizer(tokenizer_folder, staging)
+        if padding is not None and padding[1]:
+            write_padding_token(staging, padding[1])
         _publish(staging, folder)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)

@@ -33,7 +33,7 @@ from kumi.plan.row_cache import SearchCaches
 from kumi.plan.uncertainty.margin import memory_margin
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import CHUNK_LOGITS, MIN_CHUNK_TOKENS, unique_layer_ops
+from kumi.spec.ledger import CHUNK_LOGITS, MIN_CHUNK_TOKENS, SCORE_CHUNK, unique_layer_ops
 from kumi.spec.op import Dim
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.schedules import FORWARDS_FIRST
@@ -89,10 +89,10 @@ def invariant_memory(
     job: Job, layouts: LayoutBatch, share: RankStages, caches: SearchCaches | None = None
 ) -> InvariantMemory:
     """Return the memory of a rank with the `share` of the model that does not depend on recomputation or offloading."""
-    params = rank_params(job, layouts, share, caches and caches.params)
+    params = rank_params(job, layouts, share, None if caches is None else caches.params)
     return InvariantMemory(
         params,
-        model_activations(job, layouts, caches and caches.activations),
+        model_activations(job, layouts, None if caches is None else caches.activations),
         resident_state_bytes(job, layouts, params),
         update_copy_bytes(job, layouts, params),
         unsharded_bytes(job, layouts, params, num_microbatches(job, layouts)),
@@ -247,8 +247,10 @@ def _logits(job: Job, layouts: LayoutBatch, share: RankStages) -> Floats:
 
     Engines with `logit_bytes` materialize the logits of a microbatch, in GPipe of all microbatches. Other engines
     compute one chunk at a time: logits in the dtype of the matmul, float32 logits where that dtype is another, and
-    float32 probabilities.
+    float32 probabilities. A score head has none.
     """
+    if job.model.head == "score":
+        return np.zeros(len(layouts))
     engine, tokens = job.engine, _microbatch_tokens(job, layouts)
     vocab = shard_size(Dim("vocab", job.model.vocab_size), np.where(engine.whole_logits, 1, layouts.tp))
     if engine.logit_bytes:
@@ -268,8 +270,14 @@ def _head_gradient(job: Job, layouts: LayoutBatch, share: RankStages) -> Floats:
 
     These are the float32 weight gradient, a chunk's contribution to it, the weight cast for the matmul where it is not
     gathered, and the gradient of the hidden states. In GPipe the gradients of earlier microbatches wait for their
-    backward pass.
+    backward pass. A score head forms the gradient of the hidden states at the beginning of the backward pass, in chunks
+    of float32.
     """
+    if job.model.head == "score":
+        elements = _microbatch_tokens(job, layouts) * job.model.hidden_size
+        elements = elements / np.where(layouts.sequence_parallel > 0, layouts.tp, 1)
+        chunk = np.minimum(elements, max(SCORE_CHUNK, job.model.hidden_size))
+        return np.asarray(share.head * (job.itemsize * elements + ITEMSIZE["float32"] * chunk))
     if job.engine.logit_bytes:
         return np.zeros(len(layouts))
     weight = shard_size(Dim("vocab", job.model.vocab_size), layouts.tp) * job.model.hidden_size

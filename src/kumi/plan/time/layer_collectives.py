@@ -220,11 +220,16 @@ def embedding_collectives(sizes: LayoutSizes, width: int) -> Iterator[Collective
 
 
 def head_collectives(sizes: LayoutSizes, op: Op) -> Iterator[CollectiveBatch]:
-    """Yield the collectives of the head, which forms its gradient in the forward pass.
+    """Yield the collectives of the head; that of log-probs forms its gradient in the forward pass.
 
-    The loss also all-gathers two numbers per token, in one message for each chunk of tokens.
+    The loss also all-gathers two numbers per token, in one message for each chunk of tokens. A score head is
+    replicated; under sequence parallelism the scores of all tokens are all-gathered.
     """
     if not (sizes.tp > 1).any():
+        return
+    if op.kind == "score":
+        counts = _counts_where(sizes.sequence_parallel, {"forward": 1})
+        yield CollectiveBatch("all_gather", "tp", sizes.wide_itemsize * sizes.tokens, counts, "scores")
         return
     yield from _gather_scatter_pair(sizes, op.source.size, {"forward": 1}, {"backward": 1}, "head")
     if sizes.engine.recompute_whole:

@@ -120,7 +120,7 @@ class _OpCosts(LayoutSizes):
 
     def _add(self, cost: MicrobatchCost, op: Op) -> None:
         """Add the cost of `op` to `cost`."""
-        if op.kind in ("linear", "router"):
+        if op.kind in ("linear", "router", "score"):
             self._add_linear(cost, op)
         elif op.kind == "lora":
             self._add_adapter(cost, op)

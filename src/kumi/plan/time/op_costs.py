@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -81,12 +81,11 @@ class MicrobatchCost:
     def from_figures(cls, figures: Floats) -> MicrobatchCost:
         """Return the cost with these `figures`."""
         column = iter(figures)
-        return cls(
-            *(
-                {axis: next(column) for axis in _COMM_AXES} if item.name.startswith("comm") else next(column)
-                for item in fields(cls)
-            )
-        )
+        values: dict[str, Any] = {
+            item.name: {axis: next(column) for axis in _COMM_AXES} if item.name.startswith("comm") else next(column)
+            for item in fields(cls)
+        }
+        return cls(**values)
 
 
 class LayoutSizes:

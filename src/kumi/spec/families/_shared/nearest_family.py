@@ -12,7 +12,7 @@ _ENCODER = "it is an encoder, and kumi trains models that predict the next token
 _ENCODER_DECODER = "it has an encoder in addition to its decoder"
 _MULTIMODAL = "it is a multimodal model, and kumi has no family that copies its vision or audio weights"
 _RECURRENT = "it has recurrent layers that kumi does not compute"
-_CLASSIFIER = "it has a classification head, and kumi trains models that predict the next token"
+_CLASSIFIER = "it has a classification head, and kumi trains models that predict the next token or score a sequence"
 
 # Reason -> values of model_type.
 _KINDS = {

@@ -1,0 +1,63 @@
+"""The head of the model that the objective of a run file needs: logits over the vocabulary, or one score per token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kumi.config.schema import PlanConfig
+from kumi.errors import ConfigError
+from kumi.objectives import OBJECTIVES
+from kumi.spec import families
+from kumi.spec.model import ModelSpec
+
+
+def with_objective_head(config: PlanConfig, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json `hf_config` of a model with the head that the objective of `config` needs.
+
+    A language model becomes a reward model, which has `score.weight` in place of `lm_head`. Raise ModelError if its
+    family has no reward models, ConfigError if the objective needs the logits that a reward model lacks, or if a reward
+    model should continue prompts or have adapters.
+    """
+    kind = config.objective.kind
+    if OBJECTIVES[kind].head != "score":
+        if families.from_hf(hf_config).head == "score":
+            raise ConfigError(
+                f"objective.kind={kind!r} needs a language model, but {_architecture(hf_config)} has a score head, "
+                f"and no logits; name a language model, or set objective.kind = 'reward'"
+            )
+        return dict(hf_config)
+    if config.sample.prompts:
+        raise ConfigError(
+            f"sample.prompts with objective.kind={kind!r}: a reward model has scores, and no logits to continue a "
+            f"prompt with; remove sample.prompts"
+        )
+    if config.lora is not None:
+        raise ConfigError(
+            f"[lora] with objective.kind={kind!r} is not supported yet: adapters leave the head frozen, and a score "
+            f"head starts from random weights; remove [lora]"
+        )
+    return families.with_score_head(hf_config)
+
+
+def read_model(config: PlanConfig, hf_config: Mapping[str, Any]) -> ModelSpec:
+    """Return the model that `config` trains, given the config.json that it names; errors as in `with_objective_head`.
+
+    A score head in place of the `lm_head` of `hf_config` is one of its notes.
+    """
+    trained = with_objective_head(config, hf_config)
+    model = families.from_hf(trained)
+    if trained.get("architectures") == hf_config.get("architectures"):
+        return model
+    note = (
+        f"score.weight (1, {model.hidden_size}) is the head, in place of that of {_architecture(hf_config)}: it is "
+        f"new, and drawn from train.seed"
+    )
+    return replace(model, notes=(*model.notes, note))
+
+
+def _architecture(hf_config: Mapping[str, Any]) -> str:
+    """Return the name of the model's class in `hf_config`."""
+    names: Any = hf_config.get("architectures") or [hf_config.get("model_type", "the model")]
+    return str(names[0])
