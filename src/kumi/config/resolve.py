@@ -156,7 +156,7 @@ class ResolvedRun:
             "precision": self.precision,
             "optim": self.optim,
             "comm": self.comm,
-            "train": (self.planned_steps, train.seed, train.compile, train.trace_step),
+            "train": (self.planned_steps, train.seed, train.compile, train.trace_step, train.neftune_alpha),
             "data": config.data.cross_document,
             "objective": (config.objective, config.reference.kind),
             "eval": config.eval,

@@ -256,6 +256,11 @@ class TrainSection(Section):
     out: Text = Field(description="Folder of the run; the same command resumes from it.", examples=["runs/my-run"])
     seed: NotNegative = Field(0, description="Seed of the initial weights and of the data order.")
     compile: Switch = Field(False, description="Compile each layer with torch.compile.")
+    neftune_alpha: Annotated[Number, Field(ge=0, le=1e6)] = Field(
+        0.0,
+        description="NEFTune: in training, add uniform noise of at most `neftune_alpha` / sqrt(length of the document "
+        "x hidden size) to the token embeddings; 0 adds none. `neftune_noise_alpha` in Hugging Face's trainers.",
+    )
     offload_dir: Text | None = Field(
         None,
         description="Folder on the NVMe drives for offloaded optimizer states (`layout.offload`); by default `offload` "

@@ -173,6 +173,7 @@ class Decoder(nn.Module):
 
     `make_attention(tokens, document_ids)`: returns the attention function of a batch.
     `make_lengths(tokens, document_ids)`: returns the document length of each token.
+    `embedding_noise(x, position_ids, document_ids)`: returns the token embeddings `x` with noise; None for no noise.
     `logits`, `log_probs`, `weighted_sum`, `scores`: functions of the final hidden states (T, D) and the head's weight;
     the result of `logits` is not yet scaled and capped by `shaping`.
     """
@@ -202,6 +203,7 @@ class Decoder(nn.Module):
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, device=device, dtype=dtype)
         self.make_attention: Callable[[Tensor, Tensor | None], AttentionFn] = unsharded_attention
         self.make_lengths: Callable[[Tensor, Tensor | None], int | Tensor] = document_lengths
+        self.embedding_noise: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
         self.shaping = Shaping(spec.logit_scale, spec.logit_softcap)
         self.logits = logits
         self.log_probs = partial(logprob.log_probs, shaping=self.shaping)
@@ -318,7 +320,7 @@ class Decoder(nn.Module):
         attention = self.make_attention(position_ids, document_ids)
         tables = cos_sin_tables(specs, position_ids, partial(self.make_lengths, position_ids, document_ids))
         context = AttentionContext((rows, length), tables, attention, document_ids)
-        x = self.embedded(input_ids, position_ids) if self.has_embedding else input_ids
+        x = self.embedded(input_ids, position_ids, document_ids) if self.has_embedding else input_ids
         for layer in self.model.layers.values():
             x = layer(x, context)
         return self.model.norm(x) if self.has_head else x
@@ -332,12 +334,14 @@ class Decoder(nn.Module):
                 f"positions; give at most {limit} tokens"
             )
 
-    def embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def embedded(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """Return the input of the first layer, in the compute dtype, for tokens and positions (B, S)."""
         x: Tensor = self.model.embed_tokens(input_ids).to(self.compute_dtype)
         if self.spec.embedding_scale != 1.0:
             # The scale is rounded to the dtype of the embeddings, as in the training of these models.
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype).item()
+        if self.embedding_noise is not None:
+            x = self.embedding_noise(x, position_ids, document_ids)
         if self.model.embed_positions is not None:
             x = x + self.model.embed_positions(position_ids).to(x.dtype)
         return _apply_norm(self.model.embed_norm, x)

@@ -22,6 +22,7 @@ from kumi.data import Store
 from kumi.errors import OK, DivergedError, NothingTrainedError, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.nn.numerics import use_numerics
+from kumi.parallel.embedding_noise import use_neftune
 from kumi.parallel.mesh import Mesh, all_reduce_sum, build_mesh, close_distributed, init_distributed
 from kumi.parallel.optim import build_optimizer
 from kumi.parallel.state_tensors import fill_pieces, optimizer_pieces
@@ -221,6 +222,7 @@ def _build_and_restore(
     if missing and saved is None and run.reference_folder is None:
         make_references(run, store, mesh, model, objective)
     references = open_references(run, store)
+    use_neftune(model, mesh, run.config.train.neftune_alpha)
     folder = Path(os.path.expanduser(run.config.train.offload_dir or run.out / "offload"))
     optimizer = build_optimizer(model, mesh, run.optim, folder)
     if saved is not None:

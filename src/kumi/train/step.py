@@ -14,6 +14,7 @@ from kumi.data import Batch
 from kumi.errors import NothingTrainedError
 from kumi.launch.signals import EXIT_CODES
 from kumi.objectives import IGNORED
+from kumi.parallel.embedding_noise import begin_noise_step
 from kumi.parallel.grad_norm import LossScale, clip_gradients
 from kumi.parallel.lora import begin_dropout_step
 from kumi.parallel.mesh import Mesh, all_reduce_sum, is_loss_rank
@@ -55,6 +56,7 @@ def train_step(
     scale = state.scale.scale if run.precision.loss_scaling else 1.0
     expert_balance.prepare_routers(rank_state.model, run, scale)
     begin_dropout_step(unwrap(rank_state.model), run.config.train.seed, state.step)
+    begin_noise_step(rank_state.model, mesh, run.config.train.seed, state.step, len(step_batch.batch["input_ids"]))
     record = start_trace(mesh) if state.step + 1 == run.config.train.trace_step else None
     microbatches = map(as_tensors, _microbatches(step_batch.batch, run.layout.microbatch))
     metrics = MetricSums(rank_state.objective, mesh)
