@@ -16,9 +16,8 @@ from kumi.parallel import build, clip_gradients, init_adamw, model_pieces, unwra
 from kumi.parallel.lora import begin_dropout_step
 from kumi.parallel.stage_modules import params_by_name
 from kumi.parallel.state_tensors import local_pieces, optimizer_pieces
-from kumi.spec.adapters import is_adapter
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import decayed_names
+from kumi.spec.ledger import decayed_names, trained_names
 from kumi.spec.lora import Lora
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
@@ -31,6 +30,9 @@ LORAS = {
     "drop": replace(SOME, targets=("q_proj", "v_proj", "up_proj"), dropout=0.3),
     # Column-parallel matrices have no adapter here, and the model's first matrix has none.
     "rows": replace(SOME, targets=("o_proj", "up_proj")),
+    "experts": replace(SOME, targets=("q_proj", "experts")),
+    "down": replace(SOME, targets=("experts.down_proj",)),
+    "full": replace(SOME, modules=("embed_tokens", "lm_head", "norm", "input_layernorm", "q_norm")),
     "packed": replace(SOME, use_dora=True, quantize="nf4"),
 }
 
@@ -42,6 +44,7 @@ class Trace:
     grads: list[Part]
     params: list[Part]
     trained: set[str]
+    trainable: frozenset[str]
 
 
 def _read(spec, name, start, shape):
@@ -78,7 +81,8 @@ def train(layout: Layout, family: str, lora: str, microbatches: int, kind: str =
         Part(one.name.removeprefix("model/"), one.start, one.data.double().numpy().copy())
         for one in model_pieces(model, mesh)
     ]
-    return Trace(losses, norms, grads, params, {one.name for one in optimizer_pieces(unwrap(model), optimizer, mesh)})
+    states = {one.name for one in optimizer_pieces(unwrap(model), optimizer, mesh)}
+    return Trace(losses, norms, grads, params, states, trained_names(spec))
 
 
 @cache
@@ -92,7 +96,7 @@ def equal(trace: Trace, expected: Trace) -> None:
     for mine, whole in ((trace.grads, expected.grads), (trace.params, expected.params)):
         by_name = {part.name: part for part in whole}
         assert [part.name for part in mine if not close(part, by_name[part.name])] == []
-    assert all(is_adapter(part.name) for part in trace.grads)
+    assert {part.name for part in trace.grads} <= trace.trainable
     assert trace.grads
 
 
@@ -108,9 +112,38 @@ CASES = [
     (Layout(dp_shard=2, tp=2, zero=3), "llama", "dora"),
     (Layout(dp_shard=2, tp=2, ep=2, zero=1), "moe", "dora"),
     (Layout(tp=2, pp=2, schedule="zb-h1"), "llama", "dora"),
+    (Layout(dp_shard=2, zero=3, ep=2), "moe", "experts"),
+    (Layout(tp=2, expert_tp=2, recompute="selective"), "moe", "experts"),
+    (Layout(pp=2, dp_shard=2, zero=1, ep=2), "hybrid", "experts"),
+    (replace(SP, recompute="full"), "qwen", "full"),
+    (Layout(pp=2), "qwen", "full"),
 ]
 # Others above cover these.
-LATER = [(SP, "qwen", "dora"), (Layout(dp_shard=2, zero=3, recompute="full"), "llama", "dora")]
+LATER = [
+    (SP, "qwen", "dora"),
+    (Layout(dp_shard=2, zero=3, recompute="full"), "llama", "dora"),
+    *(
+        (layout, "moe", "experts")
+        for layout in (
+            Layout(dp_replicate=2),
+            Layout(pp=2, schedule="zb-h1"),
+            Layout(cp=2, ep=2),
+            Layout(dp_replicate=2, dp_shard=2, zero=3, ep=2),
+            Layout(tp=4, ep=2, expert_tp=2),
+            Layout(dp_shard=2, zero=1, expert_tp=2),
+            Layout(dp_shard=4, zero=2, ep=2, recompute="full"),
+        )
+    ),
+    (Layout(dp_shard=2, tp=2, pp=2, zero=1, ep=2, expert_tp=2), "biased-moe", "experts"),
+    (Layout(tp=2, expert_tp=2), "hybrid", "down"),
+    (Layout(tp=4, ep=2), "latent", "experts"),
+    (Layout(dp_shard=2, zero=3), "qwen", "full"),
+    (Layout(dp_shard=2, zero=1, pp=2), "llama", "full"),
+    (Layout(dp_replicate=2, cp=2), "llama", "full"),
+    (TP, "gemma", "full"),
+    (SP, "gpt", "full"),
+    (Layout(tp=2, pp=2, schedule="zb-v", stages=2), "deep-tied", "full"),
+]
 
 
 def _name(case) -> str:

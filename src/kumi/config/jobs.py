@@ -73,6 +73,7 @@ def lora_spec(section: LoraSection) -> Lora:
         section.use_dora,
         section.init,
         section.quantize.removeprefix("none"),
+        section.modules_to_save,
     )
 
 

@@ -112,11 +112,12 @@ class BatchSection(Section):
 
 
 class LoraSection(Section):
-    """LoRA adapters: with this section, only adapters on the matrices of layers are trained."""
+    """LoRA adapters: with this section, only adapters on matrices and the modules of `modules_to_save` are trained."""
 
     r: Positive = spec_key(Lora, "r")
     alpha: Annotated[Number, Field(gt=0)] = spec_key(Lora, "alpha")
     target_modules: tuple[Text, ...] | Text = spec_key(Lora, "targets", default=ALL_LINEAR)
+    modules_to_save: tuple[Text, ...] = spec_key(Lora, "modules")
     dropout: Annotated[Number, Field(ge=0, lt=1)] = spec_key(Lora, "dropout")
     use_rslora: Switch = spec_key(Lora, "use_rslora")
     use_dora: Switch = spec_key(Lora, "use_dora")
@@ -368,7 +369,7 @@ class PlanConfig(Section):
     batch: BatchSection
     objective: ObjectiveSection = ObjectiveSection()
     reference: ReferenceSection = ReferenceSection()
-    lora: LoraSection | None = Field(None, description="Train adapters only; without this section, all parameters.")
+    lora: LoraSection | None = Field(None, description="Train adapters; without this section, all parameters.")
     data: DataSection | None = None
     optim: OptimSection = OptimSection()
     precision: PrecisionSection = PrecisionSection()
@@ -396,6 +397,11 @@ class PlanConfig(Section):
                 raise ValueError(
                     "reference.kind='adapters-off' needs adapters that can be left out; add [lora], or set "
                     "reference.kind='stored'"
+                )
+            if self.lora.modules_to_save:
+                raise ValueError(
+                    f"reference.kind='adapters-off' with lora.modules_to_save={list(self.lora.modules_to_save)}: "
+                    "modules that are trained in full cannot be left out; set reference.kind='stored'"
                 )
             if self.reference.model is not None:
                 raise ValueError(

@@ -28,11 +28,13 @@ from kumi.convert.verify import sample_prompts
 from kumi.errors import ConfigError, ModelError
 from kumi.nn.decoder import Decoder
 from kumi.nn.dtypes import wide
+from kumi.nn.expert_lora import LoraExperts
 from kumi.nn.linear import Linear
 from kumi.nn.lora import LoraLinear
+from kumi.nn.moe import Experts
 from kumi.paths import looked_for
-from kumi.spec.adapters import has_adapter
-from kumi.spec.ledger import ops, tensors
+from kumi.spec.adapters import factor_names, has_adapter, is_adapter
+from kumi.spec.ledger import ops, tensors, trained_names
 from kumi.spec.lora import Lora
 from kumi.spec.model import ModelSpec
 
@@ -43,11 +45,16 @@ _TOLERANCE = {"float64": 1e-5, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """A base model and its unmerged adapters, by the native names of their matrices (without ".weight")."""
+    """A base model and its unmerged adapters, by the native names of their matrices (without ".weight").
+
+    The matrices of routed experts are one tensor, whose adapter has an A and a B for each expert. `full`: tensors that
+    were trained in full, and replace those of the base model, by native name.
+    """
 
     folder: Path
     base: Source
     adapters: Mapping[str, Adapter]
+    full: Mapping[str, Tensor]
 
 
 def _base_model(config: Mapping[str, Any]) -> str | None:
@@ -73,26 +80,33 @@ def open_unmerged(folder: Path, base: str | None = None) -> AdaptedModel:
         )
     source = open_source(path)
     if trained is None:
-        return AdaptedModel(folder, source, adapter_read.read_adapters(folder, source.spec))
+        adapters = adapter_read.read_adapters(folder, source.spec)
+        return AdaptedModel(folder, source, adapters, adapter_read.read_full_modules(folder, source.spec))
     if (path / "config.json").exists() and base_digest(path) != trained.checkpoint.meta["base_digest"]:
         raise ConfigError(
             f"{folder}: its adapters were trained on another model than the one in {path}; restore that model, or "
             f"name its folder with --base FOLDER"
         )
-    return AdaptedModel(folder, source, _adapters_in_checkpoint(trained, source.spec))
+    return AdaptedModel(folder, source, *_adapters_in_checkpoint(trained, source.spec))
 
 
-def _adapters_in_checkpoint(saved: kumi_checkpoint.SavedModel, spec: ModelSpec) -> dict[str, Adapter]:
-    """Read the adapters from a run's checkpoint."""
-    lora = Lora(**saved.checkpoint.meta["lora"] | {"targets": tuple(saved.checkpoint.meta["lora"]["targets"])})
+def _adapters_in_checkpoint(
+    saved: kumi_checkpoint.SavedModel, spec: ModelSpec
+) -> tuple[dict[str, Adapter], dict[str, Tensor]]:
+    """Read the adapters, and the tensors that were trained in full, from a run's checkpoint."""
+    settings = saved.checkpoint.meta["lora"]
+    # Checkpoints of earlier versions have no `modules`.
+    names = {"targets": tuple(settings["targets"]), "modules": tuple(settings.get("modules", ()))}
+    lora = Lora(**settings | names)
     result, read, adapted = {}, saved.checkpoint.read, replace(spec, lora=lora)
     kumi_checkpoint.check_tensors(saved, adapted)
     for op in ops(adapted):
         if has_adapter(lora, op):
-            a, b = (read(f"model/{op.name}.lora_{matrix}.weight").float() for matrix in "AB")
+            a, b = (read(f"model/{name}").float() for name in factor_names(op))
             magnitude = read(f"model/{op.name}.lora_magnitude_vector").float() if lora.use_dora else None
             result[op.name] = Adapter(a, b, lora.scale, magnitude)
-    return result
+    full = [name for name in trained_names(adapted) if not is_adapter(name)]
+    return result, {name: read(f"model/{name}").float() for name in full}
 
 
 def open_merged(folder: Path, base: str | None = None) -> Source:
@@ -101,24 +115,39 @@ def open_merged(folder: Path, base: str | None = None) -> Source:
     The base model is `base`, or else the model that the adapters name.
     """
     model = open_unmerged(folder, base)
-    return replace(model.base, folder=folder, reader=_merging_reader(model.base, model.adapters))
+    return replace(model.base, folder=folder, reader=_merging_reader(model.base, model.adapters, model.full))
 
 
-def _merging_reader(source: Source, adapters: Mapping[str, Adapter]) -> Reader:
-    """Return a reader of `source` that merges the adapters into the matrices that it reads."""
+def _merging_reader(source: Source, adapters: Mapping[str, Adapter], full: Mapping[str, Tensor]) -> Reader:
+    """Return a reader of `source` that merges the adapters into the matrices that it reads, and reads the tensors in
+    `full` from there."""
     shapes = {param.name: param.shape for param in tensors(source.spec)}
 
     def read_into(name: str, start: Dims, out: Tensor) -> None:
-        adapter = adapters.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        adapter = adapters.get(name.removesuffix(".weight"))
+        if name in full:
+            out.copy_(full[name][tuple(slice(first, first + size) for first, size in zip(start, out.shape))])
+            return
         if adapter is None:
             source.reader.read_into(name, start, out)
+            return
+        if len(start) == 3:
+            _merge_experts(name, start, out, adapter)
             return
         rows = torch.empty(out.shape[0], shapes[name][1], dtype=out.dtype)
         source.reader.read_into(name, (start[0], 0), rows)
         out.copy_(merge_rows(rows, adapter, start[0])[:, start[1] : start[1] + out.shape[1]])
 
+    def _merge_experts(name: str, start: Dims, out: Tensor, adapter: Adapter) -> None:
+        source.reader.read_into(name, start, out)
+        rows, columns = (slice(first, first + size) for first, size in zip(start[1:], out.shape[1:], strict=True))
+        for expert, matrix in enumerate(out, start[0]):
+            part = replace(adapter, a=adapter.a[expert, columns].T, b=adapter.b[expert, rows])
+            matrix.copy_(merge_rows(matrix, part))
+
     def runs(name: str) -> Runs | None:
-        return None if name.removesuffix(".weight") in adapters else source.reader.runs(name)
+        changed = name in full or name.removesuffix(".weight") in adapters
+        return None if changed else source.reader.runs(name)
 
     return Reader(source.reader.dtypes, read_into, source.reader.cut, runs)
 
@@ -159,16 +188,36 @@ def check_merged(folder: Path, base: str | None, written: Source) -> float:
 def unmerged_decoder(model: AdaptedModel) -> Decoder:
     """Return the model in float32, with the adapters as separate modules."""
     decoder = model.base.decoder().eval()
+    for name, tensor in model.full.items():
+        decoder.get_parameter(name).copy_(tensor)
     modules = dict(decoder.named_modules())
+    of_experts: dict[str, dict[str, Adapter]] = {}
     for name, adapter in model.adapters.items():
+        path, _, leaf = name.rpartition(".")
+        if isinstance(modules[path], Experts):
+            of_experts.setdefault(path, {})[leaf] = adapter
+            continue
         linear = modules[name]
         assert isinstance(linear, Linear), f"{name} is a {type(linear).__name__}"
-        lora = Lora(adapter.a.shape[0], adapter.scale * adapter.a.shape[0], use_dora=adapter.magnitude is not None)
-        replacement = LoraLinear(linear, lora, name, dtype=torch.float32)
+        replacement = LoraLinear(linear, _settings(adapter), name, dtype=torch.float32)
         replacement.lora_A.weight.copy_(adapter.a)
         replacement.lora_B.weight.copy_(adapter.b)
         if adapter.magnitude is not None and replacement.lora_magnitude_vector is not None:
             replacement.lora_magnitude_vector.copy_(adapter.magnitude)
-        path, _, leaf = name.rpartition(".")
         setattr(modules[path], leaf, replacement.eval())
+    for name, adapters in of_experts.items():
+        experts, (path, _, leaf) = modules[name], name.rpartition(".")
+        assert isinstance(experts, Experts)
+        loras = {matrix: _settings(adapter) for matrix, adapter in adapters.items()}
+        adapted = LoraExperts(experts, loras, dtype=torch.float32)
+        for matrix, adapter in adapters.items():
+            adapted.get_parameter(f"{matrix}_lora_A").copy_(adapter.a)
+            adapted.get_parameter(f"{matrix}_lora_B").copy_(adapter.b)
+        setattr(modules[path], leaf, adapted.eval())
     return decoder
+
+
+def _settings(adapter: Adapter) -> Lora:
+    """Return the rank and the scale of `adapter`."""
+    r = adapter.b.shape[-1]
+    return Lora(r, adapter.scale * r, use_dora=adapter.magnitude is not None)

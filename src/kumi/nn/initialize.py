@@ -26,16 +26,16 @@ def fill(out: Tensor, param: Param, start: tuple[int, ...], *, std: float, seed:
     Other inits:
 
     - "normal" with its own std, for adapters;
-    - "kaiming", for adapters: uniform between -1 / sqrt(columns) and 1 / sqrt(columns) (He et al., 2015,
-      arXiv:1502.01852, with the slope that PyTorch uses for new linear layers);
+    - "kaiming" with the number of inputs, for adapters: uniform between -1 / sqrt(inputs) and 1 / sqrt(inputs) (He et
+      al., 2015, arXiv:1502.01852, with the slope that PyTorch uses for new linear layers);
     - "log_index", for Mamba: the logarithms of 1, 2, ... (Dao and Gu's code);
     - "step", for Mamba: values whose softplus is 0.001 to 0.1 (Dao and Gu's code).
     """
-    kind, _, own_std = param.init.partition(" ")
+    kind, _, number = param.init.partition(" ")
     if kind in ("ones", "zeros"):
         out.fill_(1.0 if kind == "ones" else 0.0)
         return
-    std = float(own_std or std)
+    std = float(number) if kind == "normal" and number else std
     columns = tuple(slice(first, first + size) for first, size in zip(start[1:], out.shape[1:], strict=True))
     height = max(1, _BLOCK // max(1, prod(param.shape[1:])))
     stop = start[0] + out.shape[0]
@@ -51,7 +51,7 @@ def fill(out: Tensor, param: Param, start: tuple[int, ...], *, std: float, seed:
             values = steps + (-torch.expm1(-steps)).log()  # the inverse of softplus
         else:
             assert kind == "kaiming", f"{param.name} has the unknown init {param.init!r}"
-            values = (torch.rand(shape, generator=generator) * 2 - 1) / sqrt(param.shape[-1])
+            values = (torch.rand(shape, generator=generator) * 2 - 1) / sqrt(int(number))
         begin, end = max(first, start[0]), min(last, stop)
         out[begin - start[0] : end - start[0]].copy_(values[(slice(begin - first, end - first), *columns)])
 

@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kumi.nn.dtypes import wide
+from kumi.nn.expert_lora import LoraExperts
 from kumi.nn.linear import Linear
+from kumi.nn.moe import Experts
 from kumi.spec.adapters import has_adapter
-from kumi.spec.ledger import layer_ops
+from kumi.spec.ledger import layer_ops, trained_names
 from kumi.spec.lora import Lora
 from kumi.spec.model import ModelSpec
 
@@ -144,28 +146,45 @@ def _mask(like: Tensor, rate: float, key: int) -> Tensor:
 
 
 def insert_adapters(decoder: nn.Module, spec: ModelSpec, lora: Lora, *, dtype: torch.dtype) -> None:
-    """Freeze `decoder`, a decoder of `spec` or a stage of one, and add uninitialised adapters in `dtype`."""
-    for parameter in decoder.parameters():
-        parameter.requires_grad_(False)
+    """Freeze `decoder`, a decoder of `spec` or a stage of one, and add uninitialised adapters in `dtype`.
+
+    Modules that `spec` trains in full are not frozen.
+    """
+    trained = trained_names(spec)
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(name in trained)
     modules = dict(decoder.named_modules())
+    experts: dict[str, list[str]] = {}
     for index in range(spec.num_hidden_layers):
         for op in layer_ops(spec, index):
-            if has_adapter(lora, op) and op.name in modules:
-                old = modules[op.name]
-                assert isinstance(old, Linear), f"{op.name} is a {type(old).__name__}"
-                path, _, leaf = op.name.rpartition(".")
-                setattr(modules[path], leaf, LoraLinear(old, lora, op.name, dtype=dtype))
+            path, _, leaf = op.name.rpartition(".")
+            if has_adapter(lora, op) and path in modules:
+                if op.experts:
+                    experts.setdefault(path, []).append(leaf)
+                else:
+                    _replace(modules, op.name, LoraLinear(_linear(modules, op.name), lora, op.name, dtype=dtype))
+    for name, leaves in experts.items():
+        old = modules[name]
+        assert isinstance(old, Experts), f"{name} is a {type(old).__name__}"
+        _replace(modules, name, LoraExperts(old, dict.fromkeys(leaves, lora), dtype=dtype))
 
 
-def lora_linears(module: nn.Module) -> list[LoraLinear]:
-    """Return the layers in `module` that have adapters."""
-    return [part for part in module.modules() if isinstance(part, LoraLinear)]
+def _linear(modules: dict[str, nn.Module], name: str) -> Linear:
+    linear = modules[name]
+    assert isinstance(linear, Linear), f"{name} is a {type(linear).__name__}"
+    return linear
+
+
+def _replace(modules: dict[str, nn.Module], name: str, module: nn.Module) -> None:
+    """Replace the module `name` among `modules`, the modules of a decoder by name."""
+    path, _, leaf = name.rpartition(".")
+    setattr(modules[path], leaf, module)
 
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
     """A context in which `module` computes what its frozen parameters alone compute."""
-    layers = lora_linears(module)
+    layers = [part for part in module.modules() if isinstance(part, LoraLinear | LoraExperts)]
     for layer in layers:
         layer.uses_adapter = False
     try:

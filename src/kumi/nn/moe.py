@@ -78,14 +78,17 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the results of `rows` (N, D). The first counts[0] rows go through the first expert, and so on."""
         if self.gate_up_proj is not None:
-            halves = add_expert_bias(grouped_linear(rows, self.gate_up_proj, counts), self.gate_up_proj_bias, counts)
+            halves = add_expert_bias(self.product(rows, "gate_up_proj", counts), self.gate_up_proj_bias, counts)
             inner = apply_gate_to_halves(halves, self.how)
         else:
-            assert self.up_proj is not None
-            up = add_expert_bias(grouped_linear(rows, self.up_proj, counts), self.up_proj_bias, counts)
+            up = add_expert_bias(self.product(rows, "up_proj", counts), self.up_proj_bias, counts)
             inner = activate(up, self.spec.hidden_act)
-        out = grouped_linear(inner, self.down_proj, counts)
+        out = self.product(inner, "down_proj", counts)
         return add_expert_bias(out, self.down_proj_bias, counts, other_rank_adds=not self.adds_bias)
+
+    def product(self, rows: Tensor, name: str, counts: Tensor) -> Tensor:
+        """Return each of `rows` (N, in) times the matrix `name` of its expert, (N, out)."""
+        return grouped_linear(rows, getattr(self, name), counts)
 
 
 def expert_gate(spec: model.MoE) -> Gate:

@@ -6,6 +6,7 @@ ZeRO 1 to 3 (FSDP2) and replicas (DDP) reduce during the backward. This module r
     all parameters under ZeRO-0 in a pipeline         over the ranks with the same stages
     a tied token table in a pipeline                  over the ranks of the first and the last stage
     partial gradients of parameters replicated on tp  over tp
+    of adapters of experts replicated on expert_tp    over expert_tp
     weights that ZeRO-3 gathers tile by tile          over dp_replicate
 """
 
@@ -22,7 +23,7 @@ from kumi.parallel.mlp_tiling import tile_sharded_weights
 from kumi.parallel.stage_modules import Stages, local_shard, params_by_name, stages_of, unwrap
 from kumi.spec.ledger import EMBEDDING
 from kumi.spec.model import ModelSpec
-from kumi.spec.shard_slices import partial_grad_params, tp_replicas
+from kumi.spec.shard_slices import partial_expert_params, partial_grad_params, tp_replicas
 from kumi.spec.sharding import is_routed
 
 # Large enough for full bandwidth, small compared to the gradients.
@@ -35,15 +36,17 @@ def finish_grad_sync(model: nn.Module, mesh: Mesh) -> None:
     inner = unwrap(model)
     if mesh.layout.zero == 0 or "expert_dp" not in mesh.groups:
         _reduce_replicas(inner, mesh)
-    if isinstance(inner, Stages) and inner.ties is not None and inner.spec.lora is None:
+    if isinstance(inner, Stages) and inner.ties is not None:
         table = dict(inner.named_parameters())[EMBEDDING]
-        assert table.grad is not None
-        all_reduce_grads([local_shard(table.grad)], inner.ties)
+        if table.requires_grad:
+            assert table.grad is not None
+            all_reduce_grads([local_shard(table.grad)], inner.ties)
     if mesh.layout.zero == 3:
         grads = [weight.grad for stage in stages_of(inner).values() for weight in tile_sharded_weights(stage, mesh)]
         tiled = [grad for grad in grads if grad is not None]
         all_reduce_grads(tiled, mesh.group("dp_replicate"), inner.reduce_dtype)  # type: ignore[arg-type]
     _reduce_partial(inner, mesh)
+    _reduce_partial_experts(inner, mesh)
 
 
 def _reduce_replicas(model: nn.Module, mesh: Mesh) -> None:
@@ -76,6 +79,14 @@ def _reduce_partial(model: nn.Module, mesh: Mesh) -> None:
     all_reduce_grads([all_shards for all_shards, _ in slots], group)
     for (_, grad), (_, slot) in zip(grads, slots, strict=True):
         grad.copy_(slot)
+
+
+def _reduce_partial_experts(model: nn.Module, mesh: Mesh) -> None:
+    """All-reduce, over expert_tp, the partial gradients of parameters that are replicated on its ranks."""
+    names = set(partial_expert_params(model.spec, mesh.layout))
+    named = ((name, value.grad) for name, value in model.named_parameters())
+    grads = [local_shard(grad) for name, grad in named if name in names and grad is not None]
+    all_reduce_grads(grads, mesh.group("expert_tp"))
 
 
 def _slots(grad: Tensor, shards: int, mesh: Mesh) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 Frozen parameters are in the compute dtype, because nothing is added to them; adapters are in the dtype of the master
 weights. The ledger determines the sharding of an adapter. In a column-parallel matrix, B is sharded; in a row-parallel
-one, A is. The other factor is replicated over tp, and each rank has a partial gradient of it.
+one, A is. The other factor is replicated over tp, and each rank has a partial gradient of it. Adapters of routed
+experts are sharded likewise over ep and expert_tp.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kumi.nn import initialize
 from kumi.nn.decoder import Decoder
 from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
-from kumi.nn.lora import DropoutPass, LoraLinear, insert_adapters, lora_linears
+from kumi.nn.lora import DropoutPass, LoraLinear, insert_adapters
 from kumi.nn.nf4 import pack_nf4, take_out_weights
 from kumi.nn.wrappers import Wrapper
 from kumi.parallel.mesh import Mesh
@@ -27,7 +28,7 @@ from kumi.parallel.stage_modules import params_by_name, stages_of
 from kumi.parallel.state_tensors import PieceReader, fill_pieces, parameter_name
 from kumi.parallel.token_collectives import all_reduce_no_grad
 from kumi.spec.adapters import base_weight_name, is_adapter
-from kumi.spec.ledger import ops
+from kumi.spec.ledger import ops, trained_names
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
 from kumi.spec.sharding import tp_style
@@ -35,9 +36,10 @@ from kumi.storage.write import Piece
 
 
 def add_adapters(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
-    """Freeze `decoder`, which is unsharded on the meta device, and insert the adapters of its spec.
+    """Freeze `decoder`, which is unsharded on the meta device, but for the adapters of its spec, which are inserted,
+    and the modules that its spec trains in full.
 
-    Raise LayoutError if the first pipeline stage gets no adapter.
+    Raise LayoutError if the first pipeline stage has nothing to train.
     """
     lora = decoder.spec.lora
     if lora is None:
@@ -46,11 +48,11 @@ def add_adapters(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
     for parameter in decoder.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, precision.compute))
-    if decoder.has_embedding and not lora_linears(decoder):
+    if decoder.has_embedding and not any(parameter.requires_grad for parameter in decoder.parameters()):
         raise LayoutError(
             f"the first pipeline stage has layers {', '.join(decoder.model.layers) or 'none'}, none with an adapter "
-            f"(lora.target_modules = {list(lora.targets)}), so it has nothing to train; use fewer stages or more "
-            f"targets"
+            f"(lora.target_modules = {list(lora.targets)}), so it has nothing to train; use fewer stages, more "
+            f"targets, or lora.modules_to_save = ['embed_tokens']"
         )
 
 
@@ -118,13 +120,11 @@ def _set_pass(
 def fill_frozen_and_adapters(
     pieces: Sequence[Piece], spec: ModelSpec, base: int | PieceReader, adapters: int | PieceReader
 ) -> None:
-    """Fill frozen parameters from `base` and adapters from `adapters`; each is a seed or a reader."""
+    """Fill frozen parameters from `base` and trained ones from `adapters`; each is a seed or a reader."""
     read = _draw_reader(spec, base) if isinstance(base, int) else base
-    adapter_pieces = [piece for piece in pieces if is_adapter(piece.name)]
-    fill_pieces([piece for piece in pieces if not is_adapter(piece.name)], read)
-    fill_pieces(
-        adapter_pieces, _adapter_reader(spec, adapters, read, pieces) if isinstance(adapters, int) else adapters
-    )
+    trained = [piece for piece in pieces if parameter_name(piece.name) in trained_names(spec)]
+    fill_pieces([piece for piece in pieces if parameter_name(piece.name) not in trained_names(spec)], read)
+    fill_pieces(trained, _adapter_reader(spec, adapters, read, pieces) if isinstance(adapters, int) else adapters)
 
 
 def take_packed_layers(model: nn.Module) -> dict[str, Linear]:
@@ -168,15 +168,18 @@ def _draw_reader(spec: ModelSpec, seed: int) -> PieceReader:
 
 
 def _adapter_reader(spec: ModelSpec, seed: int, base: PieceReader, pieces: Sequence[Piece]) -> PieceReader:
-    """Return a reader of the adapters' initial values: drawn from `seed`, but DoRA's magnitudes are row norms.
+    """Return a reader of the initial values of trained parameters.
 
-    The norms are those of the frozen matrices that `base` reads, in the dtype of their `pieces`.
+    Adapters are drawn from `seed`, but DoRA's magnitudes are row norms: those of the frozen matrices that `base` reads,
+    in the dtype of their `pieces`. Modules that are trained in full begin as in `base`.
     """
     params, drawn = params_by_name(spec), _draw_reader(spec, seed)
     dtypes = {piece.name: piece.data.dtype for piece in pieces}
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         param = params[parameter_name(name)]
+        if not is_adapter(name):
+            return base(name, start, shape)
         if param.init != "row norms":
             return drawn(name, start, shape)
         matrix = params[base_weight_name(param.name)]

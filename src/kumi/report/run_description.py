@@ -166,7 +166,7 @@ def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
     trained = (
         ""
         if model["trained_parameters"] == model["parameters"]
-        else f" ({format_count(model['trained_parameters'])} trained, in adapters)"
+        else f" ({format_count(model['trained_parameters'])} trained)"
     )
     length = [("length", _length(batch))] if "steps" in batch else []
     return [

@@ -1,4 +1,4 @@
-"""Add LoRA adapters to the operations of a layer, and freeze the other parameters."""
+"""Add LoRA adapters to the operations of a layer, and freeze the parameters that are not trained."""
 
 from __future__ import annotations
 
@@ -7,25 +7,38 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from kumi.errors import ConfigError
-from kumi.spec.lora import ALL_LINEAR, Lora
+from kumi.spec.lora import ALL_LINEAR, ROUTED_EXPERTS, Lora
 from kumi.spec.op import Activation, Dim, Op, Param
 
 _ENDINGS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
+# The kinds of operations that `Lora.modules` may name.
+_TRAINABLE = ("embedding", "positions", "norm", "log_prob")
+_TIED = ("model.embed_tokens", "lm_head")
+# Routed experts have a parameter where other layers have a module, so names of their adapters have no dot.
+_EXPERT_ENDINGS = ("_lora_A", "_lora_B")
 
 
 def has_adapter(lora: Lora, op: Op) -> bool:
-    """True if the matrix of `op` gets an adapter from `lora`."""
-    return can_adapt(op) and any(_is_target(target, op) for target in lora.targets)
+    """True if the matrix of `op`, or the matrices of its experts, get an adapter from `lora`."""
+    return op.kind == "linear" and any(_is_target(target, op) for target in lora.targets)
 
 
 def can_adapt(op: Op) -> bool:
-    """True if `op` can have an adapter: it is a linear layer, and not a router or routed experts."""
+    """True if `op` is a linear layer, and not a router or routed experts."""
     return op.kind == "linear" and not op.experts
 
 
 def _is_target(target: str, op: Op) -> bool:
-    """True if `target`, an entry of `Lora.targets`, selects `op`."""
+    """True if `target`, an entry of `Lora.targets`, selects `op`. Routed experts are selected as "experts" only."""
+    if op.experts:
+        return ROUTED_EXPERTS in target.split(".") and f".{target}." in f"{op.name}."
     return target == ALL_LINEAR or op.name.endswith(f".{target}")
+
+
+def factor_names(op: Op) -> tuple[str, str]:
+    """Return the names of A and B of the adapter of `op`."""
+    endings = _EXPERT_ENDINGS if op.experts else _ENDINGS[:2]
+    return f"{op.name}{endings[0]}", f"{op.name}{endings[1]}"
 
 
 def add_adapters(lora: Lora, ops: Sequence[Op]) -> tuple[Op, ...]:
@@ -35,8 +48,8 @@ def add_adapters(lora: Lora, ops: Sequence[Op]) -> tuple[Op, ...]:
     while index < len(ops):
         same = _same_input(ops, index)
         # An input of matrices without adapters is not saved, because no gradient needs it.
-        needed = not (can_adapt(ops[index]) and not any(op in adapted for op in same))
-        frozen_ops += [_quantized(lora, freeze(op if needed else replace(op, saved=()))) for op in same]
+        needed = ops[index].kind != "linear" or any(op in adapted for op in same)
+        frozen_ops += [_quantized(lora, freeze_others(lora, op if needed else replace(op, saved=()))) for op in same]
         index += len(same)
     return (*frozen_ops, *(_adapter(lora, op) for op in adapted))
 
@@ -52,9 +65,42 @@ def _same_input(ops: Sequence[Op], index: int) -> Sequence[Op]:
     return ops[index:last]
 
 
-def freeze(op: Op) -> Op:
-    """Return `op` with frozen parameters."""
+def freeze_others(lora: Lora, op: Op, *, tied: bool = False) -> Op:
+    """Return `op` with frozen parameters unless `lora` trains it in full.
+
+    `tied`: the token table and the head have one weight, so that the name of one is the name of both.
+    """
+    names = _TIED if tied and op.name in _TIED else (op.name,)
+    if op.kind in _TRAINABLE and any(_is_module(module, name) for module in lora.modules for name in names):
+        return op
     return replace(op, params=tuple(replace(param, frozen=True) for param in op.params), frozen=True)
+
+
+def _is_module(module: str, name: str) -> bool:
+    """True if `module`, an entry of `Lora.modules`, is the name of the operation `name` or its end."""
+    return f".{name}".endswith(f".{module}")
+
+
+def check_modules(lora: Lora, ops: Sequence[Op], family: str) -> None:
+    """Raise ConfigError unless each entry of `lora.modules` names modules among `ops` that can be trained in full."""
+    names = list(dict.fromkeys(op.name.rpartition(".")[2] for op in ops if op.kind in _TRAINABLE))
+    for module in lora.modules:
+        selected = [op for op in ops if (op.params or op.kind in _TRAINABLE) and _is_module(module, op.name)]
+        if any(op.kind in _TRAINABLE for op in selected):
+            continue
+        other = selected[0] if selected else None
+        if other is not None and lora.quantize and can_adapt(other):
+            reason = f"names {other.name}, which lora.quantize={lora.quantize!r} keeps in four bits and cannot train"
+        elif other is not None:
+            reason = f"names {other.name}, and the weights of layers other than norms are trained by adapters only"
+        else:
+            near = get_close_matches(module, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            reason = f"no module of this {family} model is called so{hint}"
+        raise ConfigError(
+            f"lora.modules_to_save: {module!r}: {reason}; name some of {', '.join(names)}, or matrices in "
+            f"lora.target_modules"
+        )
 
 
 def _quantized(lora: Lora, op: Op) -> Op:
@@ -65,28 +111,33 @@ def _quantized(lora: Lora, op: Op) -> Op:
 
 
 def _adapter(lora: Lora, op: Op) -> Op:
-    """Return the adapter of `op`.
+    """Return the adapter of `op`; routed experts have one each, in one tensor.
 
     It saves the output of A, with dropout also the input of A, and with DoRA the product that the magnitude scales.
     """
-    rank = Dim("lora", lora.r)
-    inits = {"default": "kaiming", "gaussian": f"normal {1 / lora.r!r}"}
+    rank, (a, b) = Dim("lora", lora.r), factor_names(op)
+    experts = (Dim("experts", op.experts),) if op.experts else ()
+    rows = (Dim("routed", round(op.passes)),) if op.experts else ()
+    inits = {"default": f"kaiming {op.source.size}", "gaussian": f"normal {1 / lora.r!r}"}
     params = [
-        Param(f"{op.name}.lora_A.weight", (rank, op.source), inits[lora.init]),
-        Param(f"{op.name}.lora_B.weight", (op.target, rank), "zeros"),
+        # ZeRO divides the dim after the experts, and the inputs are more than the rank of the adapter.
+        Param(a, (*experts, op.source, rank) if experts else (rank, op.source), inits[lora.init]),
+        Param(b, (*experts, op.target, rank), "zeros"),
     ]
-    saved = [Activation((rank,))]
+    saved = [Activation((*rows, rank))]
     if lora.dropout:
-        saved.append(Activation((op.source,)))
+        saved.append(Activation((*rows, op.source)))
     if lora.use_dora:
         params.append(Param(f"{op.name}.lora_magnitude_vector", (op.target,), "row norms"))
         saved.append(Activation((op.target,)))
-    return Op(f"{op.name}.lora", "lora", op.source, op.target, tuple(params), tuple(saved))
+    return Op(
+        f"{op.name}.lora", "lora", op.source, op.target, tuple(params), tuple(saved), op.passes, experts=op.experts
+    )
 
 
 def is_adapter(name: str) -> bool:
     """True if the tensor `name` belongs to an adapter."""
-    return name.endswith(_ENDINGS)
+    return name.endswith((*_ENDINGS, *_EXPERT_ENDINGS))
 
 
 def base_weight_name(name: str) -> str:
@@ -94,18 +145,28 @@ def base_weight_name(name: str) -> str:
     for ending in _ENDINGS:
         if name.endswith(ending):
             return f"{name.removesuffix(ending)}.weight"
+    for ending in _EXPERT_ENDINGS:
+        if name.endswith(ending):
+            return name.removesuffix(ending)
     raise ValueError(f"{name} is not a tensor of an adapter")
 
 
 def check_targets(lora: Lora, ops: Sequence[Op], family: str) -> None:
-    """Raise ConfigError unless each target names a matrix among `ops` that can have an adapter."""
+    """Raise ConfigError unless each target names a matrix among `ops` that can have the adapters of `lora`."""
     for target in lora.targets:
-        if any(can_adapt(op) and _is_target(target, op) for op in ops):
+        selected = [op for op in ops if _is_target(target, op)]
+        if any(op.experts for op in selected):
+            _check_experts(lora, target)
+        if selected or target == ALL_LINEAR:
             continue
-        if any(op.experts and (op.name.endswith(f".{target}") or target in op.name) for op in ops):
+        if any(op.experts and op.name.endswith(f".{target}") for op in ops):
             raise ConfigError(
-                f"lora.target_modules: {target!r} names routed experts, which cannot have adapters, because the "
-                f"matrices of all experts of a layer are one tensor; name some of {_adaptable(ops)}"
+                f"lora.target_modules: {target!r} names a matrix of routed experts only, which get adapters by the "
+                f"name of the experts; name {f'{ROUTED_EXPERTS}.{target}'!r}, or some of {_adaptable(ops)}"
+            )
+        if ROUTED_EXPERTS in target.split("."):
+            raise ConfigError(
+                f"lora.target_modules: {target!r}: {_experts_of(ops, family)}; name some of {_adaptable(ops)}"
             )
         near = get_close_matches(target, _last_names(ops), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -115,9 +176,28 @@ def check_targets(lora: Lora, ops: Sequence[Op], family: str) -> None:
         )
 
 
+def _experts_of(ops: Sequence[Op], family: str) -> str:
+    """Return a sentence with the matrices of the routed experts among `ops`."""
+    names = dict.fromkeys(f"{ROUTED_EXPERTS}.{op.name.rpartition('.')[2]}" for op in ops if op.experts)
+    if not names:
+        return f"this {family} model has no routed experts"
+    return f"the routed experts of this {family} model have {', '.join(names)}"
+
+
+def _check_experts(lora: Lora, target: str) -> None:
+    """Raise ConfigError if `lora` has a setting that PEFT does not load for adapters of routed experts."""
+    for key, value, other in (("dropout", lora.dropout, "0"), ("use_dora", lora.use_dora, "false")):
+        if value:
+            raise ConfigError(
+                f"lora.{key}={str(value).lower()} with {target!r} in lora.target_modules: PEFT computes adapters of "
+                f"routed experts from their weights, where it supports neither dropout nor DoRA, and would not load "
+                f"them; set lora.{key} = {other}, or leave {target!r} out"
+            )
+
+
 def _last_names(ops: Sequence[Op]) -> list[str]:
     return list(dict.fromkeys(op.name.rpartition(".")[2] for op in ops if can_adapt(op)))
 
 
 def _adaptable(ops: Sequence[Op]) -> str:
-    return ", ".join(_last_names(ops))
+    return ", ".join([*_last_names(ops), *([repr(ROUTED_EXPERTS)] if any(op.experts for op in ops) else [])])

@@ -10,10 +10,10 @@ Parameter names and shapes, FLOPs, activation bytes, sharding and conversion are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from kumi.spec.adapters import add_adapters, freeze
+from kumi.spec.adapters import add_adapters, freeze_others
 from kumi.spec.attention_ops import attention_ops
 from kumi.spec.mlp_ops import mlp_ops
 from kumi.spec.model import ModelSpec
@@ -37,6 +37,7 @@ __all__ = [
     "params",
     "tensors",
     "train_flops",
+    "trained_names",
     "trained_params",
     "unique_layer_ops",
     "unique_ops",
@@ -87,7 +88,7 @@ def embedding_ops(spec: ModelSpec) -> tuple[Op, ...]:
         )
     if spec.embedding_norm:
         embeddings.append(block_norm(spec, "model.embed_norm", embed))
-    return tuple(embeddings) if spec.lora is None else tuple(map(freeze, embeddings))
+    return _freeze_end(spec, embeddings)
 
 
 @lru_cache(maxsize=1024)
@@ -105,7 +106,13 @@ def head_ops(spec: ModelSpec) -> tuple[Op, ...]:
         weight = () if spec.tie_word_embeddings else (Param(HEADS["lm"], (vocab, embed)),)
         head = Op("lm_head", "log_prob", embed, vocab, weight, saved)
     final = (block_norm(spec, "model.norm", embed), head)
-    return final if spec.lora is None else tuple(map(freeze, final))
+    return _freeze_end(spec, final)
+
+
+def _freeze_end(spec: ModelSpec, ops: Iterable[Op]) -> tuple[Op, ...]:
+    """Return `ops`, of the embedding or the head, with its untrained parameters frozen."""
+    lora = spec.lora
+    return tuple(ops if lora is None else (freeze_others(lora, op, tied=spec.tie_word_embeddings) for op in ops))
 
 
 @lru_cache(maxsize=64)
@@ -125,6 +132,12 @@ def params(spec: ModelSpec) -> tuple[Param, ...]:
 def decayed_names(spec: ModelSpec) -> frozenset[str]:
     """Return the names of the parameters with weight decay (see `Param.decayed`)."""
     return frozenset(param.name for param in params(spec) if param.decayed)
+
+
+@lru_cache(maxsize=64)
+def trained_names(spec: ModelSpec) -> frozenset[str]:
+    """Return the names of the trained parameters: all, or those of adapters and of modules trained beside them."""
+    return frozenset(param.name for param in params(spec) if not param.frozen)
 
 
 def is_layer_param(param: Param) -> bool:
@@ -150,7 +163,7 @@ def num_params(spec: ModelSpec) -> int:
 
 
 def trained_params(spec: ModelSpec) -> int:
-    """Return the number of trained parameters: all, or those of adapters."""
+    """Return the number of elements of the trained parameters (see `trained_names`)."""
     return sum(count * param.numel for op, count in unique_ops(spec) for param in op.params if not param.frozen)
 
 

@@ -4,8 +4,9 @@
     DoRA    y = m / |W + s B A| * (W x + s B A x), by rows     (Liu et al., 2024, arXiv:2402.09353)
 
 with A (r, in), B (out, r), a magnitude m (out,), and s = alpha / r or, rank-stabilised, alpha / sqrt(r) (Kalajdzievski,
-2023, arXiv:2312.03732). With a `Lora`, the ledger of a model has operations of kind "lora" with these parameters, and
-all other parameters are frozen (`kumi.spec.adapters`). Sharding, checkpoints and plans follow from the ledger.
+2023, arXiv:2312.03732). Each routed expert has an A and a B of its own. With a `Lora`, the ledger of a model has
+operations of kind "lora" with these parameters, and all others but those of `Lora.modules` are frozen
+(`kumi.spec.adapters`). Sharding, checkpoints and plans follow from the ledger.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from math import sqrt
 from kumi.spec.field_docs import described
 
 ALL_LINEAR = "all-linear"
+# The part of a target's name that selects the matrices of routed experts.
+ROUTED_EXPERTS = "experts"
 INITS = ("default", "gaussian")
 QUANTIZATIONS = ("nf4",)
 
@@ -33,7 +36,7 @@ class Lora:
     targets: tuple[str, ...] = described(
         "Matrices that get adapters, by the ends of their names in kumi (`q_proj`, `mlp.up_proj`); "
         "'all-linear' is every matrix of the layers, except routers, routed experts and, in models with routed "
-        "experts, feed-forward layers.",
+        "experts, feed-forward layers. 'experts' is every matrix of the routed experts, 'experts.down_proj' one.",
         (ALL_LINEAR,),
     )
     dropout: float = described("Fraction of an adapter's input that is dropped in training.", 0.0)
@@ -45,6 +48,12 @@ class Lora:
     )
     quantize: str = described(
         "'nf4' keeps the frozen matrices of layers in four bits (QLoRA), with the package bitsandbytes.", ""
+    )
+
+    modules: tuple[str, ...] = described(
+        "Modules that are trained in full beside the adapters, by the ends of their names in kumi: `embed_tokens`, "
+        "`lm_head`, norms (`norm`, `input_layernorm`).",
+        (),
     )
 
     @property

@@ -103,8 +103,8 @@ class Op:
 
     - `kind`: one of `OP_KINDS`. `gate` is a gated activation, act(a) * b; `activation` has one input. `router` is the
       linear layer that scores experts; `dispatch` and `combine` move tokens to their experts and back. `lora` is the
-      adapter of a linear layer. `convolution`, `scan` and `gated_norm`, norm(x * silu(gate)), belong to a Mamba mixer.
-      `log_prob` and `score` are heads.
+      adapter of a linear layer or of routed experts. `convolution`, `scan` and `gated_norm`, norm(x * silu(gate)),
+      belong to a Mamba mixer. `log_prob` and `score` are heads.
     - `source`, `target`: input and output dims without the token dimension; for attention the dims of queries and of
       values, both over all query heads.
     - `saved`: activations of one token, over all its passes, with a balanced load of experts.
@@ -145,7 +145,7 @@ class Op:
         if self.kind in _MATMULS:
             return int(2 * tokens * self.passes * self.source.size * self.target.size)
         if self.kind == "lora":
-            return 2 * tokens * self.rank * (self.source.size + self.target.size)
+            return int(2 * tokens * self.passes * self.rank * (self.source.size + self.target.size))
         if self.kind == "attention":
             return round(2 * tokens * (attention_len or seq_len) * (self.source.size + self.target.size))
         if self.kind == "convolution":
@@ -165,7 +165,7 @@ class Op:
     @property
     def rank(self) -> int:
         """The rank of an adapter, for operations of kind "lora"."""
-        return self.params[0].dims[0].size
+        return self.params[1].dims[-1].size
 
     def reach(self, seq_len: float) -> float:
         """Return the mean number of positions that a query attends to, over a sequence of `seq_len`.

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from kumi.errors import ConfigError
-from kumi.spec.adapters import can_adapt, check_targets, has_adapter
+from kumi.spec.adapters import can_adapt, check_modules, check_targets, has_adapter, is_adapter
 from kumi.spec.job import Job
-from kumi.spec.ledger import ops
+from kumi.spec.ledger import ops, trained_names
 from kumi.spec.legality import UNSUPPORTED, LayoutRule
 from kumi.spec.lora import ALL_LINEAR, Lora
 from kumi.spec.model import ModelSpec
@@ -19,6 +19,7 @@ from kumi.spec.weights import stored_tensors
 # Family -> the prefix of tensor names in files, and the prefix of module names in transformers 5, which PEFT uses;
 # listed where the two differ.
 _IN_MEMORY = {
+    "gpt_neox": ("embed_out", "lm_head"),
     "nemotron_h": ("backbone.", "model."),
     "gemma3": ("language_model.model.", "model.language_model."),
     "mistral3": ("language_model.model.", "model.language_model."),
@@ -32,8 +33,10 @@ def with_adapters(spec: ModelSpec, lora: Lora) -> ModelSpec:
 
     Raise ConfigError for a target that cannot have an adapter, or whose adapter PEFT cannot load.
     """
-    linear_ops = [op for op in ops(replace(spec, lora=None)) if op.kind == "linear"]
+    all_ops = ops(replace(spec, lora=None))
+    linear_ops = [op for op in all_ops if op.kind == "linear"]
     check_targets(lora, linear_ops, spec.family)
+    check_modules(lora, all_ops, spec.family)
     expert_leaves = _expert_leaves(spec)
     reasons = {op: _not_loadable(spec, op, expert_leaves) for op in linear_ops if can_adapt(op)}
     targets: list[str] = []
@@ -52,6 +55,7 @@ def with_adapters(spec: ModelSpec, lora: Lora) -> ModelSpec:
         )
     adapted = replace(spec, lora=replace(lora, targets=tuple(dict.fromkeys(targets))))
     _check_magnitudes(adapted)
+    _check_whole(adapted)
     return adapted
 
 
@@ -115,6 +119,17 @@ def module_name(spec: ModelSpec, stored: str) -> str:
     """Return the name of the transformers module whose weight has the name `stored` in files."""
     name, (in_files, memory) = stored.removesuffix(".weight"), _IN_MEMORY.get(spec.family, ("", ""))
     return memory + name.removeprefix(in_files) if in_files and name.startswith(in_files) else name
+
+
+def _check_whole(spec: ModelSpec) -> None:
+    """Raise ConfigError for a module that is trained in full, and that files store as a part of another."""
+    trained = {name for name in trained_names(spec) if not is_adapter(name)}
+    for name, pieces in stored_tensors(replace(spec, lora=None)).items():
+        if any(piece.param.name in trained for piece in pieces) and not pieces[0].part.is_whole:
+            raise ConfigError(
+                f"lora.modules_to_save: {pieces[0].param.name} is a part of {module_name(spec, name)} in files, which "
+                f"PEFT would train as a whole; name other modules"
+            )
 
 
 def _check_magnitudes(spec: ModelSpec) -> None:

@@ -7,8 +7,7 @@ import json
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from kumi.spec.adapters import is_adapter
-from kumi.spec.ledger import params, tensors
+from kumi.spec.ledger import params, tensors, trained_names
 from kumi.spec.model import ModelSpec
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import states_of
@@ -18,9 +17,10 @@ MODEL_PREFIX, OPTIM_PREFIX = "model/", "optim/"
 
 
 def model_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the global shape, by name, of every tensor of the model; only those of the adapters if it has adapters."""
-    shapes = {MODEL_PREFIX + tensor.name: tensor.shape for tensor in tensors(spec)}
-    return shapes if spec.lora is None else {name: shape for name, shape in shapes.items() if is_adapter(name)}
+    """Return the global shape, by name, of every tensor of the model; only trained ones if it has adapters."""
+    trained = trained_names(spec)
+    saved = [tensor for tensor in tensors(spec) if spec.lora is None or tensor.name in trained]
+    return {MODEL_PREFIX + tensor.name: tensor.shape for tensor in saved}
 
 
 def optimizer_shapes(spec: ModelSpec, optim: Optim) -> dict[str, tuple[int, ...]]:

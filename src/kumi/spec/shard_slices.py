@@ -4,6 +4,7 @@
     replica_axes(param, layout)         axes along which ranks hold the same shard
     tied_axes(model, param, layout)     further such axes of a tied embedding, which the first and the last stage hold
     partial_grad_params(model, layout)  parameters with gradients that tp ranks must sum
+    partial_expert_params(model, layout) parameters with gradients that expert_tp ranks must sum
 
 Checkpoints, initial weights and the gradient norm use these functions.
 """
@@ -153,6 +154,22 @@ def partial_grad_params(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
         and not is_routed(param)
         and tp_replicas(param, layout).degree > 1
         and _sees_part(op, layout)
+    )
+
+
+@lru_cache(maxsize=64)
+def partial_expert_params(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
+    """Return the names of parameters of routed experts that are replicated over expert_tp with partial gradients.
+
+    A rank has a part of a matrix, and these factors of its adapter multiply by the undivided dim.
+    """
+    if layout.expert_tp == 1:
+        return ()
+    return tuple(
+        param.name
+        for op in ops(model)
+        for param in op.params
+        if op.kind == "lora" and is_routed(param) and not any(DIM_TO_AXIS.get(dim.name) == "tp" for dim in param.dims)
     )
 
 

@@ -9,6 +9,7 @@ from kumi.spec.divisibility import divisibility
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.layout_rules import expert_rules
+from kumi.spec.ledger import unique_layer_ops
 from kumi.spec.legality import UNSUPPORTED, LayoutRule
 from kumi.spec.model import ModelSpec
 from kumi.spec.peft import adapter_rules
@@ -69,6 +70,10 @@ def _experts(model: ModelSpec) -> Iterator[LayoutRule]:
     )
     yield _down_proj_rule(model.hidden_size)
     yield from (_gate_up_proj_rule(width, model.hidden_size) for width in divisibility(model).width)
+    adapters = [op for ops in unique_layer_ops(model) for op in ops if op.kind == "lora" and op.experts]
+    yield from (
+        _adapter_rule(width) for width in sorted({op.source.size for op in adapters if op.source.name == "ffn"})
+    )
 
 
 def _down_proj_rule(size: int) -> LayoutRule:
@@ -95,6 +100,18 @@ def _gate_up_proj_rule(width: int, hidden: int) -> LayoutRule:
         "rows of experts",
         lambda x: (x.zero == 0) | (rows(x) == hidden) | (rows(x) % zero_degree(x, routed=True) == 0),
         lambda layout: _uneven_rows(layout, rows(layout)),
+        ("experts",),
+        UNSUPPORTED,
+    )
+
+
+def _adapter_rule(width: int) -> LayoutRule:
+    """Return the rule that ZeRO shards the adapters of the experts' down projections evenly: A has a row for each of
+    the `width` inputs."""
+    return LayoutRule(
+        "rows of experts",
+        lambda x: (x.zero == 0) | (width // x.expert_tp % zero_degree(x, routed=True) == 0),
+        lambda layout: _uneven_rows(layout, width // layout.expert_tp),
         ("experts",),
         UNSUPPORTED,
     )

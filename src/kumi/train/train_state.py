@@ -21,8 +21,8 @@ from kumi.objectives import Objective
 from kumi.parallel.grad_norm import LossScale
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optim.optimizer import Optimizer
-from kumi.parallel.state_tensors import model_pieces, optimizer_pieces, owned_pieces
-from kumi.spec.adapters import is_adapter
+from kumi.parallel.state_tensors import model_pieces, optimizer_pieces, owned_pieces, parameter_name
+from kumi.spec.ledger import trained_names
 from kumi.spec.numerics import REFERENCE
 from kumi.spec.saved_tensors import model_digest
 from kumi.storage.checkpoint import Piece
@@ -63,7 +63,8 @@ def checkpoint_pieces(rank_state: RankState) -> list[Piece]:
     """Return the pieces of model and optimizer that this rank saves; with adapters, the frozen weights are left out."""
     model = model_pieces(rank_state.model, rank_state.mesh)
     if rank_state.run.model.lora is not None:
-        model = [piece for piece in model if is_adapter(piece.name)]
+        trained = trained_names(rank_state.run.model)
+        model = [piece for piece in model if parameter_name(piece.name) in trained]
     pieces = [*model, *optimizer_pieces(rank_state.model, rank_state.optimizer, rank_state.mesh)]
     return owned_pieces(pieces, rank_state.model, rank_state.mesh, rank_state.run.optim)
 

@@ -14,10 +14,12 @@ from torch import Tensor
 from kumi.convert.files.safetensors_read import read_header
 from kumi.convert.files.stored_tensor import entry_of, read_entry
 from kumi.convert.hf.adapter_write import CONFIG, PREFIX, WEIGHTS, Module, modules
+from kumi.convert.hf.expert_adapters import ExpertMatrix, expert_matrices, is_target, places
+from kumi.convert.hf.full_modules import full_tensors, whole_tensors
 from kumi.errors import ModelError
 from kumi.files.untrusted import brief, inside, read_object
 from kumi.paths import looked_for
-from kumi.spec.adapters import has_adapter
+from kumi.spec.adapters import factor_names, has_adapter
 from kumi.spec.ledger import ops
 from kumi.spec.model import ModelSpec
 
@@ -53,9 +55,17 @@ _READ: dict[str, tuple[type, ...]] = {
     "alpha_pattern": (dict,),
     "base_model_name_or_path": (str,),
     "revision": (str,),
+    "target_parameters": (list,),
+    "modules_to_save": (list,),
     "fan_in_fan_out": (bool,),
 }
-_TYPE_NAMES: dict[type, str] = {str: "a string", int: "a number", bool: "true or false", dict: "an object"}
+_TYPE_NAMES: dict[type, str] = {
+    str: "a string",
+    int: "a number",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+}
 # Upper bound for r (at most a matrix's width) and alpha (published adapters use up to 512).
 _MAX = 1e6
 # Initialisations that leave the base weights unchanged. Others (PiSSA, OLoRA ...) subtract from them.
@@ -65,10 +75,10 @@ _ENDINGS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a native matrix (out, in).
+    """The adapter of a native matrix (out, in), or of the matrices (X, out, in) of X routed experts.
 
-    a            (r, in)
-    b            (out, r)
+    a            (r, in), or (X, in, r)
+    b            (out, r), or (X, out, r)
     scale        factor of the product b @ a
     magnitude    (out,) DoRA's row norms; None for LoRA
     """
@@ -120,10 +130,17 @@ def read_adapters(folder: Path, spec: ModelSpec) -> dict[str, Adapter]:
             f"{folder}: has no {WEIGHTS}, and kumi does not open pickled adapters; save them again with peft"
         )
     by_name, by_module = modules(spec), dict[str, dict[str, Tensor]]()
+    experts = places(
+        matrix
+        for matrix in expert_matrices(spec).values()
+        if is_target(matrix.parameter, config.get("target_parameters") or ())
+    )
     for name, span in read_header(inside(folder, WEIGHTS)).items():
+        if _is_full(name, spec, config):
+            continue
         ending = next((one for one in _ENDINGS if name.endswith(f".{one}")), "")
         module = name.removeprefix(PREFIX).removesuffix(f".{ending}")
-        if not ending or not name.startswith(PREFIX) or module not in by_name:
+        if not ending or not name.startswith(PREFIX) or not (module in by_name or module in experts):
             raise ModelError(
                 f"{folder / WEIGHTS}: {name!r} is not an adapter of a layer's matrix in this "
                 f"{spec.family} model, and kumi would drop it; merge with peft instead"
@@ -133,32 +150,94 @@ def read_adapters(folder: Path, spec: ModelSpec) -> dict[str, Adapter]:
         raise ModelError(f"{folder / WEIGHTS}: contains no adapters; fetch the file again")
     result: dict[str, Adapter] = {}
     for name, tensors in by_module.items():
-        result |= _by_native(folder, config, by_name[name], tensors)
+        if name in experts:
+            result[experts[name].native] = _of_experts(folder, config, experts[name], tensors)
+        else:
+            result |= _by_native(folder, config, by_name[name], tensors)
     return result
+
+
+def read_full_modules(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
+    """Return the tensors in `folder` of modules that were trained in full, in float32, by native name.
+
+    Raise ModelError unless they are tensors of a model of `spec`, and a tied head equals the token table.
+    """
+    config, result = read_config(folder), dict[str, Tensor]()
+    for name, span in read_header(inside(folder, WEIGHTS)).items():
+        if not _is_full(name, spec, config):
+            continue
+        tensor, whole = read_entry(entry_of(span)).float(), whole_tensors(spec)[name.removeprefix(PREFIX)]
+        if tuple(tensor.shape) != whole.shape:
+            raise ModelError(
+                f"{folder / WEIGHTS}: {name!r} has the shape {tuple(tensor.shape)}, but the model has {whole.shape}; "
+                f"the files belong to different models"
+            )
+        if whole.native in result and not result[whole.native].equal(tensor):
+            raise ModelError(
+                f"{folder / WEIGHTS}: the token table and the head differ, but this {spec.family} model ties them; "
+                f"merge with peft instead"
+            )
+        result[whole.native] = tensor
+    present = {name.removeprefix(PREFIX) for name in read_header(inside(folder, WEIGHTS))}
+    for name, whole in whole_tensors(spec).items():
+        if whole.native in result and name not in present and not config.get("ensure_weight_tying"):
+            raise ModelError(
+                f"{folder / WEIGHTS}: has no {name!r}, which this {spec.family} model ties to a tensor that was "
+                f"trained, so the two differ; merge with peft instead"
+            )
+    return result
+
+
+def _is_full(name: str, spec: ModelSpec, config: Mapping[str, Any]) -> bool:
+    """True if `name` is a tensor of a module that `config` lists as trained in full."""
+    tensor = name.removeprefix(PREFIX)
+    module, listed = tensor.rpartition(".")[0], config.get("modules_to_save") or ()
+    # PEFT takes each entry as the end of a module's name.
+    return tensor in whole_tensors(spec) and any(module.endswith(str(entry)) for entry in listed)
+
+
+def _of_experts(
+    folder: Path, config: Mapping[str, Any], matrix: ExpertMatrix, tensors: Mapping[str, Tensor]
+) -> Adapter:
+    """Return the adapter of the experts' `matrix`."""
+    r, scale = _rank_and_scale(folder, config, matrix.parameter)
+    _check_shapes(folder, matrix.parameter, tensors, matrix.shapes(r))
+    return Adapter(*matrix.factors(tensors), scale, None)
 
 
 def _by_native(
     folder: Path, config: Mapping[str, Any], module: Module, tensors: Mapping[str, Tensor]
 ) -> dict[str, Adapter]:
     """Split the adapter of `module` into the adapters of its native matrices, by native name."""
-    dora = bool(config.get("use_dora"))
-    r = _number(folder, config, "r", "rank_pattern", module.name)
-    alpha = _number(folder, config, "lora_alpha", "alpha_pattern", module.name)
+    r, scale = _rank_and_scale(folder, config, module.name)
     expected: dict[str, tuple[int, ...]] = {"lora_A.weight": (r, module.columns), "lora_B.weight": (module.rows, r)}
-    expected |= {"lora_magnitude_vector": (module.rows,)} if dora else {}
-    shapes = {ending: tuple(tensor.shape) for ending, tensor in tensors.items()}
-    if shapes != expected:
-        raise ModelError(
-            f"{folder / WEIGHTS}: {module.name!r} has the shapes {shapes}, but the model and {CONFIG} imply "
-            f"{expected}; the files belong to different models"
-        )
-    scale = alpha / (sqrt(r) if config.get("use_rslora") else r)
+    expected |= {"lora_magnitude_vector": (module.rows,)} if config.get("use_dora") else {}
+    _check_shapes(folder, module.name, tensors, expected)
     a, b = tensors["lora_A.weight"], tensors["lora_B.weight"]
     magnitude = tensors.get("lora_magnitude_vector")
     return {
         piece.native: Adapter(a, b[piece.rows], scale, None if magnitude is None else magnitude[piece.rows])
         for piece in module.pieces
     }
+
+
+def _check_shapes(
+    folder: Path, name: str, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise ModelError unless the `tensors` of the adapter of `name` have the `expected` shapes."""
+    shapes = {ending: tuple(tensor.shape) for ending, tensor in tensors.items()}
+    if shapes != expected:
+        raise ModelError(
+            f"{folder / WEIGHTS}: {name!r} has the shapes {shapes}, but the model and {CONFIG} imply "
+            f"{expected}; the files belong to different models"
+        )
+
+
+def _rank_and_scale(folder: Path, config: Mapping[str, Any], name: str) -> tuple[int, float]:
+    """Return the rank of the adapter of `name`, a module or parameter, and the factor of its product."""
+    r = _number(folder, config, "r", "rank_pattern", name)
+    alpha = _number(folder, config, "lora_alpha", "alpha_pattern", name)
+    return r, alpha / (sqrt(r) if config.get("use_rslora") else r)
 
 
 def _number(folder: Path, config: Mapping[str, Any], key: str, pattern: str, module: str) -> Any:
@@ -193,7 +272,8 @@ def initial_adapter_params(adapters: Mapping[str, Adapter], spec: ModelSpec, fol
     """
     lora, result = spec.lora, dict[str, Tensor]()
     assert lora is not None, "spec.lora is None: the model has no adapters to initialize"
-    targets = [op.name for op in ops(spec) if has_adapter(lora, op)]
+    factors = {op.name: factor_names(op) for op in ops(spec) if has_adapter(lora, op)}
+    targets = list(factors)
     adapted = {name: adapter for name, adapter in adapters.items() if bool(adapter.b.any()) or name in targets}
     other = sorted(set(targets) ^ set(adapted))
     if other:
@@ -203,15 +283,17 @@ def initial_adapter_params(adapters: Mapping[str, Adapter], spec: ModelSpec, fol
         )
     groups = {name: group for group in _fused_groups(spec, targets) for name in group}
     for name in targets:
-        adapter = _split(adapted[name], groups[name].index(name), len(groups[name]), lora.r)
-        rank, dora = adapter.a.shape[0], adapter.magnitude is not None
+        adapter = adapted[name]
+        if name in groups:
+            adapter = _split(adapter, groups[name].index(name), len(groups[name]), lora.r)
+        rank, dora = adapter.b.shape[-1], adapter.magnitude is not None
         if rank != lora.r or dora != lora.use_dora or abs(adapter.scale - lora.scale) > 1e-9 * lora.scale:
             raise ModelError(
                 f"lora.source: {name} in {folder} has rank {rank}, scale {adapter.scale:g}"
                 f"{' and DoRA' if dora else ''}, but [lora] has {lora.r}, {lora.scale:g}"
                 f"{' and DoRA' if lora.use_dora else ''}; change [lora] to match"
             )
-        result |= {f"{name}.lora_A.weight": adapter.a, f"{name}.lora_B.weight": adapter.b}
+        result |= dict(zip(factors[name], (adapter.a, adapter.b), strict=True))
         if adapter.magnitude is not None:
             result[f"{name}.lora_magnitude_vector"] = adapter.magnitude
     return result
@@ -244,7 +326,16 @@ def adapters_reader(folder: Path, spec: ModelSpec) -> Callable[[str, tuple[int, 
     """
     if not (folder / CONFIG).exists():
         raise ModelError(f"lora.source: {looked_for(folder)} has no {CONFIG}; name a folder of PEFT adapters")
-    parameters = initial_adapter_params(read_adapters(folder, replace(spec, lora=None)), spec, folder)
+    base = replace(spec, lora=None)
+    full = read_full_modules(folder, base)
+    expected = {tensor.native for tensor in full_tensors(spec).values()}
+    if full.keys() != expected:
+        names = ", ".join(sorted(full.keys() ^ expected))
+        raise ModelError(
+            f"lora.source: {folder} and lora.modules_to_save disagree about {names}; set lora.modules_to_save to the "
+            f"modules that were trained in full, {sorted(full)}"
+        )
+    parameters = initial_adapter_params(read_adapters(folder, base), spec, folder) | full
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         block = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))

@@ -4,6 +4,9 @@
     adapter_model.safetensors    base_model.model.<module>.lora_A.weight (r, in), .lora_B.weight (out, r),
                                  .lora_magnitude_vector (out,)
 
+`kumi.convert.hf.expert_adapters` has the tensors of routed experts, `kumi.convert.hf.full_modules` those of modules
+that are trained in full.
+
 A Hugging Face module may fuse k native matrices (such as q, k and v). Their adapters are fused, too: the A's are
 stacked, and B is block-structured, with zeros outside each matrix's own rows and columns. The fused adapter computes
 the same function with rank k * r; alpha is multiplied such that the scale is unchanged.
@@ -27,9 +30,10 @@ from torch import Tensor
 import kumi
 from kumi import hub
 from kumi.convert.files.safetensors_write import sync
+from kumi.convert.hf import expert_adapters, full_modules
 from kumi.convert.hf.write_folder import check_target, staging_folder
 from kumi.files.output import remove_tree
-from kumi.spec.adapters import has_adapter
+from kumi.spec.adapters import factor_names, has_adapter
 from kumi.spec.ledger import ops
 from kumi.spec.lora import Lora
 from kumi.spec.model import ModelSpec
@@ -53,10 +57,8 @@ _DEFAULTS: dict[str, Any] = {
     "lora_bias": False,
     "megatron_config": None,
     "megatron_core": "megatron.core",
-    "modules_to_save": None,
     "peft_type": "LORA",
     "revision": None,
-    "target_parameters": None,
     "task_type": "CAUSAL_LM",
     "trainable_token_indices": None,
 }
@@ -132,7 +134,14 @@ def write_adapter(
     assert spec.lora is not None, "spec.lora is None: the model has no adapters to write"
     check_target(folder, replace=replace)
     tensors, ranks = {}, {}
-    adapted = {op.name for op in ops(spec) if has_adapter(spec.lora, op)}
+    adapted = {op.name: factor_names(op) for op in ops(spec) if has_adapter(spec.lora, op)}
+    experts = [matrix for name, matrix in expert_adapters.expert_matrices(spec).items() if name in adapted]
+    for path, matrix in expert_adapters.places(experts).items():
+        a, b = (read(name).float() for name in adapted[matrix.native])
+        for ending, tensor in matrix.stored(a, b).items():
+            tensors[f"{PREFIX}{path}.{ending}"] = tensor.contiguous()
+    for stored, part in full_modules.full_tensors(spec).items():
+        tensors[f"{PREFIX}{stored}"] = read(part.native).float().view(part.shape).clone()
     for module in modules(spec).values():
         matrices = [matrix for matrix in module.pieces if matrix.native in adapted]
         if matrices:
@@ -144,7 +153,8 @@ def write_adapter(
     staging.mkdir(parents=True)
     try:
         save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
-        text = json.dumps(_config(spec, ranks, base), indent=2, sort_keys=True) + "\n"
+        config = _config(spec, ranks, [matrix.parameter for matrix in experts], base)
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (staging / CONFIG).write_text(text, encoding="utf-8")
         if card:
             (staging / "README.md").write_text(card, encoding="utf-8")
@@ -176,13 +186,18 @@ def _fused(
     return result
 
 
-def _config(spec: ModelSpec, ranks: Mapping[str, int], base: str | None) -> dict[str, Any]:
-    """Return adapter_config.json; `ranks` maps each adapted module to its rank as a multiple of `spec.lora.r`."""
+def _config(spec: ModelSpec, ranks: Mapping[str, int], experts: list[str], base: str | None) -> dict[str, Any]:
+    """Return adapter_config.json.
+
+    `ranks` maps each adapted module to its rank as a multiple of `spec.lora.r`. `experts` are the adapted parameters of
+    routed experts, whose rank is `spec.lora.r`.
+    """
     lora = spec.lora
     assert lora is not None
     name, revision = hub.split(base or "") or (base, None)
-    common = max(sorted(set(ranks.values())), key=list(ranks.values()).count)
-    exceptions = {name: multiple for name, multiple in ranks.items() if multiple != common}
+    multiples = {**ranks, **dict.fromkeys(experts, 1)}
+    common = max(sorted(set(multiples.values())), key=list(multiples.values()).count)
+    exceptions = {name: multiple for name, multiple in multiples.items() if multiple != common}
     transposed = {modules(spec)[name].transposed for name in ranks}
     return _DEFAULTS | {
         "base_model_name_or_path": name,
@@ -194,6 +209,8 @@ def _config(spec: ModelSpec, ranks: Mapping[str, int], base: str | None) -> dict
         "use_dora": lora.use_dora,
         "fan_in_fan_out": transposed == {True},
         "target_modules": _targets(spec, list(ranks)),
+        "modules_to_save": full_modules.target_names(spec) or None,
+        "target_parameters": expert_adapters.target_parameters(spec, experts) or None,
         "rank_pattern": {name: lora.r * multiple for name, multiple in exceptions.items()},
         "alpha_pattern": {name: _alpha(lora, multiple) for name, multiple in exceptions.items()},
     }
@@ -228,6 +245,7 @@ def adapter_card(*, name: str, base: str, lora: Lora, facts: Mapping[str, str]) 
     """Return the README.md of an adapter folder, with `facts` as rows of a table, in their order."""
     kind = "DoRA" if lora.use_dora else "LoRA"
     summary = {"kind": kind, "rank": str(lora.r), "scale": f"{lora.scale:g}", "matrices": ", ".join(lora.targets)}
+    summary |= {"trained in full": ", ".join(lora.modules)} if lora.modules else {}
     rows = [f"| {key} | {value} |" for key, value in (summary | dict(facts)).items()]
     published = hub.split(base)  # a local folder is not a model on the hub
     base_keys = {} if published is None else {"base_model": published[0], "base_model_relation": "adapter"}

@@ -33,7 +33,7 @@ from kumi.plan.row_cache import SearchCaches
 from kumi.plan.uncertainty.margin import memory_margin
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import CHUNK_LOGITS, MIN_CHUNK_TOKENS, SCORE_CHUNK, unique_layer_ops
+from kumi.spec.ledger import CHUNK_LOGITS, MIN_CHUNK_TOKENS, SCORE_CHUNK, head_ops, unique_layer_ops
 from kumi.spec.op import Dim
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.schedules import FORWARDS_FIRST
@@ -284,7 +284,7 @@ def _head_gradient(job: Job, layouts: LayoutBatch, share: RankStages) -> Floats:
     gathered = num_shards(layouts) > 1
     itemsize = ITEMSIZE["float32"] + _low_precision_itemsize(job) * (2.0 - gathered)
     waiting_itemsize = np.where(gathered, job.itemsize, ITEMSIZE[job.precision.param])
-    if job.model.lora is not None:  # the head is frozen, and stored in the dtype of its matmul
+    if head_ops(job.model)[-1].frozen:  # the head is stored in the dtype of its matmul
         weight = np.zeros(len(layouts))
     waiting = _heads_in_flight(layouts, share) - 1
     hidden = job.itemsize * _microbatch_tokens(job, layouts) * job.model.hidden_size

@@ -25,7 +25,7 @@ from kumi.plan.time.collective_times import collective_seconds
 from kumi.plan.time.op_costs import LayoutSizes
 from kumi.plan.time.tensor_traffic import tensor_traffic
 from kumi.spec.job import Job
-from kumi.spec.ledger import Op, logit_chunk
+from kumi.spec.ledger import Op, embedding_ops, logit_chunk
 from kumi.spec.process_groups import has_sharded_grads, process_group
 from kumi.spec.sharding import DIM_TO_AXIS, tp_style
 
@@ -147,7 +147,10 @@ def _adapters(sizes: LayoutSizes, ops: Sequence[Op]) -> Iterator[CollectiveBatch
             squares = np.full_like(sizes.tp, sizes.wide_itemsize * op.target.size)
             counts = {"forward": 1, "recompute": 1}
             yield CollectiveBatch("all_reduce", "tp", squares, counts, "norms of adapted matrices")
-    ranks, widths = {op.name.removesuffix(".lora"): op.rank for op in ops if op.kind == "lora"}, list[int]()
+    ranks, widths = (
+        {op.name.removesuffix(".lora"): op.rank for op in ops if op.kind == "lora" and not op.experts},
+        list[int](),
+    )
     before = None
     for op in ops if ranks else ():
         if tp_style(op) == "column" and op.kind == "linear":
@@ -215,7 +218,7 @@ def embedding_collectives(sizes: LayoutSizes, width: int) -> Iterator[Collective
     Each rank looks up the tokens in its part of the vocabulary; the results are summed over tp.
     """
     if (sizes.tp > 1).any():
-        trained = sizes.job.model.lora is None
+        trained = not embedding_ops(sizes.job.model)[0].frozen
         yield from _gather_scatter_pair(sizes, width, {"backward": int(trained)}, {"forward": 1}, "embedding")
 
 

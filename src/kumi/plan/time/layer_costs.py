@@ -189,8 +189,9 @@ class _OpCosts(LayoutSizes):
     def _add_adapter(self, cost: MicrobatchCost, op: Op) -> None:
         """Add an adapter: two low-rank matmuls, the addition to the matrix's output, and in DoRA a scaling."""
         a, b, *more = op.params
-        for source, target, param in ((op.source, a.dims[0], a), (b.dims[1], op.target, b)):
-            self._add_linear(cost, Op(param.name, "linear", source, target, (param,)))
+        for source, target, param in ((op.source, b.dims[-1], a), (b.dims[-1], op.target, b)):
+            product = Op(param.name, "linear", source, target, (param,), passes=op.passes, experts=op.experts)
+            self._add_linear(cost, product)
         outputs = self.op_tokens(op) * np.ceil(op.target.size / self.shard_degree(op.target.name, op))
         for kind in ("add", *(["gate"] if more else [])):
             self.add_elementwise(cost, kind, outputs)

@@ -35,11 +35,11 @@ from kumi.plan.time.unit_collectives import (
 from kumi.spec.job import Job
 from kumi.spec.layout import AXES as MESH_AXES
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import head_ops, layer_ops
+from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.process_groups import process_group
 from kumi.spec.schedule import stage_assignment
-from kumi.spec.shard_slices import partial_grad_params, tp_replicas
+from kumi.spec.shard_slices import partial_expert_params, partial_grad_params, tp_replicas
 from kumi.spec.sharding import FsdpUnit, fsdp_units, local_numel, rank_params, stage_bounds, stage_ops, tp_style
 
 # The axis under which a process group is listed, where it is not the group's name: groups of dense parameters and of
@@ -244,29 +244,35 @@ def _skipped_input_gradient(rank: _Rank) -> Iterator[Collective]:
     model, layout = rank.job.model, rank.layout
     if layout.tp == 1 or model.lora is None or not rank.has_first or not rank.layers:
         return
-    column = next((op for op in layer_ops(model, 0) if tp_style(op) == "column"), None)
-    if column is not None and column.source.name == "embed":
+    first = (*embedding_ops(model), *layer_ops(model, 0))
+    number = next((number for number, op in enumerate(first) if tp_style(op) == "column"), None)
+    if number is None or any(not param.frozen for op in first[:number] for param in op.params):
+        return
+    column = first[number]
+    if column.source.name == "embed":
         kind = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
         size = rank.job.itemsize * rank.sizes.tokens * column.source.size
         yield _collective(rank, CollectiveBatch(kind, "tp", size, {}, "activations"), -rank.microbatches, "backward")
 
 
 def _partial_grads(rank: _Rank) -> Iterator[Collective]:
-    """Yield the all-reduce over tp of the partial gradients of replicated parameters, in one message.
+    """Yield the all-reduces over tp and expert_tp of the partial gradients of replicated parameters, a message each.
 
-    The message has a place for every key-value head, also where several ranks share a head.
+    The message over tp has a place for every key-value head, also where several ranks share a head.
     """
     job, layout = rank.job, rank.layout
-    if layout.tp == 1:
-        return
-    names = set(partial_grad_params(job.model, layout))
-    global_rank = layout.rank({**dict.fromkeys(MESH_AXES, 0), "pp": rank.pp_rank})
-    elements = 0
-    for param in rank_params(job.model, layout, global_rank):
-        if param.name in names:
-            elements += layout.tp // tp_replicas(param, layout).degree * local_numel(param, layout, 0)
-    size = np.array([float(ITEMSIZE[job.precision.param] * elements)])
-    yield _collective(rank, CollectiveBatch("all_reduce", "tp", size, {}, PARTIAL_GRADS), 1, "backward")
+    names, experts = (set(partial(job.model, layout)) for partial in (partial_grad_params, partial_expert_params))
+    own = rank_params(job.model, layout, layout.rank({**dict.fromkeys(MESH_AXES, 0), "pp": rank.pp_rank}))
+    shards = {param: local_numel(param, layout, 0) for param in own if param.name in names | experts}
+    slots = {param: layout.tp // tp_replicas(param, layout).degree for param in shards if param.name in names}
+    elements = {
+        "tp": sum(count * shards[param] for param, count in slots.items()),
+        "expert_tp": sum(shards[param] for param in shards if param.name in experts),
+    }
+    for group, degree in (("tp", layout.tp), ("expert_tp", layout.expert_tp)):
+        if degree > 1 and (group == "tp" or elements[group]):
+            size = np.array([float(ITEMSIZE[job.precision.param] * elements[group])])
+            yield _collective(rank, CollectiveBatch("all_reduce", group, size, {}, PARTIAL_GRADS), 1, "backward")
 
 
 def _recomputed_layers(rank: _Rank) -> int:

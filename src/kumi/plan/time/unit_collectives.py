@@ -12,6 +12,7 @@ from kumi.plan.memory.states import padded_elements, tied_grad_bytes
 from kumi.plan.time.collective_times import collective_seconds
 from kumi.plan.time.layer_collectives import CollectiveBatch, seconds_each
 from kumi.spec.job import Job
+from kumi.spec.ledger import embedding_ops
 from kumi.spec.process_groups import process_group
 from kumi.spec.schedules import V_SHAPED
 from kumi.spec.sharding import FsdpUnit, zero_group
@@ -57,10 +58,10 @@ def grad_sync_group(*, routed: bool) -> str:
 def tied_grad_all_reduce(job: Job, layouts: LayoutBatch) -> CollectiveBatch:
     """Return the all-reduce, once a step, of a tied token table's gradient over the first and the last pipeline rank.
 
-    It has 0 bytes where no two ranks hold the table, and where adapters are trained instead of it.
+    It has 0 bytes where no two ranks hold the table, and where it is frozen.
     """
     size = np.zeros(len(layouts))
-    if job.model.tie_word_embeddings and job.model.lora is None:
+    if job.model.tie_word_embeddings and not embedding_ops(job.model)[0].frozen:
         apart = (layouts.pp > 1) & ~layouts.one_of("schedule", V_SHAPED)
         size = np.where(apart, tied_grad_bytes(job, layouts), 0.0)
     return CollectiveBatch("all_reduce", "ends", size, {"update": 1}, TIED_GRADS)
