@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from kumi.spec.adapters import is_adapter
-from kumi.spec.ledger import EMBEDDING, HEAD, trained_names
+from kumi.spec.ledger import EMBEDDING, HEADS, trained_names
 from kumi.spec.model import ModelSpec
 from kumi.spec.peft import module_name
 from kumi.spec.weights import stored_tensors
@@ -38,7 +38,7 @@ def whole_tensors(spec: ModelSpec) -> Mapping[str, WholeTensor]:
     }
     if spec.tie_word_embeddings:
         table = next(tensor for tensor in result.values() if tensor.native == EMBEDDING)
-        result[HEAD] = table
+        result[HEADS["lm"]] = table
     return result
 
 
