@@ -64,6 +64,23 @@ def name_of_group(args: tuple[Any, ...]) -> str:
     raise TypeError(f"no process group among the arguments {args}")
 
 
+def keep_integers_in_fsdp() -> None:
+    """Let FSDP2 gather parameters of integers as they are; 2.11 casts them to `MixedPrecisionPolicy.param_dtype`."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    original = FSDPParam.init_dtype_attrs
+    if getattr(original, "keeps_integers", False) or "is_floating_point" in inspect.getsource(original):
+        return
+
+    def init_dtype_attrs(param: Any, policy: Any) -> None:
+        original(param, policy)
+        if not param.orig_dtype.is_floating_point:
+            param.param_dtype = None
+
+    init_dtype_attrs.keeps_integers = True  # type: ignore[attr-defined]
+    FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign, assignment]
+
+
 def rerun_fsdp_post_backward(module: nn.Module) -> None:
     """Run FSDP2's post-backward of `module` again, to reduce gradients that were added after its backward pass.
 

@@ -21,6 +21,8 @@ DeferredWgrads = list[Callable[[], None]]
 class PackedMatrix(Protocol):
     """A frozen matrix in a quantised format that has to be unpacked for computation."""
 
+    shape: tuple[int, int]
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x W^T + b."""
 
@@ -70,7 +72,8 @@ class Linear(nn.Module):
         return self.weight if self.packed is None else self.packed.matrix()
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.matrix().shape)}, bias={self.bias is not None}"
+        shape = tuple(self.weight.shape) if self.packed is None else self.packed.shape
+        return f"{shape}, bias={self.bias is not None}"
 
 
 class _DeferrableLinear(torch.autograd.Function):

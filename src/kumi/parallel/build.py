@@ -1,7 +1,7 @@
 """Build the model of one rank: sharded, with its weights, ready to train.
 
-The order is: decoder on the meta device -> adapters -> tensor, expert and context parallelism -> recomputation and
-offloading -> compilation -> FSDP2 -> memory -> weights -> DDP.
+The order is: decoder on the meta device -> adapters -> tensor, expert and context parallelism -> packed matrices ->
+recomputation and offloading -> compilation -> FSDP2 -> memory -> weights -> DDP.
 """
 
 from __future__ import annotations
@@ -14,21 +14,16 @@ from torch import nn
 
 from kumi.nn.decoder import Decoder, DecoderLayer
 from kumi.nn.linear import linears
+from kumi.nn.nf4 import use_packed_weights
 from kumi.nn.wrappers import Wrapper
 from kumi.parallel import context_parallel, data_parallel, expert_parallel, mlp_tiling, tensor_parallel
 from kumi.parallel.activation_offload import OffloadStream, offload_wrappers
 from kumi.parallel.async_tp import use_async_tp
 from kumi.parallel.compiled import exclude_from_compile
 from kumi.parallel.float8 import use_float8
-from kumi.parallel.lora import (
-    add_adapters,
-    connect_adapters,
-    fill_frozen_and_adapters,
-    fill_packed_layers,
-    replay_dropout,
-    take_packed_layers,
-)
+from kumi.parallel.lora import add_adapters, connect_adapters, draw_reader, fill_frozen_and_adapters, replay_dropout
 from kumi.parallel.mesh import Mesh
+from kumi.parallel.packed_weights import fill_packed_matrices
 from kumi.parallel.recompute import Recompute
 from kumi.parallel.stage_modules import (
     Stages,
@@ -64,13 +59,13 @@ def build(
     `adapters`: a seed or a reader for the adapters.
     """
     model = assemble(spec, mesh, precision, compile=compile, comm=comm)
-    packed = take_packed_layers(model)
     _allocate(model, mesh)
     tensor_parallel.zero_vocab_padding(model, mesh)
     pieces = model_pieces(model, mesh)
     if spec.lora is not None:
-        fill_frozen_and_adapters(pieces, spec, weights, adapters)
-        fill_packed_layers(packed, spec, mesh, precision, weights, adapters)
+        base = draw_reader(spec, weights) if isinstance(weights, int) else weights
+        fill_frozen_and_adapters(pieces, spec, precision, base, adapters)
+        fill_packed_matrices(model, spec, mesh, getattr(torch, precision.compute), base)
     elif isinstance(weights, int):
         draw_pieces(pieces, spec, weights)
     else:
@@ -141,6 +136,8 @@ def _shard(
     mlp_tiling.tile_mlps(decoder, mesh, precision)
     if precision.products == "float8":
         use_float8(decoder, mesh.device)
+    if decoder.spec.lora is not None and decoder.spec.lora.quantize:
+        use_packed_weights(decoder)
     if "cp" in mesh.groups:
         decoder.make_attention = context_parallel.context_parallel_attention(mesh)
         decoder.make_lengths = context_parallel.context_parallel_lengths(mesh)

@@ -8,6 +8,8 @@ A rank's loss is its part of the step's mean, so gradients are summed over ranks
     2     sharded              once per step                      reduce-scatter in every microbatch
     3     sharded              every forward and every backward   reduce-scatter in every microbatch
 
+Packed matrices (`kumi.nn.nf4`) are sharded and all-gathered by ZeRO-3 only, as the bytes that they are.
+
 With dp_replicate > 1, the reduce-scattered shards are all-reduced over dp_replicate in the last microbatch. Pipeline
 stages under ZeRO-0 are reduced after the last backward instead of by DDP. Weight gradients that the schedule defers are
 reduced when they are complete.
@@ -23,9 +25,10 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from kumi.compat import ddp_without_buffer_sync, rerun_fsdp_post_backward
+from kumi.compat import ddp_without_buffer_sync, keep_integers_in_fsdp, rerun_fsdp_post_backward
 from kumi.nn.decoder import Decoder, DecoderLayer, Embedding
 from kumi.nn.moe import MoE
+from kumi.nn.nf4 import packed_matrices
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.mlp_tiling import tile_sharded_weights
 from kumi.parallel.powersgd import powersgd_hook, powersgd_state
@@ -45,7 +48,8 @@ def uses_fsdp(mesh: Mesh) -> bool:
 def apply_ddp(decoder: nn.Module, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> nn.Module:
     """Return `decoder` inside DDP over all data-parallel ranks, which must have the same weights already."""
     # Routed experts are replicated on other ranks than the other parameters: `kumi.parallel.grad_sync` reduces them.
-    experts = [name for name, _ in decoder.named_parameters() if is_routed(params_by_name(decoder.spec)[name])]
+    params = params_by_name(decoder.spec)
+    experts = [name for name, _ in decoder.named_parameters() if name in params and is_routed(params[name])]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(decoder, experts)  # type: ignore[no-untyped-call]
     model = DistributedDataParallel(
         decoder,
@@ -95,6 +99,11 @@ def apply_fsdp(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = 
     layers, units_by_name = list(decoder.model.layers.values()), _unit_modules(decoder)
     ignored = _shard_experts(decoder, units_by_name["experts"], mesh, options)
     ignored |= set(tile_sharded_weights(decoder, mesh))
+    packed = [parameter for matrix in packed_matrices(decoder).values() for parameter in matrix.parameters()]
+    if packed and mesh.layout.zero == 3:
+        keep_integers_in_fsdp()
+    else:
+        ignored |= set(packed)  # nothing in them is trained: no state to shard
     outer = [*units_by_name["embedding"], *units_by_name["layer"]]
     for unit in outer:
         # The backward begins with the last layer: resharding it after the forward would only cost another all-gather.

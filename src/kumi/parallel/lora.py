@@ -8,8 +8,9 @@ experts are sharded likewise over ep and expert_tp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ from kumi.errors import LayoutError
 from kumi.nn import initialize
 from kumi.nn.decoder import Decoder
 from kumi.nn.dtypes import wide
-from kumi.nn.linear import Linear
 from kumi.nn.lora import DropoutPass, LoraLinear, insert_adapters
-from kumi.nn.nf4 import pack_nf4, take_out_weights
+from kumi.nn.nf4 import round_to_nf4
 from kumi.nn.wrappers import Wrapper
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.stage_modules import params_by_name, stages_of
@@ -29,6 +29,7 @@ from kumi.parallel.state_tensors import PieceReader, fill_pieces, parameter_name
 from kumi.parallel.token_collectives import all_reduce_no_grad
 from kumi.spec.adapters import base_weight_name, is_adapter
 from kumi.spec.ledger import ops, trained_names
+from kumi.spec.lora import NF4_BLOCK
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
 from kumi.spec.sharding import tp_style
@@ -118,44 +119,18 @@ def _set_pass(
 
 
 def fill_frozen_and_adapters(
-    pieces: Sequence[Piece], spec: ModelSpec, base: int | PieceReader, adapters: int | PieceReader
+    pieces: Sequence[Piece], spec: ModelSpec, precision: Precision, base: PieceReader, adapters: int | PieceReader
 ) -> None:
-    """Fill frozen parameters from `base` and trained ones from `adapters`; each is a seed or a reader."""
-    read = _draw_reader(spec, base) if isinstance(base, int) else base
-    trained = [piece for piece in pieces if parameter_name(piece.name) in trained_names(spec)]
-    fill_pieces([piece for piece in pieces if parameter_name(piece.name) not in trained_names(spec)], read)
-    fill_pieces(trained, _adapter_reader(spec, adapters, read, pieces) if isinstance(adapters, int) else adapters)
+    """Fill frozen parameters from `base` and trained ones from `adapters`, which is a seed or a reader."""
+    trained, frozen, names = list[Piece](), list[Piece](), trained_names(spec)
+    for piece in pieces:
+        (trained if parameter_name(piece.name) in names else frozen).append(piece)
+    fill_pieces(frozen, base)
+    dtype = getattr(torch, precision.compute)
+    fill_pieces(trained, _adapter_reader(spec, adapters, base, dtype) if isinstance(adapters, int) else adapters)
 
 
-def take_packed_layers(model: nn.Module) -> dict[str, Linear]:
-    """Remove the weights that will be packed as NF4 from `model`, and return their layers by name."""
-    layers: dict[str, Linear] = {}
-    for decoder in stages_of(model).values():
-        if isinstance(decoder, Decoder) and decoder.spec.lora is not None and decoder.spec.lora.quantize:
-            layers |= take_out_weights(decoder)
-    return layers
-
-
-def fill_packed_layers(
-    layers: Mapping[str, Linear],
-    spec: ModelSpec,
-    mesh: Mesh,
-    precision: Precision,
-    base: int | PieceReader,
-    adapters: int | PieceReader,
-) -> None:
-    """Read and pack the matrices of `layers` one at a time, so that only one unpacked matrix is in memory."""
-    read, params = _draw_reader(spec, base) if isinstance(base, int) else base, params_by_name(spec)
-    for name, layer in layers.items():
-        shape = params[f"{name}.weight"].shape
-        matrix = read(f"model/{name}.weight", (0, 0), shape)
-        pack_nf4(layer, matrix.to(mesh.device, getattr(torch, precision.compute)))
-        if isinstance(layer, LoraLinear) and layer.lora_magnitude_vector is not None and isinstance(adapters, int):
-            # B is zero, so DoRA's magnitudes are the row norms of the packed matrix, with the rounding of packing.
-            layer.lora_magnitude_vector.data.copy_(layer.row_norms())
-
-
-def _draw_reader(spec: ModelSpec, seed: int) -> PieceReader:
+def draw_reader(spec: ModelSpec, seed: int) -> PieceReader:
     """Return a reader of initial values, drawn from `seed`."""
     params = params_by_name(spec)
 
@@ -167,14 +142,13 @@ def _draw_reader(spec: ModelSpec, seed: int) -> PieceReader:
     return read
 
 
-def _adapter_reader(spec: ModelSpec, seed: int, base: PieceReader, pieces: Sequence[Piece]) -> PieceReader:
+def _adapter_reader(spec: ModelSpec, seed: int, base: PieceReader, dtype: torch.dtype) -> PieceReader:
     """Return a reader of the initial values of trained parameters.
 
     Adapters are drawn from `seed`, but DoRA's magnitudes are row norms: those of the frozen matrices that `base` reads,
-    in the dtype of their `pieces`. Modules that are trained in full begin as in `base`.
+    rounded to `dtype` or their quantized format. Modules that are trained in full begin as in `base`.
     """
-    params, drawn = params_by_name(spec), _draw_reader(spec, seed)
-    dtypes = {piece.name: piece.data.dtype for piece in pieces}
+    params, drawn = params_by_name(spec), draw_reader(spec, seed)
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         param = params[parameter_name(name)]
@@ -183,9 +157,14 @@ def _adapter_reader(spec: ModelSpec, seed: int, base: PieceReader, pieces: Seque
         if param.init != "row norms":
             return drawn(name, start, shape)
         matrix = params[base_weight_name(param.name)]
-        rows = base(f"model/{matrix.name}", (start[0], 0), (shape[0], matrix.shape[1]))
-        rows = rows.to(dtypes.get(f"model/{matrix.name}", rows.dtype))
+        first, last, columns = start[0], start[0] + shape[0], matrix.shape[1]
+        if matrix.quantized:
+            # Blocks are of the complete matrix: read from and to a row at which one begins.
+            step = NF4_BLOCK // gcd(NF4_BLOCK, columns)
+            first, last = first // step * step, min(-(-last // step) * step, matrix.shape[0])
+        rows = base(f"model/{matrix.name}", (first, 0), (last - first, columns)).to(dtype)
+        rows = round_to_nf4(rows) if matrix.quantized else rows
         norms: Tensor = torch.linalg.vector_norm(rows.to(wide(rows.dtype)), dim=1)
-        return norms
+        return norms[start[0] - first :][: shape[0]]
 
     return read

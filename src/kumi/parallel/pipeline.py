@@ -98,7 +98,7 @@ def train_microbatches(
     unfinished = [*run.graphs, *run.deferred_wgrads, *run.incoming, *run.outgoing, *run.posted]
     assert not unfinished, f"the schedule has ended, but these are unfinished: {unfinished}"
     grad_sync.finish_grad_sync(model, mesh)
-    dtype = wide(next(model.parameters()).dtype)
+    dtype = wide(next(value.dtype for value in model.parameters() if value.is_floating_point()))
     return torch.stack(run.losses).sum() if run.losses else torch.zeros((), dtype=dtype, device=mesh.device)
 
 

@@ -42,10 +42,11 @@ def spec_of(model: nn.Module) -> ModelSpec:
 def model_pieces(model: nn.Module, mesh: Mesh) -> list[Piece]:
     """Return this rank's pieces of the parameters, and the buffers, which are never sharded.
 
-    The pieces share the tensors' memory. Empty shards have no pieces.
+    The pieces share the tensors' memory. Empty shards have no pieces. Neither have packed matrices: they are frozen,
+    and their memory does not have the parameter's elements.
     """
     params = params_by_name(spec_of(model))
-    named = unwrap(model).named_parameters()
+    named = ((name, value) for name, value in unwrap(model).named_parameters() if name in params)
     pieces = [piece for name, value in named for piece in local_pieces(f"model/{name}", params[name], value, mesh)]
     named_buffers = ((name, value) for name, value in unwrap(model).named_buffers() if name in params)
     return [

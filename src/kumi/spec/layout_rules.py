@@ -16,15 +16,16 @@ from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Host
 from kumi.spec.divisibility import divisibility, divisors
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, Layout
+from kumi.spec.ledger import unique_layer_ops
 from kumi.spec.legality import LayoutRule, all_but, joined_by_or
+from kumi.spec.lora import NF4_BLOCK
 from kumi.spec.model import ModelSpec
+from kumi.spec.op import Dim, Op
 from kumi.spec.schedule import illegal_schedule
 from kumi.spec.schedules import SCHEDULES
 from kumi.spec.schedules.schedule_record import Schedule
-from kumi.spec.sharding import max_rank_layers, rank_layers
+from kumi.spec.sharding import DIM_TO_AXIS, max_rank_layers, rank_layers, shard_size
 
-# Field -> its largest legal value with 4-bit frozen matrices, which every rank holds unsharded.
-_MOST_WITH_QUANTIZED = {"tp": 1, "zero": 0}
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", "stages", "microbatch", "tiles")
 
 
@@ -299,21 +300,35 @@ def _expert_ranks_message(layout: Layout) -> str:
 
 
 def _quantized_rules(model: ModelSpec) -> Iterator[LayoutRule]:
-    """Yield the rules of 4-bit matrices, which cannot be sharded: each scale belongs to a block of the matrix."""
-    quantize = "" if model.lora is None else model.lora.quantize
+    """Yield the rule that tp shards 4-bit matrices between their blocks of consecutive elements, which share a scale.
 
-    def at_most(name: str, most: int) -> LayoutRule:
-        return LayoutRule(
-            "quantized",
-            lambda x: getattr(x, name) <= most,
-            lambda layout: (
-                f"{name}={getattr(layout, name)} with lora.quantize='{quantize}': quantized matrices cannot be "
-                f"sharded; set {name} = {most}, and use dp_replicate or pp instead"
-            ),
+    Then every rank has complete blocks, with the values that they have without tp.
+    """
+    if model.lora is None or not model.lora.quantize:
+        return
+    columns = {op.params[0].dims[-1]: op.params[0] for ops in unique_layer_ops(model) for op in ops if _packed(op)}
+
+    def size(dim: Dim, tp: Any) -> Any:
+        return shard_size(dim, tp if DIM_TO_AXIS.get(dim.name) == "tp" else 1)
+
+    def say(layout: Layout) -> str:
+        dim = next(dim for dim in columns if size(dim, layout.tp) % NF4_BLOCK)
+        return (
+            f"tp={layout.tp} with lora.quantize='nf4' leaves a rank {size(dim, layout.tp)} columns of "
+            f"{columns[dim].name}, which is no multiple of the {NF4_BLOCK} elements that share a scale; use a smaller "
+            f"tp, or shard by zero = 3, pp or cp instead"
         )
 
-    if quantize:
-        yield from (at_most(name, most) for name, most in _MOST_WITH_QUANTIZED.items())
+    yield LayoutRule(
+        "quantized",
+        lambda x: (x.tp == 1) | reduce(and_, (size(dim, x.tp) % NF4_BLOCK == 0 for dim in columns)),
+        say,
+        ("degrees", "tensor"),
+    )
+
+
+def _packed(op: Op) -> bool:
+    return bool(op.params) and bool(op.params[0].quantized)
 
 
 def _length_rules(model: ModelSpec, batch: BatchSpec) -> Iterator[LayoutRule]:

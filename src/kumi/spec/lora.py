@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 from kumi.spec.field_docs import described
 
@@ -24,7 +25,13 @@ QUANTIZATIONS = ("nf4",)
 
 # Bits of a 4-bit NormalFloat element, and the number of elements that share a float32 scale (Dettmers et al., 2023,
 # arXiv:2305.14314, without the quantization of the scales).
-NF4_BITS, NF4_BLOCK = 4, 64
+NF4_BITS, NF4_BLOCK, NF4_SCALE_BYTES = 4, 64, 4
+NF4_BLOCK_BYTES = NF4_BLOCK * NF4_BITS // 8 + NF4_SCALE_BYTES
+
+
+def nf4_blocks(numel: Any) -> Any:
+    """Return the blocks of a matrix with `numel` elements, a number or an array; the last may be incomplete."""
+    return -(-numel // NF4_BLOCK)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kumi.spec.lora import NF4_BITS, NF4_BLOCK
+from kumi.spec.lora import NF4_BLOCK, NF4_BLOCK_BYTES
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int64": 8, "uint8": 1}
 
@@ -29,7 +29,7 @@ class Precision:
     def itemsize(self, *, frozen: bool = False, quantized: str = "") -> float:
         """Return the bytes per element of a resident parameter."""
         if quantized:
-            return (NF4_BITS + 32 / NF4_BLOCK) / 8
+            return NF4_BLOCK_BYTES / NF4_BLOCK
         return ITEMSIZE[self.compute if frozen else self.param]
 
     @property

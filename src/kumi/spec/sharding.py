@@ -9,7 +9,8 @@ The cost model and the trainer both use these functions. A parameter is sharded 
          ep shards "experts", and expert_tp the other dims.
     ZeRO Shards the tp shard again over the ranks that would hold the same one: dp_shard x cp ranks, because
          context-parallel ranks have the same weights, and dp_shard x cp x tp / (ep x expert_tp) ranks for routed
-         experts. Dense tensors are sharded by dim 0, experts by the dim after "experts".
+         experts. Dense tensors are sharded by dim 0, experts by the dim after "experts", quantized matrices by their
+         blocks, in ZeRO-3 only.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import LAYERS, embedding_ops, head_ops, is_layer_param, layer_ops, params
+from kumi.spec.lora import NF4_BLOCK_BYTES, nf4_blocks
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Dim, Op, Param
 from kumi.spec.optim import Optim
@@ -269,11 +271,7 @@ def state_bytes(model: ModelSpec, layout: Layout, rank: int, precision: Precisio
     rank with an empty FSDP2 shard of a tensor has only its unsharded states, such as the step counter.
     """
     itemsize, own = ITEMSIZE[precision.param], rank_params(model, layout, rank)
-    frozen = sum(
-        local_numel(param, layout, rank) * precision.itemsize(frozen=True, quantized=param.quantized)
-        for param in own
-        if param.frozen
-    )
+    frozen = sum(_frozen_bytes(param, layout, rank, precision) for param in own if param.frozen)
     trained = [param for param in own if not param.frozen]
     size = itemsize * sum(local_numel(param, layout, rank) for param in trained)
     states = sum(
@@ -282,7 +280,24 @@ def state_bytes(model: ModelSpec, layout: Layout, rank: int, precision: Precisio
         for param in trained
         for state in states_of(optim, param)
     )
-    return StateBytes(size + round(frozen), size, states)
+    return StateBytes(size + frozen, size, states)
+
+
+def _frozen_bytes(param: Param, layout: Layout, rank: int, precision: Precision) -> int:
+    """Return the bytes of the frozen `param` on `rank`."""
+    if not param.quantized:
+        return local_numel(param, layout, rank) * ITEMSIZE[precision.compute]
+    return NF4_BLOCK_BYTES * packed_rows(local_shape(param, layout, rank, sharded=False), layout, rank).count
+
+
+def packed_rows(shape: tuple[int, ...], layout: Layout, rank: int) -> RowRange:
+    """Return the blocks on `rank` of a quantized matrix, of `shape` after tp.
+
+    ZeRO-3 shards the blocks, which stay complete. ZeRO-1 and 2 do not: only what is trained has states to shard.
+    """
+    axis = zero_axis(layout, routed=False)
+    blocks = nf4_blocks(prod(shape))
+    return shard_rows(blocks, axis.degree, axis.index(rank)) if layout.zero == 3 else RowRange(0, blocks)
 
 
 def checkpoint_bytes(model: ModelSpec, precision: Precision, optim: Optim) -> int:

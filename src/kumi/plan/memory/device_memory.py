@@ -380,8 +380,8 @@ def _after_offload(
 ) -> dict[str, Floats]:
     """Return the device memory that offloading changes, by kind.
 
-    Offloaded states leave on the device, in the compute dtype, the layer in use with its gradient, the next layer, and
-    the root with its gradient. Offloaded activations leave all but the `moved` bytes.
+    Offloaded states leave on the device, in the compute dtype or packed, the layer in use with its gradient, the next
+    layer, and the root with its gradient. Offloaded activations leave all but the `moved` bytes.
     """
     states, optimizer = _offloads(layouts, "states"), _offloads(layouts, "optimizer")
     absent = {"params": states, "grads": states, "weights": states, "optimizer": states | optimizer}
@@ -395,7 +395,8 @@ def _after_offload(
 
 def bytes_in_use_of_offloaded_states(job: Job, params: RankParams) -> Floats:
     """Return the bytes of offloaded states that stay on the device: see `_after_offload`."""
-    return np.asarray(job.itemsize * (2 * params.root.unsharded + 3 * params.largest_unsharded))
+    grads = job.itemsize * (params.root.trained + params.largest_trained)
+    return np.asarray(params.root.gathered_bytes + 2 * params.largest_gathered_bytes + grads)
 
 
 def host_memory(job: Job, layouts: LayoutBatch, share: RankStages, invariant: InvariantMemory | None = None) -> Floats:

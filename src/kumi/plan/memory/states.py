@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from kumi.plan.row_cache import RowCache
 from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
 from kumi.spec.ledger import embedding_ops, head_ops, is_layer_param, unique_layer_ops
+from kumi.spec.lora import NF4_BLOCK_BYTES, nf4_blocks
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op, Param
 from kumi.spec.optim_states import states_of
@@ -27,16 +29,18 @@ class ParamShards:
     """Sizes of a set of parameters on a rank after tp and ep sharding, (rows,) each.
 
     `unsharded`: elements before ZeRO shards them.
-    `padded`: elements rounded up to equal shards on all ranks.
+    `gathered_bytes`: bytes after an all-gather, in the compute dtype or packed, with padding to equal shards; 0 of
+        packed matrices that the ZeRO stage does not shard.
     `shard`: elements of the largest shard.
     `matmul_weights`: elements of weight matrices that are cast for matmuls.
     `optimizer_bytes`: bytes of the shard's optimizer states.
-    `trained`, `trained_padded`, `trained_shard`: `unsharded`, `padded` and `shard` without frozen parameters.
+    `trained`, `trained_shard`: `unsharded` and `shard` without frozen parameters.
+    `trained_padded`: `trained` rounded up to equal shards on all ranks.
     `frozen_bytes`, `frozen_shard_bytes`: resident bytes of frozen parameters, unsharded and of the shard.
     """
 
     unsharded: Floats
-    padded: Floats
+    gathered_bytes: Floats
     shard: Floats
     matmul_weights: Floats
     optimizer_bytes: Floats
@@ -95,9 +99,9 @@ class RankParams:
         return np.maximum(self.layer.unsharded, self.embedding.unsharded)
 
     @property
-    def largest_padded(self) -> Floats:
-        """Padded elements in the largest non-root FSDP unit."""
-        return np.maximum(self.layer.padded, self.embedding.padded)
+    def largest_gathered_bytes(self) -> Floats:
+        """Bytes of the largest non-root FSDP unit after an all-gather."""
+        return np.maximum(self.layer.gathered_bytes, self.embedding.gathered_bytes)
 
 
 def num_shards(layouts: LayoutBatch, *, routed: bool = False) -> Ints:
@@ -189,20 +193,42 @@ def param_shards(job: Job, ops: Iterable[Op], layouts: LayoutBatch, *, one_tile:
     return total
 
 
-def padded_elements(unit: FsdpUnit, layouts: LayoutBatch) -> tuple[Floats, Floats]:
-    """Return the padded elements of all parameters of `unit`, and of the trainable parameters, (rows,) each.
+def communicated_sizes(job: Job, unit: FsdpUnit, layouts: LayoutBatch) -> tuple[Floats, Floats]:
+    """Return the bytes of all parameters of `unit` in an all-gather, and the elements of the trainable parameters in a
+    reduction, (rows,) each.
 
-    These are the sizes that collectives move: after tp and ep sharding, rounded up to equal ZeRO shards.
+    Both are after tp and ep sharding, rounded up to equal ZeRO shards.
     """
-    every, trained = np.zeros(len(layouts)), np.zeros(len(layouts))
+    gathered, trained = np.zeros(len(layouts)), np.zeros(len(layouts))
     for param in unit.params:
         routed = is_routed(param)
         shape, degree = _tp_shape(param, layouts), num_shards(layouts, routed=routed)
+        if param.quantized:
+            gathered = gathered + _packed_bytes(prod(shape), layouts).gathered
+            continue
         shape[routed] = -(-shape[routed] // degree) * degree
         size = prod(shape)
-        every = every + size
+        gathered = gathered + job.itemsize * size
         trained = trained + (0 if param.frozen else size)
-    return every, trained
+    return gathered, trained
+
+
+@dataclass(frozen=True)
+class _PackedBytes:
+    """Bytes of a packed matrix: unsharded, of the largest shard, and after an all-gather, (rows,) each."""
+
+    unsharded: Floats
+    shard: Floats
+    gathered: Floats
+
+
+def _packed_bytes(numel: Any, layouts: LayoutBatch) -> _PackedBytes:
+    """Return the bytes of a packed matrix of `numel` elements, (rows,), on a rank; only ZeRO-3 shards its blocks."""
+    blocks, zero3 = nf4_blocks(numel), layouts.zero == 3
+    degree = np.where(zero3, num_shards(layouts), 1)
+    shard = -(-blocks // degree)
+    sizes = (blocks, shard, np.where(zero3, shard * degree, 0))
+    return _PackedBytes(*(np.asarray(NF4_BLOCK_BYTES * size, np.float64) for size in sizes))
 
 
 def _tp_shape(param: Param, layouts: LayoutBatch) -> list[Ints]:
@@ -224,10 +250,16 @@ def _shards_of_param(job: Job, param: Param, layouts: LayoutBatch, cast: Floats)
     for state in states_of(job.optim, param):
         itemsize = ITEMSIZE[state.dtype or job.precision.param]
         optimizer = optimizer + itemsize * _shard_numel(state.tensor, layouts, degree if state.sharded else 1)
+    gathered = job.itemsize * padded
     if not param.frozen:
-        return ParamShards(unsharded, padded, shard, weights, optimizer, unsharded, padded, shard, none, none)
-    size = job.precision.itemsize(frozen=True, quantized=param.quantized)
-    return ParamShards(unsharded, padded, shard, weights, none, none, none, none, size * unsharded, size * shard)
+        return ParamShards(unsharded, gathered, shard, weights, optimizer, unsharded, padded, shard, none, none)
+    if param.quantized:
+        packed = _packed_bytes(unsharded, layouts)
+        return ParamShards(
+            unsharded, packed.gathered, shard, weights, none, none, none, none, packed.unsharded, packed.shard
+        )
+    size = job.precision.itemsize(frozen=True)
+    return ParamShards(unsharded, gathered, shard, weights, none, none, none, none, size * unsharded, size * shard)
 
 
 def _shard_numel(tensor: Param, layouts: LayoutBatch, degree: Ints | int) -> Floats:
@@ -318,30 +350,30 @@ def unsharded_bytes(job: Job, layouts: LayoutBatch, params: RankParams, microbat
     """
     compute, reduce = job.itemsize, ITEMSIZE[job.precision.reduce]
     root, layer, embedding, zero3 = params.root, params.layer, params.embedding, layouts.zero == 3
-    gathered = compute * params.total.padded
+    gathered = params.total.gathered_bytes
     accumulated = reduce * np.where((layouts.zero == 1) & (microbatches > 1), params.total.trained, 0.0)
     # A reduce-scatter reads an unsharded buffer and writes a sharded buffer, both in the dtype of the reduction.
     reduce_buffers = reduce * (1 + 1 / np.maximum(1, num_shards(layouts)))
-    loss = np.where(zero3, compute * (root.padded + layer.padded), gathered)
+    loss = np.where(zero3, root.gathered_bytes + layer.gathered_bytes, gathered)
     # FSDP keeps two communication buffers until the next collective replaces them: the all-gather buffer of the last
     # layer, and the input of the last reduce-scatter of the previous microbatch.
     keeps_gather, keeps_reduce = zero3 | (microbatches == 1), (layouts.zero >= 2) & (microbatches > 1)
     last_reduced = np.where(
         embedding.trained_padded > 0, embedding.trained_padded, np.maximum(root.trained_padded, layer.trained_padded)
     )
-    buffers = compute * np.where(keeps_gather, layer.padded, 0.0) + reduce * np.where(keeps_reduce, last_reduced, 0.0)
-    backward = loss + compute * (np.where(zero3, layer.padded, 0.0) + root.trained + layer.trained)
+    buffers = np.where(keeps_gather, layer.gathered_bytes, 0.0) + reduce * np.where(keeps_reduce, last_reduced, 0.0)
+    backward = loss + np.where(zero3, layer.gathered_bytes, 0.0) + compute * (root.trained + layer.trained)
     if not job.engine.head_stays:
-        backward = backward - compute * (np.where(zero3, root.padded, 0.0) + root.trained)
+        backward = backward - np.where(zero3, root.gathered_bytes, 0.0) - compute * root.trained
     end_reduced = np.maximum(root.trained_padded, embedding.trained_padded)
     end_grads = compute * (root.trained + embedding.trained)
-    end = np.where(zero3, compute * root.padded, gathered) + end_grads + reduce_buffers * end_reduced
+    end = np.where(zero3, root.gathered_bytes, gathered) + end_grads + reduce_buffers * end_reduced
     active = (num_shards(layouts) > 1) & (zero3 | (not job.engine.half_weights))
     return UnshardedBytes(
         *(
             np.where(active, size, 0.0)
             for size in (
-                np.where(zero3, compute * (root.padded + params.largest_padded), gathered),
+                np.where(zero3, root.gathered_bytes + params.largest_gathered_bytes, gathered),
                 accumulated,
                 compute * (root.trained + params.largest_trained),
                 loss + accumulated + buffers,

@@ -18,7 +18,7 @@ from kumi.plan.time.update_time import (
     MAX_OVERLAP,
     data_parallel_params,
     overlap_share,
-    sharded_elements,
+    sharded_sizes,
     slowed_seconds,
     unit_collective_seconds,
     update_seconds,
@@ -175,9 +175,9 @@ def offload_traffic(job: Job, layouts: LayoutBatch, share: RankStages) -> tuple[
     if len(states):
         rows = layouts.take(states)
         params = data_parallel_params(job, rows, share.take(states))
-        weights = job.itemsize * sharded_elements(rows, params.elements, 3)
+        weights = sharded_sizes(rows, params.gathered, 3)
         forward[states] += weights
-        backward[states] += weights + job.engine.grad_itemsize * sharded_elements(rows, params.elements, 2)
+        backward[states] += weights + job.engine.grad_itemsize * sharded_sizes(rows, params.trained, 2)
     return forward, backward
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kumi.plan.layout_batch import Floats, LayoutBatch
-from kumi.plan.memory.states import padded_elements, tied_grad_bytes
+from kumi.plan.memory.states import communicated_sizes, tied_grad_bytes
 from kumi.plan.time.collective_times import collective_seconds
 from kumi.plan.time.layer_collectives import CollectiveBatch, seconds_each
 from kumi.spec.job import Job
@@ -38,8 +38,8 @@ class UnitCollectives:
 def unit_collectives(job: Job, layouts: LayoutBatch, unit: FsdpUnit) -> UnitCollectives:
     """Return the collectives of `unit` in every row of `layouts`."""
     group = zero_group(routed=unit.name == "experts")
-    every, trained = padded_elements(unit, layouts)
-    gather = CollectiveBatch("all_gather", group, job.itemsize * every, {}, unit.name)
+    gathered, trained = communicated_sizes(job, unit, layouts)
+    gather = CollectiveBatch("all_gather", group, gathered, {}, unit.name)
     reduce = CollectiveBatch("reduce_scatter", group, job.engine.grad_reduce_itemsize * trained, {}, unit.name)
     return UnitCollectives(gather, reduce, replica_all_reduce(layouts, reduce))
 

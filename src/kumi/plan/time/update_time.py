@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
-from kumi.plan.memory.states import padded_elements
+from kumi.plan.memory.states import communicated_sizes
 from kumi.plan.pipeline.stages import RankStages, embedding_and_head_units
 from kumi.plan.time.kernel_times import stream_seconds
 from kumi.plan.time.layer_collectives import CollectiveBatch, norm_all_reduce, seconds_each
@@ -62,13 +62,13 @@ _UPDATE_FIELDS = (
 class DataParallelParams:
     """Parameters on a pp rank that data-parallel ranks communicate, as (dense, routed experts), (rows,) each.
 
-    `elements`: padded elements before ZeRO shards them.
+    `gathered`: bytes after an all-gather, with padding.
     `trained`: padded trainable elements.
     `units`: the number of FSDP units.
     `layers`: the number of layers on the rank, (rows,).
     """
 
-    elements: tuple[Floats, Floats]
+    gathered: tuple[Floats, Floats]
     trained: tuple[Floats, Floats]
     units: tuple[Floats, Floats]
     layers: Floats
@@ -82,26 +82,23 @@ def data_parallel_params(job: Job, layouts: LayoutBatch, share: RankStages) -> D
         for unit in fsdp_units(ops)
     ]
     counted += embedding_and_head_units(job.model, share)
-    elements, trained, counts = ([np.zeros(len(layouts)), np.zeros(len(layouts))] for _ in range(3))
+    gathered, trained, counts = ([np.zeros(len(layouts)), np.zeros(len(layouts))] for _ in range(3))
     for unit, count in counted:
         routed = unit.name == "experts"
-        unit_elements, unit_trained = padded_elements(unit, layouts)
-        elements[routed] = elements[routed] + count * unit_elements
+        unit_gathered, unit_trained = communicated_sizes(job, unit, layouts)
+        gathered[routed] = gathered[routed] + count * unit_gathered
         trained[routed] = trained[routed] + count * unit_trained
         counts[routed] = counts[routed] + count
     return DataParallelParams(
-        (elements[0], elements[1]), (trained[0], trained[1]), (counts[0], counts[1]), share.layers.sum(axis=0)
+        (gathered[0], gathered[1]), (trained[0], trained[1]), (counts[0], counts[1]), share.layers.sum(axis=0)
     )
 
 
-def sharded_elements(layouts: LayoutBatch, elements: tuple[Floats, Floats], from_zero: int) -> Floats:
-    """Return the (dense, routed) `elements` per rank, in total, sharded where the ZeRO stage is `from_zero` or more."""
+def sharded_sizes(layouts: LayoutBatch, sizes: tuple[Floats, Floats], from_zero: int) -> Floats:
+    """Return the (dense, routed) `sizes` per rank, in total, sharded where the ZeRO stage is `from_zero` or more."""
     degrees = (zero_degree(layouts, routed=routed) for routed in (False, True))
     return np.asarray(
-        sum(
-            size / np.where(layouts.zero >= from_zero, degree, 1)
-            for size, degree in zip(elements, degrees, strict=True)
-        )
+        sum(size / np.where(layouts.zero >= from_zero, degree, 1) for size, degree in zip(sizes, degrees, strict=True))
     )
 
 
@@ -157,15 +154,15 @@ def _reduce_and_gather_seconds(job: Job, layouts: LayoutBatch, params: DataParal
     Without ZeRO all gradients are reduced in one message, with ZeRO unit by unit.
     """
     reduce = gather = np.zeros(len(layouts))
-    for routed, elements, trained, count in zip(
-        (False, True), params.elements, params.trained, params.units, strict=True
+    for routed, gathered, trained, count in zip(
+        (False, True), params.gathered, params.trained, params.units, strict=True
     ):
-        if not elements.any():
+        if not gathered.any():
             continue
         group, size = zero_group(routed=routed), job.engine.grad_reduce_itemsize * trained
         all_reduce = CollectiveBatch("all_reduce", grad_sync_group(routed=routed), size, {}, "gradients")
         reduce_scatter = CollectiveBatch("reduce_scatter", group, size, {}, "gradients")
-        all_gather = CollectiveBatch("all_gather", group, job.itemsize * elements, {}, "parameters")
+        all_gather = CollectiveBatch("all_gather", group, gathered, {}, "parameters")
         replicas = back_to_back_seconds(job, layouts, replica_all_reduce(layouts, reduce_scatter), count)
         unsharded = back_to_back_seconds(job, layouts, all_reduce, np.ones(len(layouts)))
         zero1 = back_to_back_seconds(job, layouts, reduce_scatter, count) + replicas
@@ -195,7 +192,7 @@ def overlap_share(job: Job, overlaps: bool) -> float:
 
 def _optimizer_seconds(job: Job, layouts: LayoutBatch, params: DataParallelParams) -> tuple[Floats, Floats]:
     """Return the seconds of the update on the device, and of offloading: transfers, and the update on the host."""
-    elements = sharded_elements(layouts, params.trained, 1)
+    elements = sharded_sizes(layouts, params.trained, 1)
     state = bytes_per_element(job.optim, 4)
     # Gradients are read for the norm, read for the update, and zeroed; weights and states are read and written.
     touched = elements * (3 * job.engine.grad_itemsize + 2 * 4 + 2 * state + 2 * job.engine.half_weights)
