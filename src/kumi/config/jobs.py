@@ -14,12 +14,14 @@ from kumi.config.numerics import choose_numerics
 from kumi.config.optim_section import choose_optim
 from kumi.config.run_length import run_steps
 from kumi.config.schema import LoraSection, PlanConfig
+from kumi.objectives import OBJECTIVES, LinearObjective
 from kumi.plan.search.candidates import Pins
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import Device
 from kumi.spec.comm import Comm, engine_for, reduce_precision
 from kumi.spec.job import Job
 from kumi.spec.lora import Lora
+from kumi.spec.loss_passes import LossPasses
 from kumi.spec.numerics import Numerics
 from kumi.spec.peft import with_adapters
 from kumi.spec.precision import PRECISIONS, Precision
@@ -54,11 +56,22 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
         precision=reduce_precision(choose_precision(kind, cluster.device, numerics), comm_spec(config)),
         optim=choose_optim(config.optim, run_steps(config)),
         engine=engine_for(comm_spec(config)),
+        passes=loss_passes(config),
         numerics=numerics,
         margin=None if config.plan.margin == "auto" else float(config.plan.margin),
         model_name=model_name(config.model),
         cluster_of_nodes=partial(cluster_with_nodes, config.cluster),
     )
+
+
+def loss_passes(config: PlanConfig) -> LossPasses:
+    """Return the passes of the loss of `config` in a step."""
+    objective = OBJECTIVES[config.objective.kind]
+    rows = 2 if objective.rows.mismatched else 1
+    # Mismatched rows are computed once a step, and the reference of all rows too unless it is stored.
+    reference = rows if config.reference.kind == "adapters-off" else 0
+    again = objective.head == "lm" and not issubclass(objective, LinearObjective)
+    return LossPasses(again, rows - 1 + reference)
 
 
 def lora_spec(section: LoraSection) -> Lora:

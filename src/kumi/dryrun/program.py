@@ -54,8 +54,8 @@ class Measured:
         return sum(self.memory.values())
 
 
-class _MeanScore(Objective):
-    """The mean score of all tokens. Losses of the last tokens' scores cost as much, up to a few numbers a sequence."""
+class _MeanOutput(Objective):
+    """The mean of the head's results. A loss of a few numbers a sequence costs as much as any function of them."""
 
     def count(self, batch: Mapping[str, Any]) -> float:
         return int(batch["labels"].numel())
@@ -126,6 +126,7 @@ def track_head(model: nn.Module, tracker: Tracker) -> None:
     """Make `tracker` count the tensors of the loss as kind "head"."""
     for decoder in stages_of(unwrap(model)).values():
         decoder.weighted_sum = tracker.within("head", decoder.weighted_sum)  # type: ignore[assignment, arg-type]
+        decoder.log_probs = tracker.within("head", decoder.log_probs)  # type: ignore[assignment, arg-type]
         decoder.scores = tracker.within("head", decoder.scores)  # type: ignore[assignment, arg-type]
 
 
@@ -138,12 +139,16 @@ def track_states(model: nn.Module, optimizer: Optimizer, tracker: Tracker) -> No
 
 
 def run_step(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, tracker: Tracker, microbatches: int) -> None:
-    """Run a step as `kumi.train.step` does, of `microbatches` microbatches with one document per sequence."""
+    """Run a step as `kumi.train.step` does, of `microbatches` microbatches with one document per sequence.
+
+    Passes of the loss without a gradient are left out: they need less memory.
+    """
     shape = (mesh.layout.microbatch, job.batch.seq_len)
     with tracker:
         names = ("input_ids", "labels", "position_ids")
         batches = ({name: torch.zeros(shape, dtype=torch.int64) for name in names} for _ in range(microbatches))
-        objective = OBJECTIVES["lm"]() if job.model.head == "lm" else _MeanScore()
+        repeats = job.passes.head_again or job.model.head == "score"
+        objective = _MeanOutput() if repeats else OBJECTIVES["lm"]()
         # Fake labels have no values, from which the trained ones would follow: the head computes all.
         forward_backward(
             model, mesh, objective, batches, job.batch.tokens_per_step, label_positions=lambda labels: None

@@ -96,7 +96,8 @@ class Estimate:
     `usable`: bytes of a device that an estimate may fill.
     `step_seconds`: seconds of a step.
     `time`: seconds of a step by kind, on the slowest pp rank; they add up to `step_seconds`. Kinds: forward, backward,
-        recompute, tp, cp, ep, pp, dp (exposed communication only), bubble, optimizer, offload, host.
+        recompute, tp, cp, ep, pp, dp (exposed communication only), bubble, optimizer, offload, host,
+        and passes: those of `Job.passes` without a gradient.
     `stages`: the pipeline stages in model order.
     `collectives`: all communication of a rank in a step.
     `model_flops`: FLOPs of a step, with attention counted in full within documents (`Job.attention_len`), and

@@ -121,7 +121,7 @@ def levers(report: Report) -> list[Lever]:
 
 def _compute(best: Estimate) -> Iterator[Lever]:
     """Yield the saving of faster devices; the pipeline bubble shrinks with the compute."""
-    seconds = seconds_spent(best, *phrases.COMPUTE, "recompute", "bubble")
+    seconds = seconds_spent(best, *phrases.COMPUTE, "recompute", "passes", "bubble")
     yield Lever("devices with 10% more FLOP/s", seconds * (1 - 1 / (1 + MORE)), "compute, recomputation, bubble")
 
 

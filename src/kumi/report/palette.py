@@ -27,6 +27,7 @@ TIME_COLOURS = {
     "backward": BLUE,
     "recompute": SKY,
     "bubble": GREY,
+    "passes": SKY,
     "optimizer": GREEN,
     "offload": PURPLE,
     "host": YELLOW,

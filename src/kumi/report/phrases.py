@@ -46,6 +46,7 @@ TIME = {
     "pp": "exposed pp communication",
     "dp": "exposed dp communication",
     "bubble": "pipeline bubble",
+    "passes": "forward passes of the loss",
     "optimizer": "optimizer",
     "offload": "exposed offload transfers",
     "host": "waiting for kernel launches",

@@ -13,7 +13,7 @@ from kumi.report.unit_lines import unit_lines
 from kumi.spec import ledger
 from kumi.spec.divisibility import divisibility
 from kumi.spec.layout import AXES
-from kumi.units import format_bytes, format_count
+from kumi.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -110,6 +110,7 @@ def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
         },
         "layout": asdict(layout),
         "placement": placement(layout, cluster, experts=bool(divisibility(model).experts)),
+        "objective": _objective(config, job, estimate),
         "precision": asdict(job.precision),
         **({"numerics": _numerics(config, job)} if cluster.device.kind == "cpu" else {}),
         "batch": {
@@ -120,6 +121,28 @@ def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
             "train_flops_per_step": job.step_flops(),
         },
         "memory": {**asdict(fullest), "total": fullest.total},
+    }
+
+
+def _objective(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, Any]:
+    """Return the kind of the objective and its options, its reference, and the passes that its loss needs.
+
+    `reference_seconds`: estimated seconds of the pass that stores the reference, for a million tokens of data; None
+    without such a pass, and without an estimate of the device's speed.
+    """
+    section, reference, kinds = config.objective, None, dict(estimate.time)
+    stored = section.compares and config.reference.kind == "stored"
+    if section.compares:
+        reference = config.reference.model or ("the policy" if stored else "the policy without its adapters")
+    forward = sum(kinds.get(kind, 0.0) for kind in ("forward", "bubble")) * (2 if section.rows.mismatched else 1)
+    known = job.cluster.device.peak_flops(job.precision.matmul_dtype) is not None
+    return {
+        "kind": section.kind,
+        **section.given,
+        "reference": reference,
+        "reference_seconds": forward / estimate.tokens_per_step * 1e6 if stored and known else None,
+        "head_again": job.passes.head_again,
+        "forward_passes": job.passes.forwards,
     }
 
 
@@ -189,6 +212,7 @@ def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
             f"{', '.join(axes) or 'one rank'}; ZeRO {layout['zero']}, microbatch {layout['microbatch']}, "
             f"recompute {layout['recompute']}{offload}",
         ),
+        *_objective_rows(description["objective"]),
         ("precision", f"{precision['compute']} compute, {precision['param']} weights, {precision['reduce']} reduction"),
         *([("numerics", _numerics_text(description["numerics"]))] if "numerics" in description else []),
         (
@@ -199,6 +223,24 @@ def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
         *length,
         ("memory", f"{format_bytes(memory['total'])} per rank (estimated): {', '.join(kinds)}"),
     ]
+
+
+def _objective_rows(objective: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of an objective other than language modelling."""
+    own = ("kind", "reference", "reference_seconds", "head_again", "forward_passes")
+    options = ", ".join(f"{name} {value}" for name, value in objective.items() if name not in own)
+    if objective["kind"] == "lm":
+        return []
+    work = ["the head's logits twice"] if objective["head_again"] else []
+    if objective["forward_passes"]:
+        work.append(f"{objective['forward_passes']} more forward passes a step")
+    rows = [("objective", "; ".join([f"{objective['kind']}{options and f' ({options})'}", *work]))]
+    if objective["reference"] is not None:
+        text, seconds = objective["reference"], objective["reference_seconds"]
+        if seconds is not None:
+            text += f", one pass over the data before step 1: about {format_seconds(seconds)} a million tokens"
+        rows.append(("reference", text))
+    return rows
 
 
 def _length(batch: dict[str, Any]) -> str:

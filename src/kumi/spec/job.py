@@ -9,6 +9,7 @@ from kumi.spec import ledger
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.engine import KUMI, Engine
+from kumi.spec.loss_passes import ONE_PASS, LossPasses
 from kumi.spec.model import ModelSpec
 from kumi.spec.numerics import Numerics
 from kumi.spec.optim import Optim
@@ -19,6 +20,7 @@ from kumi.spec.precision import ITEMSIZE, Precision
 class Job:
     """A model, a cluster, a batch and the precision, trained by `engine`.
 
+    - `passes`: the passes of the loss beside one forward and one backward.
     - `numerics`: the choice among the kernels of a CPU (`kumi.spec.numerics`); None before they are measured.
     - `margin`: share of device memory that a plan must leave free; None for the default (`plan.uncertainty.margin`).
     - `model_name`: the name that the user gave the model; "" if it has none.
@@ -31,6 +33,7 @@ class Job:
     precision: Precision
     optim: Optim
     engine: Engine = KUMI
+    passes: LossPasses = ONE_PASS
     numerics: Numerics | None = None
     margin: float | None = None
     model_name: str = field(default="", compare=False)

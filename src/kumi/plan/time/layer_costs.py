@@ -224,7 +224,7 @@ class _OpCosts(LayoutSizes):
             self.add_elementwise(cost, "dropout", elements)
 
     def _add_head(self, cost: MicrobatchCost, op: Op) -> None:
-        """Add the head's three matmuls and the loss."""
+        """Add the head's three matmuls and the loss, and the first matmul again where the backward pass repeats it."""
         columns = np.ceil(op.target.size / self.tp)
         shapes = (
             (self.tokens, op.source.size, columns),
@@ -234,10 +234,11 @@ class _OpCosts(LayoutSizes):
         dtype = self.job.precision.compute
         forward, backward, weight = (matmul_seconds(self.device, dtype, *map(np.asarray, shape)) for shape in shapes)
         cost.forward += forward
-        cost.backward += backward
+        again = self.job.passes.head_again
+        cost.backward += backward + forward * again
         cost.weight += weight * (not op.frozen)
         cost.kernels_forward += 1
-        cost.kernels_backward += 2
+        cost.kernels_backward += 2 + again
         # A loss with float32 copies of the logits runs op by op.
         kernels = "eager" if self.engine.logit_bytes >= _FLOAT32_LOGIT_BYTES else self.engine.kernels
         self.add_passes(cost, MEMORY_PASSES["logits"][kernels], self.tokens * columns)

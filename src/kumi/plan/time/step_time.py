@@ -98,6 +98,11 @@ def step_times(
         kind: microbatches * pick_per_row(seconds.reshape(ranks.shape), slowest) for kind, seconds in work.kinds.items()
     }
     kinds["pp"], kinds["bubble"] = split_idle(layouts, length, busy, send)
+    if job.passes.forwards:
+        # Forward passes alone: each stage in turn for the first microbatch, then the slowest stage for each other one.
+        filling = (layouts.pp - 1) * send + (counts * work.forward.reshape(ranks.shape)).sum(axis=0)
+        slowest_forward = work.forward.reshape(ranks.shape).max(axis=0)
+        kinds["passes"] = job.passes.forwards * (filling + (microbatches - 1) * slowest_forward)
     update = update_seconds(job, every, rank, rank_share, work.forward, work.backward + work.weight)
     last = np.argmax(np.asarray(sum(update.values())).reshape(ranks.shape), axis=0)
     for kind, seconds in update.items():
