@@ -19,6 +19,7 @@ ALLOWED = {
     "torch.distributed.elastic calls it": ["reify", "root_log_dir"],
     "the tokenizers library reads it": ["post_processor"],
     "PyTorch's fake tensors read it": ["allow_non_fake_inputs", "_resize"],
+    "FSDP2 reads it": ["param_dtype"],
     "a record in a file that kumi writes has it": [
         "mtime",
         "special_tokens_in_text",

@@ -22,7 +22,7 @@ from kumi.convert.hf.write_folder import write_hf_folder
 from kumi.errors import ModelError
 from kumi.nn.decoder import Decoder
 from kumi.spec import families
-from kumi.spec.families._shared.score_head import CLASSIFIERS
+from kumi.spec.families._shared.classifiers import CLASSIFIERS
 from kumi.spec.ledger import params
 
 # A tiny model of each family with a classifier, and variants: tied heads, and scales or caps of logits.

@@ -135,12 +135,12 @@ def _objective(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
     if section.compares:
         reference = config.reference.model or ("the policy" if stored else "the policy without its adapters")
     forward = sum(kinds.get(kind, 0.0) for kind in ("forward", "bubble")) * (2 if section.rows.mismatched else 1)
-    known = job.cluster.device.peak_flops(job.precision.matmul_dtype) is not None
+    has_speed = job.cluster.device.peak_flops(job.precision.matmul_dtype) is not None
     return {
         "kind": section.kind,
         **section.given,
         "reference": reference,
-        "reference_seconds": forward / estimate.tokens_per_step * 1e6 if stored and known else None,
+        "reference_seconds": forward / estimate.tokens_per_step * 1e6 if stored and has_speed else None,
         "head_again": job.passes.head_again,
         "forward_passes": job.passes.forwards,
     }

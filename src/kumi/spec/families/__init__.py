@@ -49,7 +49,7 @@ from kumi.spec.families import (
     smollm3,
     starcoder2,
 )
-from kumi.spec.families._shared import bounds, config_keys, quantization, score_head
+from kumi.spec.families._shared import bounds, classifiers, config_keys, quantization
 from kumi.spec.families._shared.nearest_family import unsupported_reason
 from kumi.spec.ledger import num_params
 from kumi.spec.model import ModelSpec
@@ -106,7 +106,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         quantization.quantization_config(config),
         _with_current_architecture(quantization.without_quantization(config)),
     )
-    classified = score_head.classified_family(config)
+    classified = classifiers.classified_family(config)
     if classified is not None:
         config = {**config, "architectures": [FAMILIES[classified].ARCHITECTURE]}
     family = _family(config)
@@ -126,14 +126,14 @@ def with_score_head(config: Mapping[str, Any]) -> dict[str, Any]:
     the family.
     """
     _check_names(config)
-    if score_head.classified_family(config) is not None:
+    if classifiers.classified_family(config) is not None:
         return dict(config)
-    return score_head.classifier_config(config, _family(_with_current_architecture(dict(config))))
+    return classifiers.classifier_config(config, _family(_with_current_architecture(dict(config))))
 
 
 def architecture(spec: ModelSpec) -> str:
     """Return the name of the class of `spec` in transformers."""
-    return score_head.CLASSIFIERS[spec.family] if spec.head == "score" else str(FAMILIES[spec.family].ARCHITECTURE)
+    return classifiers.CLASSIFIERS[spec.family] if spec.head == "score" else str(FAMILIES[spec.family].ARCHITECTURE)
 
 
 def check_trainable(spec: ModelSpec) -> None:
@@ -149,7 +149,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`, in the spelling that transformers 4 and 5 both read."""
     check_trainable(spec)
     config: dict[str, Any] = FAMILIES[spec.family].to_hf(spec)
-    config = config if spec.head == "lm" else score_head.classifier_config(config, spec.family)
+    config = config if spec.head == "lm" else classifiers.classifier_config(config, spec.family)
     if from_hf(config) != spec:
         raise ModelError(
             f"this model cannot be written as a {spec.family} config.json: that format cannot express "

@@ -74,5 +74,5 @@ def classifier_config(config: Mapping[str, Any], family: str) -> dict[str, Any]:
             f"a {family} model cannot become a reward model, because transformers has no sequence classifier of this "
             f"family that could load it; use a model of {', '.join(CLASSIFIERS)}"
         )
-    kept = {key: value for key, value in config.items() if key != "num_labels"}
-    return {**kept, "architectures": [CLASSIFIERS[family]], **_LABELS}
+    entries = {key: value for key, value in config.items() if key != "num_labels"}
+    return {**entries, "architectures": [CLASSIFIERS[family]], **_LABELS}
