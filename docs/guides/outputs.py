@@ -2,7 +2,7 @@
 
 A block stands between `<!-- printed: TITLE -->` and `<!-- end -->`. Where TITLE is "brief", it has all that COMMAND
 prints; else the paragraph of COMMAND --explain that begins with the line TITLE, or the first one where TITLE is "head".
-Where TITLE is a command `kumi data`, the block has its output.
+Where TITLE is a command `kumi data` or `kumi plan`, the block has its output.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ def printed_by(command: str) -> str:
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
-def data_commands() -> list[str]:
-    """Return the titles on the pages that are commands `kumi data`."""
+def commands(verb: str) -> list[str]:
+    """Return the titles on the pages that are commands `kumi VERB`."""
     titles = [block[2] for page in PAGES for block in BLOCK.finditer(page.read_text())]
-    return [title for title in titles if title.startswith("kumi data ")]
+    return [title for title in titles if title.startswith(f"kumi {verb} ")]
 
 
-def data_outputs(commands: Iterable[str]) -> dict[str, str]:
+def data_outputs(titles: Iterable[str]) -> dict[str, str]:
     """Return what `kumi data` commands print with freshly prepared data."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         small = f".toml data.workers=1 train.out={folder}/run"
-        return {command: printed_by(command.replace(".toml", small, 1)) for command in commands}
+        return {command: printed_by(command.replace(".toml", small, 1)) for command in titles}
 
 
 def sections() -> dict[str, str]:
     """Return the brief as "brief", the paragraphs of the full report by their first lines, the first as "head", and the
-    outputs of `data_commands`."""
+    outputs of `commands`."""
     head, *others = [part.strip("\n") for part in printed_by(f"{COMMAND} --explain").split("\n\n")]
     paragraphs = {part.splitlines()[0].strip(): part for part in others}
-    return {"brief": printed_by(COMMAND), "head": head} | paragraphs | data_outputs(data_commands())
+    plans = {command: printed_by(command) for command in commands("plan")}
+    return {"brief": printed_by(COMMAND), "head": head} | paragraphs | plans | data_outputs(commands("data"))
 
 
 def refreshed(page: str, printed: dict[str, str]) -> str:

@@ -74,6 +74,12 @@ class KindSection(Section):
         return self
 
     @property
+    def words(self) -> str:
+        """What the objective does, as a phrase: "predicting tokens", or its kind with the options that are set."""
+        options = ", ".join(f"{name} {value}" for name, value in self.given.items())
+        return "predicting tokens" if self.kind == "lm" else f"{self.kind}{options and f' ({options})'}"
+
+    @property
     def given(self) -> dict[str, Any]:
         """The options that are set."""
         return {name: value for name, value in self.model_dump(exclude={"kind"}).items() if value is not None}

@@ -267,6 +267,11 @@ class TrainSection(Section):
         description="Folder on the NVMe drives for offloaded optimizer states (`layout.offload`); by default `offload` "
         "inside `out`. Its files are unlinked and disappear when the run ends.",
     )
+    patience: NotNegative = Field(
+        0,
+        description="End the run after this many evaluations in a row without a new best of `checkpoint.best`; 0 "
+        "trains all steps.",
+    )
     trace_step: NotNegative = Field(
         0,
         description="Step whose pipeline timeline is recorded and compared with the plan, as a trace and a picture: "
@@ -301,6 +306,11 @@ class CheckpointSection(Section):
 
     every: NotNegative = Field(0, description="Steps between checkpoints; 0 saves at the end only.")
     keep: Positive = Field(2, description="Number of checkpoints to keep; older ones are deleted.")
+    best: Text | None = Field(
+        None,
+        description="A metric of evaluations, such as 'eval/loss' or 'eval/rewards/accuracies': a new best is saved "
+        "and kept beside the newest checkpoints; `checkpoints/best.json` names it.",
+    )
     asynchronous: Switch = Field(True, description="Write in the background during training.")
 
 
@@ -408,6 +418,24 @@ class PlanConfig(Section):
                     "reference.model names another model, but reference.kind='adapters-off' computes the reference by "
                     "the model itself; remove one of them"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_best(self) -> PlanConfig:
+        if self.checkpoint.best is not None:
+            if not self.eval.every:
+                raise ValueError(
+                    f"checkpoint.best={self.checkpoint.best!r} needs evaluations during training; set eval.every"
+                )
+            if self.data is not None and not self.data.holds_out:
+                raise ValueError(
+                    f"checkpoint.best={self.checkpoint.best!r} needs held-out data; set data.validation above 0"
+                )
+        elif self.train is not None and self.train.patience:
+            raise ValueError(
+                f"train.patience={self.train.patience} needs a metric that it waits for; set checkpoint.best, for "
+                "example to 'eval/loss'"
+            )
         return self
 
     @model_validator(mode="after")

@@ -53,7 +53,7 @@ class TrainerCallback:
     def on_evaluate(
         self, args: RunConfig, state: TrainerState, control: TrainerControl, metrics: dict[str, Any], **kwargs: Any
     ) -> None:
-        """Called after an evaluation with `metrics`: eval/loss, eval/tokens, eval/unigram_entropy, and
+        """Called after an evaluation with `metrics`: eval/loss, eval/tokens, those of the objective, and
         eval/loss/<source> for each of several sources."""
 
     def on_save(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

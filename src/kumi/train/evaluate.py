@@ -31,6 +31,7 @@ class Loss:
 
     loss: float  # mean per held-out unit, in nats
     tokens: int  # held-out tokens with a label
+    units: float  # held-out units that the objective counts
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the objective, by name
 
 
@@ -39,6 +40,14 @@ class Evaluation(Loss):
     """The result of an evaluation: the loss on all sources, and on each of several sources by its name."""
 
     sources: Mapping[str, Loss] = field(default_factory=dict)
+
+    def values(self) -> dict[str, float]:
+        """Return the loss and the metrics by name, and those of sources under `<name>/<source>`."""
+        result = {"loss": self.loss} | {f"loss/{source}": each.loss for source, each in self.sources.items()}
+        result |= self.metrics
+        for source, each in self.sources.items():
+            result |= {f"{name}/{source}": value for name, value in each.metrics.items()}
+        return result
 
 
 @torch.no_grad()
@@ -99,7 +108,7 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
     each = [_mean(column, metrics[0].names) for column in sums.T.tolist()]
     whole = _mean(sums.sum(1).tolist(), metrics[0].names)
     sources = dict(zip(source_names, each, strict=True)) if len(each) > 1 else {}
-    return Evaluation(whole.loss, whole.tokens, whole.metrics, sources)
+    return Evaluation(whole.loss, whole.tokens, whole.units, whole.metrics, sources)
 
 
 def _read(rank_state: RankState, group: Sequence[tuple[int, int, int]]) -> tuple[list[Batch], list[dict[str, Tensor]]]:
@@ -124,7 +133,7 @@ def _statistics(rank_state: RankState, groups: Sequence[Sequence[tuple[int, int,
 def _mean(sums: Sequence[float], names: Sequence[str]) -> Loss:
     """Return the means for `sums`: of losses, units, tokens, then two for each of the metrics `names`."""
     loss, units, tokens, *measured = sums
-    return Loss(loss / (units or 1.0), int(tokens), means_of(measured, names))
+    return Loss(loss / (units or 1.0), int(tokens), units, means_of(measured, names))
 
 
 def means_of(sums: Sequence[float], names: Sequence[str]) -> dict[str, float]:

@@ -183,6 +183,9 @@ def _difference(decoder: Decoder, run: ResolvedRun) -> tuple[float, float]:
 def _card_contents(run: ResolvedRun, store: Store) -> dict[str, Any]:
     """Return the contents of the model card."""
     evaluations = [entry for entry in read_metrics(run.out / "metrics.jsonl") if "eval/loss" in entry]
+    objective = run.config.objective
+    by_tokens = objective.build().unit == "tokens"
+    scale = "nats a token" if by_tokens else f"mean of {objective.build().unit}"
     return {
         "name": run.config.name,
         "origin": model_origin(run),
@@ -190,15 +193,15 @@ def _card_contents(run: ResolvedRun, store: Store) -> dict[str, Any]:
         "datasets": run.config.export.datasets,
         "model": run.model,
         "facts": {
-            "made by": f"kumi train, predicting tokens with {run.optim.kind}, learning rate {run.optim.lr:g}",
+            "made by": f"kumi train, {objective.words} with {run.optim.kind}, learning rate {run.optim.lr:g}",
             "trained on": ", ".join(dict.fromkeys(Path(source.path).name for source in run.config.data.sources)),
             "training tokens": f"{run.steps * run.batch.tokens_per_step:,}",
             "steps": f"{run.steps:,}",
             "sequence length": f"{run.batch.seq_len:,}",
             "precision": f"{run.precision.compute} compute, {run.precision.param} weights",
             "documents": f"{store.documents:,}",
-            "validation loss (nats a token)": f"{evaluations[-1]['eval/loss']:.4f}" if evaluations else "not measured",
-            "unigram entropy (nats a token)": f"{store.unigram_entropy:.4f}",
+            f"validation loss ({scale})": f"{evaluations[-1]['eval/loss']:.4f}" if evaluations else "not measured",
+            **({"unigram entropy (nats a token)": f"{store.unigram_entropy:.4f}"} if by_tokens else {}),
         },
     }
 

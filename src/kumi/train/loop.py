@@ -28,12 +28,13 @@ from kumi.parallel.optim import build_optimizer
 from kumi.parallel.state_tensors import fill_pieces, optimizer_pieces
 from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
+from kumi.train.best_checkpoint import BestSoFar, check_metric, metric_of
 from kumi.train.callbacks import Callbacks, Listener
 from kumi.train.check_reference import check_reference
 from kumi.train.compare_ranks import check_agreement
 from kumi.train.evaluate import evaluate
 from kumi.train.export_probe import probe_ids, write_probe
-from kumi.train.metrics import Metrics, truncate_metrics
+from kumi.train.metrics import Metrics, read_metrics, truncate_metrics
 from kumi.train.open_batches import OpenSource, mixture_source
 from kumi.train.preflight import run_preflight
 from kumi.train.process_memory import (
@@ -134,6 +135,9 @@ def _train_steps(
     config, steps, root = rank_state.run.config, rank_state.run.steps, checkpoint_root(rank_state.run.out)
     # The preflight check runs in the first step only.
     before_update: Callable[[], None] | None = partial(run_preflight, rank_state, state, root, attempt)
+    best, patience = _best_so_far(rank_state, state), config.train.patience
+    if best is not None and patience and best.since >= patience:
+        return OK
     if state.step == 0:
         _compare_reference(rank_state, reporter)
     while state.step < steps:
@@ -141,7 +145,7 @@ def _train_steps(
         step_batch = read_step(rank_state, state, _stop_signal(stop, reporter.listener))
         if step_batch.signal is not None:
             reporter.flush()
-            _save(rank_state, state, saver, root, reporter.listener, wait=True)
+            _save(rank_state, state, saver, root, reporter.listener, wait=True, best=best)
             reporter.note(
                 f"{Signals(step_batch.signal).name}: saved after step {state.step}; the same command resumes from there"
             )
@@ -151,13 +155,46 @@ def _train_steps(
         if _is_due(state.step, TRIM_EVERY):
             trim_heap(rank_state.mesh.device)
         last = state.step == steps
+        improved = False
         if rank_state.validation is not None and (last or _is_due(state.step, config.eval.every)):
             reporter.flush()
-            reporter.evaluation(state.step, evaluate(rank_state))
-        if last or _is_due(state.step, config.checkpoint.every):
+            result = evaluate(rank_state)
+            reporter.evaluation(state.step, result)
+            improved = best is not None and best.add(state.step, result.values().get(best.metric))
+        ended = best is not None and 0 < patience <= best.since
+        if last or ended or improved or _is_due(state.step, config.checkpoint.every):
             reporter.flush()
-            _save(rank_state, state, saver, root, reporter.listener, wait=last or not config.checkpoint.asynchronous)
+            # best.json names complete checkpoints only.
+            wait = last or ended or improved or not config.checkpoint.asynchronous
+            _save(rank_state, state, saver, root, reporter.listener, wait=wait, best=best)
+            if improved and best is not None and rank_state.mesh.rank == 0:
+                best.write(root)
+        if ended and best is not None:
+            reporter.note(
+                f"ended after step {state.step}: eval/{best.metric} was best after step {best.step}, and no better in "
+                f"{best.since} evaluations since (train.patience)"
+            )
+            return OK
     return OK
+
+
+def _best_so_far(rank_state: RankState, state: TrainState) -> BestSoFar | None:
+    """Return the best evaluation before `state.step` by checkpoint.best, the same on all ranks; None without the key.
+
+    Raise ConfigError for a metric that evaluations do not have.
+    """
+    run, key = rank_state.run, rank_state.run.config.checkpoint.best
+    if key is None:
+        return None
+    check_metric(key, rank_state.objective, rank_state.store.validation_names)
+    entries = read_metrics(run.out / "metrics.jsonl")
+    best = BestSoFar(metric_of(key), [entry for entry in entries if entry["step"] <= state.step])
+    # Rank 0 decides: another node may see an older file.
+    own = (-1.0 if best.step is None else best.step, best.value or 0.0, best.since)
+    agreed = torch.tensor(own if rank_state.mesh.rank == 0 else (0.0, 0.0, 0.0), dtype=torch.float64)
+    step, value, since = all_reduce_sum(agreed.to(rank_state.mesh.device), rank_state.mesh).tolist()
+    best.step, best.value, best.since = (int(step), value, int(since)) if step >= 0 else (None, None, int(since))
+    return best
 
 
 def _compare_reference(rank_state: RankState, reporter: Reporter) -> None:
@@ -191,6 +228,7 @@ def _save(
     listener: Listener,
     *,
     wait: bool,
+    best: BestSoFar | None = None,
 ) -> None:
     """Start saving a checkpoint, unless this step was saved already. If `wait`, return when the save is complete.
 
@@ -199,7 +237,9 @@ def _save(
     """
     if state.saved != state.step:
         folder, keep = checkpoint.step_folder(root, state.step), rank_state.run.config.checkpoint.keep
-        saver.save(folder, checkpoint_pieces(rank_state), checkpoint_meta(state, rank_state), keep=keep)
+        protect = [] if best is None or best.step is None else [checkpoint.step_folder(root, best.step)]
+        meta = checkpoint_meta(state, rank_state)
+        saver.save(folder, checkpoint_pieces(rank_state), meta, keep=keep, protect=protect)
         state.saved = state.step
         listener.saving()
     if wait:

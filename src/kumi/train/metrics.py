@@ -4,7 +4,9 @@ Keys of a step: step, tokens, layout (text with the fields that differ from thei
 train/grad_norm, train/lr, perf/tokens_per_s, perf/mfu, perf/step_s, perf/estimated_step_s, time/data_s, mem/peak_bytes,
 mem/estimated_bytes. With routed experts: train/aux_loss (not included in train/loss), train/busiest_expert (its tokens
 relative to the mean of its layer). In float16 runs: train/skipped_updates (in the run so far), train/loss_scale. Keys
-of an evaluation: eval/loss, eval/tokens, eval/unigram_entropy, and eval/loss/<source> for each of several sources.
+of an evaluation: eval/loss, eval/tokens, eval/unigram_entropy (of language modelling), and eval/loss/<source> for each
+of several sources. Metrics of the objective (`kumi.objectives`) stand under train/ and eval/, such as
+train/rewards/margins and eval/rewards/accuracies/<source>.
 """
 
 from __future__ import annotations

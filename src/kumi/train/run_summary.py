@@ -15,6 +15,8 @@ from kumi.config import ResolvedRun, RunConfig
 from kumi.config.run_length import run_steps
 from kumi.errors import OK
 from kumi.storage.folders import latest, step_of
+from kumi.storage.folders import step_folder as checkpoint_folder
+from kumi.train.best_checkpoint import ended_early, read_best
 from kumi.train.measured_steps import estimate_lines
 from kumi.train.metrics import read_metrics
 from kumi.train.step_lines import source_losses
@@ -23,7 +25,8 @@ from kumi.units import format_count, format_seconds
 
 @dataclass(frozen=True)
 class TrainOutput:
-    """The result of a training run, from the files in its run folder. Losses are in nats per token."""
+    """The result of a training run, from the files in its run folder. Losses are means over the units
+    of the objective: nats per token for language modelling."""
 
     global_step: int  # updates that are done and saved
     max_steps: int  # 0 if it follows from prepared data that is gone
@@ -52,7 +55,8 @@ def train_output(config: RunConfig, code: int = OK) -> TrainOutput:
     checkpoint = latest(out / "checkpoints")
     step = 0 if checkpoint is None else step_of(checkpoint)
     model = out / ("hf" if config.lora is None else "adapter")
-    max_steps = run_steps(config) or 0
+    ended = ended_early(out, config.checkpoint.best, config.train.patience)
+    max_steps = (run_steps(config) or 0) if ended is None else ended
     exported = code == OK and config.export.enabled and step >= max_steps and model.is_dir()
     return TrainOutput(
         global_step=step,
@@ -94,6 +98,9 @@ def summary_lines(run: ResolvedRun, code: int = OK, *, already_finished: bool = 
     ]
     parts += [", ".join(losses)] if losses else []
     parts += [f"validation loss on {line}" for line in source_losses(output.metrics)]
+    best = read_best(run.out / "checkpoints")
+    if best is not None:
+        parts.append(f"best {best['metric']} {best['value']:.4f}, with the checkpoint of step {best['step']}")
     folders = {"model": output.model_dir, "checkpoint": output.checkpoint}
     parts += [f"{word} in {folder}" for word, folder in folders.items() if folder is not None]
     return [
@@ -121,7 +128,11 @@ def next_commands(run: ResolvedRun, output: TrainOutput, code: int = OK) -> Iter
         yield f"kumi data inspect {file}"
         return
     source = output.checkpoint if run.model.lora is None else run.out / "adapter"
-    if source.is_dir():
+    best = read_best(run.out / "checkpoints")
+    if best is not None and run.model.lora is None and best["step"] < output.global_step:
+        folder = shlex.quote(str(checkpoint_folder(run.out / "checkpoints", best["step"])))
+        yield f"kumi convert {folder} {shlex.quote(str(_free_name(run.out / 'best')))} --to hf"
+    elif source.is_dir():
         target = _free_name(run.out / ("bfloat16" if run.model.lora is None else "merged"))
         dtype_option = " --dtype bfloat16" if run.model.lora is None else ""
         yield f"kumi convert {shlex.quote(str(source))} {shlex.quote(str(target))} --to hf{dtype_option}"

@@ -27,6 +27,7 @@ from kumi.spec.numerics import parse_numerics
 from kumi.spec.schedules import FULL_BACKWARD
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.storage.folders import check_free_space, latest, list_complete, step_of
+from kumi.train.best_checkpoint import ended_early
 from kumi.train.callbacks import Listener
 from kumi.train.dataset_commits import dataset_paths, dataset_snapshots
 from kumi.train.measure_numerics import with_measured_numerics, with_numerics
@@ -76,7 +77,7 @@ def _lead(run: ResolvedRun, allow_change: Sequence[str], peers: Rendezvous | Non
         for line in lines:
             print(line, flush=True)
         store = prepare_data(run)
-        print(_data_line(store), flush=True)
+        print(_data_line(store, run.config.objective.kind), flush=True)
         run = with_prepared_data(run)
         trained = _is_trained(run)
         for number, line in enumerate(reading_lines(describe_reading(run, store))):
@@ -214,7 +215,8 @@ def _is_trained(run: ResolvedRun) -> bool:
     last = latest(checkpoint_root(run.out))
     if last is None or run.planned_steps is None:
         return False
-    return step_of(last) >= run.planned_steps and (run.out / "probe.safetensors").exists()
+    ended = ended_early(run.out, run.config.checkpoint.best, run.config.train.patience)
+    return step_of(last) >= (run.planned_steps if ended is None else ended) and (run.out / "probe.safetensors").exists()
 
 
 def _launch(run: ResolvedRun, store: Store, peers: Rendezvous | None, listener: Listener | None) -> int:
@@ -226,15 +228,15 @@ def _launch(run: ResolvedRun, store: Store, peers: Rendezvous | None, listener: 
     return pick_launcher(run, launched_rank(os.environ)).start(run, train_rank, (run, store, listener))
 
 
-def _data_line(store: Store) -> str:
+def _data_line(store: Store, objective: str) -> str:
     faults = sum(store.faults.values())
     skipped = (
         f"; {faults} records skipped, listed in {_relative_to_cwd(store.folder / 'faults.jsonl')}" if faults else ""
     )
+    entropy = f"; unigram entropy {store.unigram_entropy:.4f} nats per token" if objective in ("lm", "sft") else ""
     return (
         f"data       {format_count(store.documents)} documents: {format_count(store.train_tokens)} tokens to train on, "
-        f"{format_count(store.validation_tokens)} held out; unigram entropy {store.unigram_entropy:.4f} nats per token"
-        f"{skipped}"
+        f"{format_count(store.validation_tokens)} held out{entropy}{skipped}"
     )
 
 

@@ -8,6 +8,7 @@ memory. If not all figures fit, figures that can be computed from others are lef
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kumi.units import format_bytes, format_count, format_seconds
@@ -20,7 +21,7 @@ _GAP = "  "
 _INDENT = 30
 
 # Figures are added to a line in this order of priority, and printed in the order of `_figures`.
-_PRIORITY = ("step", "loss", "time", "skipped", "busy", "memory", "eta", "norm", "tokens", "lr", "mfu")
+_PRIORITY = ("step", "loss", "time", "skipped", "busy", "memory", "eta", "norm", "tokens", "lr", "mfu", "accuracy")
 
 _BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -57,19 +58,26 @@ def step_line(entry: dict[str, Any], steps: int, time_left: str, busy: str = "")
 
 def source_losses(entry: dict[str, Any]) -> list[str]:
     """Return the validation losses of sources in the metrics `entry` of an evaluation, some in each line."""
-    prefix, lines = f"{EVAL_LOSS}/", [""]
-    for key, loss in entry.items():
-        if key.startswith(prefix) and loss is not None:
-            text = f"{key.removeprefix(prefix)} {_decimals(loss, 4)}"
-            if lines[-1] and len(lines[-1]) + len(_GAP) + len(text) > WIDTH - _INDENT:
-                lines.append("")
-            lines[-1] += f"{_GAP if lines[-1] else ''}{text}"
+    prefix = f"{EVAL_LOSS}/"
+    losses = {key.removeprefix(prefix): loss for key, loss in entry.items() if key.startswith(prefix)}
+    return metric_lines({name: loss for name, loss in losses.items() if loss is not None})
+
+
+def metric_lines(metrics: Mapping[str, float]) -> list[str]:
+    """Return the metrics of an evaluation by name, some in each line."""
+    lines = [""]
+    for name, value in metrics.items():
+        text = f"{name} {_decimals(value, 4)}"
+        if lines[-1] and len(lines[-1]) + len(_GAP) + len(text) > WIDTH - _INDENT:
+            lines.append("")
+        lines[-1] += f"{_GAP if lines[-1] else ''}{text}"
     return [line for line in lines if line]
 
 
 def _figures(entry: dict[str, Any]) -> dict[str, str]:
     """Return the figures of a step in the order of a line; "" for a figure that the step does not have."""
     mfu, skipped = entry["perf/mfu"], entry.get("train/skipped_updates", 0)
+    accuracy = entry.get("train/rewards/accuracies")
     return {
         "loss": f"loss {_decimals(entry['train/loss'], 4)}",
         "lr": f"lr {entry['train/lr']:.1e}",
@@ -78,6 +86,7 @@ def _figures(entry: dict[str, Any]) -> dict[str, str]:
         "tokens": f"{format_count(entry['perf/tokens_per_s'])} tok/s",
         "time": _pair_of_seconds(entry["perf/step_s"], entry["perf/estimated_step_s"]),
         "mfu": "" if mfu is None else f"MFU {100 * mfu:.1f}%",
+        "accuracy": "" if accuracy is None else f"accuracy {100 * accuracy:.0f}%",
         "memory": _pair_of_bytes(entry["mem/peak_bytes"], entry["mem/estimated_bytes"]),
     }
 

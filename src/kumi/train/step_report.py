@@ -16,7 +16,7 @@ from kumi.train.evaluate import Evaluation, means_of
 from kumi.train.metrics import Metrics
 from kumi.train.process_memory import peak_memory
 from kumi.train.step import StepResult
-from kumi.train.step_lines import legend, source_losses
+from kumi.train.step_lines import legend, metric_lines, source_losses
 from kumi.train.train_state import RankState, TrainState
 
 
@@ -78,27 +78,25 @@ class Reporter:
         self._pending, self._since = [], now
 
     def evaluation(self, step: int, result: Evaluation) -> None:
-        """Record an evaluation after `step` steps, with the tokens' unigram entropy."""
+        """Record an evaluation after `step` steps; of language modelling, with the tokens' unigram entropy."""
         if self._metrics is not None:
+            objective = self._rank_state.objective
             entropy = self._rank_state.store.unigram_entropy
+            scale = {"eval/unigram_entropy": entropy} if objective.unit == "tokens" else {}
             entry = {
                 "step": step,
-                "eval/loss": result.loss,
-                **{f"eval/loss/{name}": each.loss for name, each in result.sources.items()},
+                **{f"eval/{name}": value for name, value in result.values().items()},
                 "eval/tokens": result.tokens,
-                "eval/unigram_entropy": entropy,
-                **{f"eval/{name}": value for name, value in result.metrics.items()},
-                **{
-                    f"eval/{name}/{source}": value
-                    for source, each in result.sources.items()
-                    for name, value in each.metrics.items()
-                },
+                **scale,
             }
-            self._metrics.note(
-                f"step {step} | validation loss {result.loss:.4f} on {result.tokens} held-out tokens "
-                f"(unigram entropy {entropy:.4f})" + "".join(f"\n  on {line}" for line in source_losses(entry)),
-                entry,
-            )
+            count = result.tokens if objective.unit == "tokens" else round(result.units)
+            lines = [
+                f"step {step} | validation loss {result.loss:.4f} on {count} held-out {objective.unit}"
+                f"{f' (unigram entropy {entropy:.4f})' if scale else ''}",
+                *(f"on {line}" for line in source_losses(entry)),
+                *metric_lines(result.metrics),
+            ]
+            self._metrics.note("\n  ".join(lines), entry)
             self.listener.evaluation(entry)
         self._since = time.perf_counter()
 
