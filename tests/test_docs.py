@@ -37,7 +37,7 @@ STEPS, MORE = 4, 6  # MORE: of commands that train a finished run on
 # These train a model that is there, with its tokenizer.
 GIVEN = ("examples/lora.toml", "first-run.toml")
 # Their data and their model are small.
-CHATS = ("examples/chat.toml", "examples/dpo.toml")
+BUNDLED = ("examples/chat.toml", "examples/dpo.toml")
 # Instead of the reader's texts and a model from the hub, which a page's own run file names.
 OWN = ["model.source=runs/quickstart/hf", "data.tokenizer=runs/quickstart/hf", "batch.seq_len=64"]
 
@@ -66,9 +66,8 @@ def shrunk(words):
         return words + [pin for pin in PINS if pin.partition("=")[0] not in pinned]
     if words[0] not in ("train", "describe", "data") or not any(word.endswith(".toml") for word in words):
         return words
-    own = next((word for word in words if word in CHATS), None)
-    if own is not None:
-        position = words.index(own) + 1
+    if bundled := next((word for word in words if word in BUNDLED), None):
+        position = words.index(bundled) + 1
         return [*words[:position], "data.workers=1", "train.epochs=0.5", *words[position:]]
     words = [word.replace("train.steps=500", f"train.steps={MORE}") for word in words]
     words = [re.sub(r"train.steps=\d{2,}", f"train.steps={STEPS}", word) for word in words]

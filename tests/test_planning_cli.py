@@ -256,7 +256,7 @@ def test_gpus_replace_the_machines_of_a_run_file(run, capsys):
         ([MODEL, "--gpus", "8xh10-sxm"], "did you mean 8xh100-sxm"),
         ([MODEL, "--gpus", "8xabacus"], "'abacus' is not a known node; use a100-pcie-80gb, "),
         ([MODEL, "--gpus", "12xh100-sxm"], "h100-sxm has nodes of 8 devices, and 12 do not fill them; use 8 or 16"),
-        ([str(ROOT / "examples")], f"name a run file in it: {ROOT}/examples/chat.toml, {ROOT}/examples/lora.toml, "),
+        ([str(ROOT / "examples")], f"name a run file in it: {ROOT}/examples/chat.toml, {ROOT}/examples/dpo.toml, "),
         ([str(ROOT / "docs")], "holds neither a TOML run file nor a model's config.json"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Make chats.jsonl, 200 short conversations about training on many GPUs, and a tokenizer for them, tokenizer.json.
+"""Make chats.jsonl, 200 short conversations about training on many GPUs, and a tokenizer for them, tokenizer.json; and
+pairs.jsonl, 120 questions about the same with a right and a wrong or rambling answer.
 
     python examples/chat/make_chats.py [FOLDER]
 
@@ -118,6 +119,13 @@ FOLLOW_UPS: dict[str, Callable[[str], str]] = {
     "How many words was your answer?": lambda answer: f"It had {len(answer.split())} words.",
     "Thanks!": lambda answer: "You are welcome.",
 }
+RAMBLINGS = (
+    "That is a very good question, and I am glad that you ask it.",
+    "There are many opinions about this, and each of them has its reasons.",
+    "Before I answer, let me say that training is a wide field.",
+    "I could write a whole book about it.",
+    "As a helpful assistant, I always do my best to answer.",
+)
 SYSTEMS = (
     "You are a helpful assistant.",
     "You answer questions about training large language models.",
@@ -246,8 +254,48 @@ def chats(count: int = 200, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def write_chats(path: Path) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chats()), encoding="utf-8")
+def figure_pair(rng: random.Random) -> dict[str, Any]:
+    """Return a question about memory, its answer, and one that forgets the bytes of a number."""
+    size, dtype = rng.choice(SIZES), rng.choice([name for name in BYTES if BYTES[name] > 1])
+    return pair(
+        rng.choice(("How much memory do", "How many GB do")) + f" the weights of a {size}B model take in {dtype}?",
+        f"{number(size * BYTES[dtype])} GB: {BYTES[dtype]} bytes for each parameter.",
+        f"{number(size)} GB: 1 byte for each parameter.",
+    )
+
+
+def other_answer_pair(rng: random.Random) -> dict[str, Any]:
+    """Return a question, its answer, and the answer to another question."""
+    question, other = rng.sample(list(FACTS), 2)
+    return pair(question, FACTS[question], FACTS[other])
+
+
+def rambling_pair(rng: random.Random) -> dict[str, Any]:
+    """Return a question, its answer, and the same after talk that nobody asked for."""
+    question = rng.choice(list(FACTS))
+    return pair(question, FACTS[question], " ".join((*rng.sample(RAMBLINGS, 2), FACTS[question])))
+
+
+def pair(question: str, chosen: str, rejected: str) -> dict[str, Any]:
+    prompt = [{"role": "user", "content": question}]
+    sides = {"chosen": chosen, "rejected": rejected}
+    return {"prompt": prompt} | {side: [{"role": "assistant", "content": answer}] for side, answer in sides.items()}
+
+
+def pairs(count: int = 120, seed: int = 0) -> list[dict[str, Any]]:
+    """Return `count` preference pairs, all different, a third of each kind, shuffled."""
+    rng, rows = random.Random(seed), {}
+    for number_of_kind, make in enumerate((figure_pair, other_answer_pair, rambling_pair), start=1):
+        while len(rows) < number_of_kind * count // 3:
+            row = make(rng)
+            rows[json.dumps(row)] = row
+    shuffled = list(rows.values())
+    rng.shuffle(shuffled)
+    return shuffled
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -273,5 +321,6 @@ def write_tokenizer(folder: Path) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
-    write_chats(folder / "chats.jsonl")
+    write_rows(folder / "chats.jsonl", chats())
+    write_rows(folder / "pairs.jsonl", pairs())
     write_tokenizer(folder)
