@@ -158,12 +158,13 @@ def test_keys_that_the_guide_for_users_of_other_trainers_names_exist():
     assert named <= keys()
 
 
-def test_the_tests_that_answer_complaints_exist():
-    page = ROOT / "docs" / "guides" / "chat-data.md"
-    _, table = page.read_text().split("| complaint |")
-    rows = table.strip().splitlines()[2:]
+@pytest.mark.parametrize(("guide", "answered"), [("chat-data", 9), ("training-complaints", 13)])
+def test_the_tests_that_answer_complaints_exist(guide, answered):
+    page = ROOT / "docs" / "guides" / f"{guide}.md"
+    _, table = page.read_text().split("| complaint | kumi | test |")
+    rows = table.partition("\n\n")[0].strip().splitlines()[1:]
     tests = [re.findall(r"\[(test_\w+)\]\(([^)]+)\)", row) for row in rows]
-    assert len(rows) == 9
+    assert len(rows) == answered
     assert all(tests)
     absent = [
         (name, file) for row in tests for name, file in row if f"def {name}(" not in (page.parent / file).read_text()

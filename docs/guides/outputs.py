@@ -46,7 +46,7 @@ def data_outputs(titles: Iterable[str]) -> dict[str, str]:
 
 def sections() -> dict[str, str]:
     """Return the brief as "brief", the paragraphs of the full report by their first lines, the first as "head", and the
-    outputs of `commands`."""
+    outputs of commands by the command."""
     head, *others = [part.strip("\n") for part in printed_by(f"{COMMAND} --explain").split("\n\n")]
     paragraphs = {part.splitlines()[0].strip(): part for part in others}
     plans = {command: printed_by(command) for command in commands("plan")}

@@ -284,7 +284,8 @@ def pair(question: str, chosen: str, rejected: str) -> dict[str, Any]:
 
 def pairs(count: int = 120, seed: int = 0) -> list[dict[str, Any]]:
     """Return `count` preference pairs, all different, a third of each kind, shuffled."""
-    rng, rows = random.Random(seed), {}
+    rng = random.Random(seed)
+    rows: dict[str, dict[str, Any]] = {}
     for number_of_kind, make in enumerate((figure_pair, other_answer_pair, rambling_pair), start=1):
         while len(rows) < number_of_kind * count // 3:
             row = make(rng)
