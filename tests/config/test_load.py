@@ -46,6 +46,12 @@ def test_unknown_keys_are_named_with_their_path_and_a_suggestion():
     assert message(minimal(data=wrong_source)) == "data.sources.0.wieght: unknown key; did you mean 'weight'?"
 
 
+def test_a_key_of_another_objective_is_refused_with_the_kinds_that_have_it():
+    text = message(minimal(objective={"kind": "reward", "beta": 0.1}))
+    assert "beta is not a key of kind='reward', but of 'dpo', 'kto', 'orpo', 'simpo', 'cpo'" in text
+    assert "its keys are margin, center_rewards" in text
+
+
 def test_every_wrong_key_is_reported_at_once():
     text = message(minimal(optim={"lr": -1}, batch={"seq_len": 8}))
     assert "batch.tokens_per_step: required, but not set; add, for example, tokens_per_step = 65536 in [batch]" in text
