@@ -148,7 +148,7 @@ REFUSED = [
     ({"architectures": ["MistralForCausalLM2"], "model_type": "mistral2"}, r"supported: kumi has no family of"),
     (
         {"architectures": ["LlamaForSequenceClassification"]},
-        r"LlamaForSequenceClassification.* it has a classification head",
+        r"LlamaForSequenceClassification.* with 2 labels is not supported: .* reward models, which have one label",
     ),
     ({"architectures": ["LlamaForCausaLM"]}, r"the architecture of a llama model is another one"),
     ({"model_type": "qwen2"}, r"model_type='?\"?qwen2.* is not supported"),

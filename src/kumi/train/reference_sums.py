@@ -29,6 +29,7 @@ from kumi.data.packing import PackedRows
 from kumi.data.reference_file import ReferenceSums, empty_sums, read_sums, reference_path, write_sums
 from kumi.data.stored_source import References, StoredSource
 from kumi.errors import RefusedError
+from kumi.files.untrusted import inside, open_stream
 from kumi.objectives import MISMATCHED, Objective
 from kumi.parallel.mesh import Mesh, all_reduce_max, all_reduce_sum, barrier
 from kumi.parallel.run_microbatches import adds_to_loss, evaluating, shard_batch, sum_sequences
@@ -257,8 +258,9 @@ def _folder_digest(folder: Path) -> str:
     """Return a digest of the weights of an adapter folder."""
     sha = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            sha.update(hashlib.file_digest(stream, "sha256").digest())
+        with open_stream(inside(folder, file.name)) as stream:
+            while block := stream.read(1 << 20):
+                sha.update(block)
     return sha.hexdigest()
 
 
