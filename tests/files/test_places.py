@@ -126,9 +126,10 @@ REASONS: dict[str, list[str]] = {
         "data/packing/bins_file.py open_bins",
     ],
     "a stream that the door opened": [
+        "data/reference_file.py read_sums",
         "data/unit_files.py _map_tokens _map_columns",
         "data/records.py parquet_groups _parquet",
-        "data/arrow_rows.py group_rows _parquet_batches",
+        "data/arrow_rows.py column_names group_rows _parquet_batches",
     ],
     "the trained model's logits, written by this run in its folder, in which no link is followed": [
         "train/finish.py _difference",
