@@ -14,13 +14,14 @@ from test_layouts import TOLERANCE, close
 from kumi.nn import initialize
 from kumi.parallel import build, clip_gradients, init_adamw, model_pieces, unwrap
 from kumi.parallel.lora import begin_dropout_step
-from kumi.parallel.stage_modules import params_by_name
+from kumi.parallel.stage_modules import local_shard, params_by_name
 from kumi.parallel.state_tensors import local_pieces, optimizer_pieces
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed_names, trained_names
 from kumi.spec.lora import Lora
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
+from kumi.spec.sharding import state_bytes
 from steps import SPECS, Part, forward_backward, mesh_of
 
 SOME = Lora(r=3, alpha=5.0, targets=("q_proj", "v_proj", "down_proj"))
@@ -208,3 +209,27 @@ def test_matrices_in_four_bits_are_the_same_in_every_layout(ranks, layout):
         assert trace.norms == pytest.approx(expected.norms, rel=1e-4)
         # A quantized matrix is not a parameter.
         assert "model.layers.0.self_attn.q_proj.weight" not in {part.name for part in trace.params}
+
+
+def _bytes(layout):
+    """Return the bytes of this rank's parameters, and those that the plan counts."""
+    mesh, spec = mesh_of(layout), replace(SPECS["llama"], lora=LORAS["packed"])
+    model = build(spec, mesh, PRECISIONS["bf16"], weights=7)
+    measured = sum(local_shard(value).nbytes for value in unwrap(model).parameters())
+    return measured, state_bytes(spec, layout, mesh.rank, PRECISIONS["bf16"], Optim()).params
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(dp_shard=2, zero=3),
+        pytest.param(Layout(dp_shard=2, zero=1), marks=pytest.mark.exhaustive),
+        pytest.param(Layout(pp=2, dp_shard=2, zero=3), marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda layout: layout.words or "alone",
+)
+def test_four_bit_shards_have_the_bytes_of_the_plan(ranks, layout):
+    for measured, planned in ranks(layout.world_size, _bytes, layout):
+        assert measured == planned

@@ -198,3 +198,17 @@ def test_a_reference_without_meaning_is_refused(folder, capfd, override, reason)
     changes = {"reference": {"model": "here"}} if "simpo" in override else {}
     assert _train(folder, "dpo", override, **changes) == 2
     assert reason in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("kto", marks=pytest.mark.exhaustive)])
+def test_a_run_goes_on_in_another_layout_as_it_was(folder, kind):
+    """In float64, where only the order of sums differs."""
+    out, precision = f"{kind}_64", {"kind": "fp64"}
+    assert _train(folder, kind, precision=precision, train={"steps": 4, "out": out}, checkpoint={"every": 2}) == 0
+    first = _losses(folder, out)
+    with contextlib.chdir(folder):
+        back_to(out, 2)
+    other = {"cluster": {"devices_per_node": 2}, "layout": {"pp": 2}, "precision": precision}
+    allowed = ("--allow-change", "layout.pp", "--allow-change", "cluster.devices_per_node")
+    assert _train(folder, kind, *allowed, **other, train={"steps": 4, "out": out}, checkpoint={"every": 2}) == 0
+    assert _losses(folder, out) == pytest.approx(first, rel=1e-10)

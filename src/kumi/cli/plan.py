@@ -138,7 +138,8 @@ def _command(arguments: Namespace, config: PlanConfig, nodes: int) -> str:
     """Return the commands that pin this plan in a run file and train with it on `nodes` nodes."""
     file = arguments.save or "planned.toml"
     gpus = [] if arguments.gpus is None else ["--gpus", arguments.gpus]
-    words = ["kumi", "plan", arguments.run, *arguments.overrides, *gpus]
+    trainable = ["--trainable"] if arguments.trainable else []
+    words = ["kumi", "plan", arguments.run, *arguments.overrides, *gpus, *trainable]
     steps = [] if arguments.save else [shlex.join([*words, "--save", file])]
     missing = [f"[{name}]" for name in ("data", "train") if getattr(config, name) is None]
     steps += [f"add {' and '.join(missing)} to it"] if missing else []
