@@ -30,7 +30,7 @@ from kumi.spec.optim import Optim
 from kumi.spec.optim_states import OPTIM_KINDS
 from kumi.spec.sharding import state_bytes
 from planned import job_of
-from steps import LENGTH, SEQUENCES, SPECS, mesh_of
+from steps import LENGTH, SEQUENCES, SPECS, mesh_of, spec_of
 
 CPU = Device("CPU", "cpu", 1 << 34, ("float32", "bfloat16"), (("bfloat16", 1e12),))
 LAYERS = 2
@@ -38,7 +38,7 @@ MODELS = Path(__file__).parents[2] / "examples" / "models"
 
 
 def _job(family: str, layers: int | None = None):
-    model = SPECS[family]
+    model = spec_of(family)
     model = replace(model, layers=model.layers[:layers])
     return job_of(model, seq_len=LENGTH, sequences=SEQUENCES, device=CPU)
 
@@ -101,9 +101,13 @@ LAYOUTS = [
 # Recomputation and the division of optimizer states, which one of them has alone, others have, too.
 
 
-@pytest.mark.parametrize("layout", sampled([(layout,) for layout in LAYOUTS], lambda place: place != 2, str))
-def test_a_dry_run_is_the_real_run_to_the_byte(ranks, layout):
-    family = "llama"
+CASES = [*((layout, "llama") for layout in LAYOUTS), (Layout(tp=2, dp_shard=2, zero=2, microbatch=3), "llama-score")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"), sampled(CASES, lambda place: place != 2, lambda *case: " ".join(map(str, case)))
+)
+def test_a_dry_run_is_the_real_run_to_the_byte(ranks, layout, family):
     really = ranks(layout.world_size, _really, layout, family)
     for rank in {0, layout.world_size - 1}:  # those between are like one of them
         memory, flops, sent = really[rank]
@@ -158,12 +162,16 @@ def test_schedules_that_keep_everything_are_carried_out_to_their_end():
     [Layout(dp_shard=64, zero=3, recompute="full"), Layout(dp_shard=8, tp=8, zero=1, recompute="full")],
     ids=["fsdp", "tp"],
 )
-def test_the_planner_is_near_an_8b_model_on_64_ranks(layout):
+@pytest.mark.parametrize("head", ["lm", "score"])
+def test_the_planner_is_near_an_8b_model_on_64_ranks(layout, head):
     model = families.from_hf(json.loads((MODELS / "llama-3.1-8b" / "config.json").read_text()))
-    model = replace(model, layers=model.layers[:6])
+    model = replace(model, layers=model.layers[:6], head=head)
     job = job_of(model, seq_len=8192, sequences=64 // layout.tp)
     compared = compare_rank(job, layout, 0, dry_step(job, layout, 0))
-    assert abs(compared["memory"]["difference"]) < 0.05
+    # Without logits the peak is in the backward pass, where the planner adds up tensors that are never alive together,
+    # as it does for a language model with a vocabulary of a thousand.
+    least = -0.05 if head == "lm" else -0.2
+    assert least < compared["memory"]["difference"] < 0.05
     assert compared["collectives"]
     assert all(row["agrees"] for row in compared["collectives"])
     again = compared["flops"]["measured"] / compared["flops"]["model"]

@@ -22,7 +22,7 @@ from kumi.spec.lora import Lora
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.sharding import state_bytes
-from steps import SPECS, Part, forward_backward, mesh_of
+from steps import SPECS, Part, forward_backward, mesh_of, spec_of
 
 SOME = Lora(r=3, alpha=5.0, targets=("q_proj", "v_proj", "down_proj"))
 LORAS = {
@@ -34,6 +34,7 @@ LORAS = {
     "experts": replace(SOME, targets=("q_proj", "experts")),
     "down": replace(SOME, targets=("experts.down_proj",)),
     "full": replace(SOME, modules=("embed_tokens", "lm_head", "norm", "input_layernorm", "q_norm")),
+    "reward": replace(SOME, modules=("score",)),
     "packed": replace(SOME, use_dora=True, quantize="nf4"),
 }
 
@@ -58,7 +59,7 @@ def _read(spec, name, start, shape):
 
 def train(layout: Layout, family: str, lora: str, microbatches: int, kind: str = "fp64") -> Trace:
     mesh = mesh_of(layout)
-    spec = replace(SPECS[family], lora=LORAS[lora])
+    spec = replace(spec_of(family), lora=LORAS[lora])
     adapters = lambda name, start, shape: _read(spec, name, start, shape)  # noqa: E731
     model = build(spec, mesh, PRECISIONS[kind], weights=7, adapters=adapters)
     by_name, named = params_by_name(spec), list(unwrap(model).named_parameters())
@@ -118,9 +119,12 @@ CASES = [
     (Layout(pp=2, dp_shard=2, zero=1, ep=2), "hybrid", "experts"),
     (replace(SP, recompute="full"), "qwen", "full"),
     (Layout(pp=2), "qwen", "full"),
+    (SP, "llama-score", "reward"),
 ]
 # Others above cover these.
 LATER = [
+    (Layout(pp=2, dp_shard=2, zero=1, schedule="zb-h1"), "qwen-score", "reward"),
+    (Layout(dp_shard=2, cp=2, zero=3), "llama-score", "reward"),
     (SP, "qwen", "dora"),
     (Layout(dp_shard=2, zero=3, recompute="full"), "llama", "dora"),
     *(

@@ -18,7 +18,7 @@ def with_objective_head(config: PlanConfig, hf_config: Mapping[str, Any]) -> dic
 
     A language model becomes a reward model, which has `score.weight` in place of `lm_head`. Raise ModelError if its
     family has no reward models, ConfigError if the objective needs the logits that a reward model lacks, or if a reward
-    model should continue prompts or have adapters.
+    model should continue prompts.
     """
     kind = config.objective.kind
     if OBJECTIVES[kind].head != "score":
@@ -32,11 +32,6 @@ def with_objective_head(config: PlanConfig, hf_config: Mapping[str, Any]) -> dic
         raise ConfigError(
             f"sample.prompts with objective.kind={kind!r}: a reward model has scores, and no logits to continue a "
             f"prompt with; remove sample.prompts"
-        )
-    if config.lora is not None:
-        raise ConfigError(
-            f"[lora] with objective.kind={kind!r} is not supported yet: adapters leave the head frozen, and a score "
-            f"head starts from random weights; remove [lora]"
         )
     return families.with_score_head(hf_config)
 
@@ -58,6 +53,5 @@ def read_model(config: PlanConfig, hf_config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _architecture(hf_config: Mapping[str, Any]) -> str:
-    """Return the name of the model's class in `hf_config`."""
-    names: Any = hf_config.get("architectures") or [hf_config.get("model_type", "the model")]
-    return str(names[0])
+    """Return the name of the class of transformers that `hf_config` describes."""
+    return families.architecture(families.from_hf(hf_config))

@@ -33,8 +33,9 @@ from kumi.nn.linear import Linear
 from kumi.nn.lora import LoraLinear
 from kumi.nn.moe import Experts
 from kumi.paths import looked_for
+from kumi.spec import families
 from kumi.spec.adapters import factor_names, has_adapter, is_adapter
-from kumi.spec.ledger import ops, tensors, trained_names
+from kumi.spec.ledger import HEADS, ops, tensors, trained_names
 from kumi.spec.lora import Lora
 from kumi.spec.model import ModelSpec
 
@@ -79,6 +80,11 @@ def open_unmerged(folder: Path, base: str | None = None) -> AdaptedModel:
             f"--base FOLDER"
         )
     source = open_source(path)
+    scores = (
+        adapter_read.has_score_head(folder) if trained is None else families.from_hf(trained.config).head == "score"
+    )
+    if scores and source.spec.head == "lm":
+        source = _with_score_head(source)
     if trained is None:
         adapters = adapter_read.read_adapters(folder, source.spec)
         return AdaptedModel(folder, source, adapters, adapter_read.read_full_modules(folder, source.spec))
@@ -88,6 +94,28 @@ def open_unmerged(folder: Path, base: str | None = None) -> AdaptedModel:
             f"name its folder with --base FOLDER"
         )
     return AdaptedModel(folder, source, *_adapters_in_checkpoint(trained, source.spec))
+
+
+def _with_score_head(source: Source) -> Source:
+    """Return the language model `source` as a reward model with zeros as its head, in the dtype of the final norm."""
+    config, head, reader = families.with_score_head(source.config), HEADS["score"], source.reader
+    spec = families.from_hf(config)
+
+    def read_into(name: str, start: Dims, out: Tensor) -> None:
+        if name == head:
+            out.zero_()
+        else:
+            reader.read_into(name, start, out)
+
+    dtypes = {**reader.dtypes, head: reader.dtypes["model.norm.weight"]}
+    scored = Reader(
+        {tensor.name: dtypes[tensor.name] for tensor in tensors(spec)},
+        read_into,
+        lambda name, row: 1 if name == head else reader.cut(name, row),
+        lambda name: None if name == head else reader.runs(name),
+        reader.file_run,
+    )
+    return replace(source, spec=spec, config=config, reader=scored)
 
 
 def _adapters_in_checkpoint(

@@ -145,8 +145,10 @@ def sixteen_activations(job: Job, estimate: Estimate) -> Rule:
     )
 
 
-def no_logits(job: Job, estimate: Estimate) -> Rule:
+def no_logits(job: Job, estimate: Estimate) -> Rule | None:
     """Activations are those of the layers. Logits and loss come on top, on the last stage."""
+    if job.model.head == "score":
+        return None
     memory = estimate.memory[max(range(len(estimate.memory)), key=lambda rank: estimate.memory[rank].head)]
     tokens = estimate.layout.microbatch * job.batch.seq_len // estimate.layout.cp
     return _bytes(

@@ -12,7 +12,7 @@ from kumi.spec.op import Activation, Dim, Op, Param
 
 _ENDINGS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 # The kinds of operations that `Lora.modules` may name.
-_TRAINABLE = ("embedding", "positions", "norm", "log_prob")
+_TRAINABLE = ("embedding", "positions", "norm", "log_prob", "score")
 _TIED = ("model.embed_tokens", "lm_head")
 # Routed experts have a parameter where other layers have a module, so names of their adapters have no dot.
 _EXPERT_ENDINGS = ("_lora_A", "_lora_B")

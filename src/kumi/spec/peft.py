@@ -31,7 +31,8 @@ _IN_MEMORY = {
 def with_adapters(spec: ModelSpec, lora: Lora) -> ModelSpec:
     """Return `spec` with the adapters of `lora`, where "all-linear" is replaced by the list of matrices.
 
-    Raise ConfigError for a target that cannot have an adapter, or whose adapter PEFT cannot load.
+    A score head is trained in full beside them, as PEFT does for sequence classifiers. Raise ConfigError for a target
+    that cannot have an adapter, or whose adapter PEFT cannot load.
     """
     all_ops = ops(replace(spec, lora=None))
     linear_ops = [op for op in all_ops if op.kind == "linear"]
@@ -53,7 +54,9 @@ def with_adapters(spec: ModelSpec, lora: Lora) -> ModelSpec:
         raise ConfigError(
             f"lora.target_modules: no matrix of this {spec.family} model can have an adapter; train without [lora]"
         )
-    adapted = replace(spec, lora=replace(lora, targets=tuple(dict.fromkeys(targets))))
+    modules = (*lora.modules, "score") if spec.head == "score" else lora.modules
+    lora = replace(lora, targets=tuple(dict.fromkeys(targets)), modules=tuple(dict.fromkeys(modules)))
+    adapted = replace(spec, lora=lora)
     _check_magnitudes(adapted)
     _check_whole(adapted)
     return adapted

@@ -20,7 +20,7 @@ from kumi.errors import ModelError
 from kumi.files.untrusted import brief, inside, read_object
 from kumi.paths import looked_for
 from kumi.spec.adapters import factor_names, has_adapter
-from kumi.spec.ledger import ops
+from kumi.spec.ledger import HEADS, ops
 from kumi.spec.model import ModelSpec
 
 # Keys of adapter_config.json that do not change the function that the adapters compute.
@@ -155,6 +155,11 @@ def read_adapters(folder: Path, spec: ModelSpec) -> dict[str, Adapter]:
         else:
             result |= _by_native(folder, config, by_name[name], tensors)
     return result
+
+
+def has_score_head(folder: Path) -> bool:
+    """True if the adapters in `folder` are those of a reward model: they include its head."""
+    return (folder / WEIGHTS).exists() and f"{PREFIX}{HEADS['score']}" in read_header(inside(folder, WEIGHTS))
 
 
 def read_full_modules(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:

@@ -59,7 +59,6 @@ _DEFAULTS: dict[str, Any] = {
     "megatron_core": "megatron.core",
     "peft_type": "LORA",
     "revision": None,
-    "task_type": "CAUSAL_LM",
     "trainable_token_indices": None,
 }
 
@@ -209,6 +208,7 @@ def _config(spec: ModelSpec, ranks: Mapping[str, int], experts: list[str], base:
         "use_dora": lora.use_dora,
         "fan_in_fan_out": transposed == {True},
         "target_modules": _targets(spec, list(ranks)),
+        "task_type": "SEQ_CLS" if spec.head == "score" else "CAUSAL_LM",
         "modules_to_save": full_modules.target_names(spec) or None,
         "target_parameters": expert_adapters.target_parameters(spec, experts) or None,
         "rank_pattern": {name: lora.r * multiple for name, multiple in exceptions.items()},
