@@ -21,6 +21,7 @@ from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed_names
 from kumi.spec.lora import Lora
+from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.peft import with_adapters
 from kumi.spec.precision import PRECISIONS
@@ -108,12 +109,39 @@ def test_plans_count_gradients_and_states_of_adapters_only():
     ids=["zero3-sp", "ddp-tp", "pp-sp"],
 )
 def test_the_planner_lists_the_messages_that_a_dry_run_sends(layout):
-    spec = with_adapters(SPECS["llama"], replace(LORA, targets=("all-linear",)))
-    peak = (("bfloat16", 1e12),)
-    cpu = Device("CPU", "cpu", 1 << 34, ("float32", "bfloat16"), peak)
-    job = Job(spec, ClusterSpec("test", cpu, layout.world_size), BatchSpec(16, 16 * 4), PRECISIONS["bf16"], Optim())
-    (rank,) = dry_run(job, layout, [0])["ranks"]
+    _agrees(with_adapters(SPECS["llama"], replace(LORA, targets=("all-linear",))), layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=2, zero=3),
+        Layout(tp=2, dp_shard=2, zero=3, recompute="selective"),
+        pytest.param(Layout(dp_shard=2, zero=1), marks=pytest.mark.exhaustive),
+        pytest.param(Layout(dp_shard=2, zero=2), marks=pytest.mark.exhaustive),
+        pytest.param(Layout(pp=2, cp=2, zero=3, recompute="full"), marks=pytest.mark.exhaustive),
+    ],
+    ids=["zero3", "zero3-tp", "zero1", "zero2", "pp-cp-zero3"],
+)
+def test_a_dry_run_sends_and_keeps_four_bits(layout):
+    layer = LayerSpec(Attention(4, 2, 32, Rope(10000.0)), MLP(256))
+    model = ModelSpec("llama", 250, 128, (layer,) * 3, 1e-5, 128)
+    memory = _agrees(with_adapters(model, Lora(4, 8.0, quantize="nf4")), layout)["kinds"]
+    plain = rank_memory(_cpu_job(with_adapters(model, Lora(4, 8.0)), layout), layout)
+    # The embedding, the head and the adapters are not packed.
+    assert memory["params"]["measured"] < 0.7 * plain.params
+    assert memory["gathered"]["measured"] < 0.8 * plain.gathered
+
+
+def _cpu_job(spec, layout):
+    cpu = Device("CPU", "cpu", 1 << 34, ("float32", "bfloat16"), (("bfloat16", 1e12),))
+    return Job(spec, ClusterSpec("test", cpu, layout.world_size), BatchSpec(16, 16 * 4), PRECISIONS["bf16"], Optim())
+
+
+def _agrees(spec, layout):
+    (rank,) = dry_run(_cpu_job(spec, layout), layout, [0])["ranks"]
     assert [row for row in rank["collectives"] if not row["agrees"]] == []
     for kind in ("params", "optimizer"):
         assert rank["memory"]["kinds"][kind]["measured"] == rank["memory"]["kinds"][kind]["planned"]
     assert abs(rank["memory"]["difference"]) < 0.2
+    return rank["memory"]

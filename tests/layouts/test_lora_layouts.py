@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,15 +13,14 @@ from test_layouts import TOLERANCE, close
 from kumi.nn import initialize
 from kumi.parallel import build, clip_gradients, init_adamw, model_pieces, unwrap
 from kumi.parallel.lora import begin_dropout_step
-from kumi.parallel.stage_modules import local_shard, params_by_name
+from kumi.parallel.stage_modules import params_by_name
 from kumi.parallel.state_tensors import local_pieces, optimizer_pieces
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed_names, trained_names
 from kumi.spec.lora import Lora
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.sharding import state_bytes
-from steps import SPECS, Part, forward_backward, mesh_of, spec_of
+from steps import SPECS, Part, forward_backward, mesh_of
 
 SOME = Lora(r=3, alpha=5.0, targets=("q_proj", "v_proj", "down_proj"))
 LORAS = {
@@ -34,7 +32,6 @@ LORAS = {
     "experts": replace(SOME, targets=("q_proj", "experts")),
     "down": replace(SOME, targets=("experts.down_proj",)),
     "full": replace(SOME, modules=("embed_tokens", "lm_head", "norm", "input_layernorm", "q_norm")),
-    "reward": replace(SOME, modules=("score",)),
     "packed": replace(SOME, use_dora=True, quantize="nf4"),
 }
 
@@ -59,7 +56,7 @@ def _read(spec, name, start, shape):
 
 def train(layout: Layout, family: str, lora: str, microbatches: int, kind: str = "fp64") -> Trace:
     mesh = mesh_of(layout)
-    spec = replace(spec_of(family), lora=LORAS[lora])
+    spec = replace(SPECS[family], lora=LORAS[lora])
     adapters = lambda name, start, shape: _read(spec, name, start, shape)  # noqa: E731
     model = build(spec, mesh, PRECISIONS[kind], weights=7, adapters=adapters)
     by_name, named = params_by_name(spec), list(unwrap(model).named_parameters())
@@ -119,12 +116,9 @@ CASES = [
     (Layout(pp=2, dp_shard=2, zero=1, ep=2), "hybrid", "experts"),
     (replace(SP, recompute="full"), "qwen", "full"),
     (Layout(pp=2), "qwen", "full"),
-    (SP, "llama-score", "reward"),
 ]
 # Others above cover these.
 LATER = [
-    (Layout(pp=2, dp_shard=2, zero=1, schedule="zb-h1"), "qwen-score", "reward"),
-    (Layout(dp_shard=2, cp=2, zero=3), "llama-score", "reward"),
     (SP, "qwen", "dora"),
     (Layout(dp_shard=2, zero=3, recompute="full"), "llama", "dora"),
     *(
@@ -188,52 +182,3 @@ def test_a_first_stage_without_adapters_is_refused(ranks):
     layout = Layout(pp=2, stage_layers=(0, 3))
     with pytest.raises(AssertionError, match="none with an adapter"):
         ranks(2, train, layout, "llama", "lora", 6)
-
-
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(Layout(dp_replicate=2), marks=pytest.mark.exhaustive, id="ddp"),
-        pytest.param(Layout(pp=2, recompute="full"), id="pp"),
-        pytest.param(Layout(dp_shard=2, zero=3), id="zero3"),
-        pytest.param(Layout(dp_shard=2, zero=1), marks=pytest.mark.exhaustive, id="zero1"),
-        pytest.param(Layout(dp_shard=2, zero=2), marks=pytest.mark.exhaustive, id="zero2"),
-        pytest.param(Layout(cp=2, zero=3), marks=pytest.mark.exhaustive, id="cp-zero3"),
-        pytest.param(Layout(pp=2, dp_shard=2, zero=3, recompute="full"), id="pp-zero3"),
-        pytest.param(Layout(dp_replicate=2, dp_shard=2, zero=3), marks=pytest.mark.exhaustive, id="hsdp"),
-        pytest.param(Layout(dp_shard=2, zero=3, offload="states"), marks=pytest.mark.exhaustive, id="offloaded"),
-    ],
-)
-def test_matrices_in_four_bits_are_the_same_in_every_layout(ranks, layout):
-    plain, expected = (ranks(1, train, Layout(), "llama", lora, 1, "fp32")[0] for lora in ("lora", "packed"))
-    assert expected.losses != plain.losses
-    for trace in ranks(layout.world_size, train, layout, "llama", "packed", 3, "fp32"):
-        assert trace.losses == pytest.approx(expected.losses, rel=1e-6)
-        assert trace.norms == pytest.approx(expected.norms, rel=1e-4)
-        # A quantized matrix is not a parameter.
-        assert "model.layers.0.self_attn.q_proj.weight" not in {part.name for part in trace.params}
-
-
-def _bytes(layout):
-    """Return the bytes of this rank's parameters, and those that the plan counts."""
-    mesh, spec = mesh_of(layout), replace(SPECS["llama"], lora=LORAS["packed"])
-    model = build(spec, mesh, PRECISIONS["bf16"], weights=7)
-    measured = sum(local_shard(value).nbytes for value in unwrap(model).parameters())
-    return measured, state_bytes(spec, layout, mesh.rank, PRECISIONS["bf16"], Optim()).params
-
-
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(),
-        Layout(dp_shard=2, zero=3),
-        pytest.param(Layout(dp_shard=2, zero=1), marks=pytest.mark.exhaustive),
-        pytest.param(Layout(pp=2, dp_shard=2, zero=3), marks=pytest.mark.exhaustive),
-    ],
-    ids=lambda layout: layout.words or "alone",
-)
-def test_four_bit_shards_have_the_bytes_of_the_plan(ranks, layout):
-    for measured, planned in ranks(layout.world_size, _bytes, layout):
-        assert measured == planned

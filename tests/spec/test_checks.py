@@ -7,6 +7,7 @@ from kumi.spec.checks import illegal, unsupported_by_trainer
 from kumi.spec.cluster import ClusterSpec, Device, Host
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.spec.lora import Lora
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
@@ -189,6 +190,15 @@ def test_each_problem_of_the_batch_and_the_cluster_has_its_sentence(layout, batc
 )
 def test_each_problem_of_experts_has_its_sentence(layout, sentence):
     assert any(sentence in problem for problem in illegal_in(layout, model=MIXED)), illegal_in(layout, model=MIXED)
+
+
+def test_tensor_parallelism_does_not_split_blocks_of_four_bit_elements():
+    packed = replace(MODEL, lora=Lora(quantize="nf4"))
+    assert illegal_in(Layout(dp_shard=2, zero=3), model=packed) == []
+    (sentence,) = illegal_in(Layout(tp=2), model=packed)
+    assert "leaves a rank 32 columns of model.layers.0.self_attn.o_proj.weight" in sentence
+    wide = replace(packed, layers=(replace(LAYER, attention=replace(LAYER.attention, head_dim=32)),) * 6)
+    assert illegal_in(Layout(tp=2), model=wide) == []
 
 
 def test_a_batch_that_does_not_divide_is_not_blamed_on_the_schedule():

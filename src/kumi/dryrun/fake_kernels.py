@@ -24,6 +24,7 @@ from kumi.nn.attention.scores import PLAIN_SCORES, Scores
 from kumi.nn.decoder import Decoder
 from kumi.nn.dtypes import wide
 from kumi.nn.moe import MoE
+from kumi.nn.nf4 import NF4Matrix
 from kumi.nn.norm import RMSNorm, rms_norm
 from kumi.nn.router import Routing
 from kumi.parallel.expert_parallel import ExpertExchange
@@ -31,6 +32,7 @@ from kumi.parallel.mesh import Mesh
 from kumi.parallel.ring_attention import RING_ATTENTION as RING
 from kumi.parallel.token_collectives import IMPLEMENTATIONS
 from kumi.parallel.ulysses import ulysses_attention_fn
+from kumi.spec.lora import NF4_BLOCK
 
 
 def use_fake_kernels(decoder: nn.Module, mesh: Mesh, kind: str) -> None:
@@ -39,11 +41,18 @@ def use_fake_kernels(decoder: nn.Module, mesh: Mesh, kind: str) -> None:
     for module in decoder.modules():
         if isinstance(module, MoE) and isinstance(module.exchange, ExpertExchange):
             module.exchange = BalancedExchange(module.exchange.ep, module.exchange.expert_tp)
+        if isinstance(module, NF4Matrix):
+            module.unpack = _unpacked_blocks
         if kind == "cuda" and isinstance(module, RMSNorm) and module.function is rms_norm:
             module.function = _norm
     decoder.weighted_sum = partial(decoder.weighted_sum, device_kind=kind)
     if kind == "cuda":
         _use_flash(decoder, mesh)
+
+
+def _unpacked_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the shape of `kumi.nn.nf4.unpack_blocks`, without bitsandbytes."""
+    return codes.new_empty(len(codes), NF4_BLOCK, dtype=dtype)
 
 
 def _use_flash(decoder: Decoder, mesh: Mesh) -> None:

@@ -20,6 +20,7 @@ from kumi.dryrun.fake_kernels import ring_without_attention, use_fake_kernels
 from kumi.dryrun.fake_world import fake_rank
 from kumi.dryrun.observed_messages import Message
 from kumi.dryrun.track import Tracker
+from kumi.nn.nf4 import packed_matrices
 from kumi.objectives import OBJECTIVES, Objective, SegmentSums
 from kumi.parallel import build_optimizer, clip_gradients, tensor_parallel, unwrap
 from kumi.parallel.build import assemble, with_ddp
@@ -85,6 +86,7 @@ def dry_step(job: Job, layout: Layout, rank: int) -> Measured:
             for stage in stages_of(unwrap(wrapped)).values():
                 use_fake_kernels(stage, mesh, job.cluster.device.kind)
             track_head(wrapped, tracker)
+            track_unpacked(wrapped, tracker)
             optimizer = build_optimizer(wrapped, mesh, job.optim)
             track_states(wrapped, optimizer, tracker)
             return _measure(wrapped, mesh, job, optimizer, tracker)
@@ -128,6 +130,12 @@ def track_head(model: nn.Module, tracker: Tracker) -> None:
         decoder.weighted_sum = tracker.within("head", decoder.weighted_sum)  # type: ignore[assignment, arg-type]
         decoder.log_probs = tracker.within("head", decoder.log_probs)  # type: ignore[assignment, arg-type]
         decoder.scores = tracker.within("head", decoder.scores)  # type: ignore[assignment, arg-type]
+
+
+def track_unpacked(model: nn.Module, tracker: Tracker) -> None:
+    """Make `tracker` count unpacked matrices as kind "weights"."""
+    for packed in packed_matrices(unwrap(model)).values():
+        packed.unpack = tracker.within("weights", packed.unpack)
 
 
 def track_states(model: nn.Module, optimizer: Optimizer, tracker: Tracker) -> None:

@@ -165,7 +165,7 @@ class ShardedProjections(Projections):
         if not self.sequence_parallel:
             x = copy_to_group(x, self.group)
             return tuple(layer(x) for layer in layers)
-        weights = [layer.weight.to(x.dtype) for layer in layers]
+        weights = [_weight(layer, x.dtype) for layer in layers]
         adapted = [layer for layer in layers if isinstance(layer, LoraLinear)]
         # Layers with adapters add their biases themselves.
         plain = [None if layer in adapted else layer.bias for layer in layers]
@@ -182,7 +182,7 @@ class ShardedProjections(Projections):
 
     def row_linear(self, x: Tensor, layer: Linear) -> Tensor:
         if self.selective and not isinstance(layer, LoraLinear):
-            weight = layer.weight.to(x.dtype)
+            weight = _weight(layer, x.dtype)
             out: Tensor = _RowLinear.apply(x, weight, layer, self.group, self.sequence_parallel)  # type: ignore[no-untyped-call]
         else:
             reduce = reduce_scatter if self.sequence_parallel else all_reduce
@@ -190,21 +190,36 @@ class ShardedProjections(Projections):
         return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
 
+def _weight(layer: Linear, dtype: torch.dtype) -> Tensor | None:
+    """Return the weight of `layer` in `dtype`, or None if it is packed: the backward pass then unpacks it again."""
+    return None if layer.packed is not None else layer.weight.to(dtype)
+
+
+def _unpacked(weights: Sequence[Tensor | None], layers: Sequence[Linear], dtype: torch.dtype) -> list[Tensor]:
+    """Return the `weights` of `layers` that `_weight` returned, unpacked."""
+    pairs = zip(weights, layers, strict=True)
+    return [layer.matrix().to(dtype) if weight is None else weight for weight, layer in pairs]
+
+
 class _RowLinear(torch.autograd.Function):
     """A row-parallel matmul whose result is all-reduced, or reduce-scattered over tokens if `scatter`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Linear, group: dist.ProcessGroup, scatter: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, layer: Linear, group: dist.ProcessGroup, scatter: bool
+    ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.layer, ctx.group, ctx.scatter, ctx.shape = layer, group, scatter, x.shape
-        out: Tensor = ROW_LINEAR(x, weight, scatter, group.size(), group.group_name)
+        (matrix,) = _unpacked([weight], [layer], x.dtype)
+        out: Tensor = ROW_LINEAR(x, matrix, scatter, group.size(), group.group_name)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = (all_gather_no_grad(grad, ctx.group) if ctx.scatter else grad).flatten(0, -2)
-        grad_x = (grad @ weight).view(ctx.shape)
+        (matrix,) = _unpacked([weight], [ctx.layer], grad.dtype)
+        grad_x = (grad @ matrix).view(ctx.shape)
         if x is None:  # the weight is frozen
             return grad_x, None, None, None, None
         if ctx.layer.deferred_wgrads is not None:
@@ -227,14 +242,16 @@ class _ColumnLinears(torch.autograd.Function):
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *weights)
         ctx.group, ctx.layers = group, layers
-        return tuple(COLUMN_LINEARS(x, list(weights), list(biases), group.size(), group.group_name))
+        matrices = _unpacked(weights, layers, x.dtype)
+        return tuple(COLUMN_LINEARS(x, matrices, list(biases), group.size(), group.group_name))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        grad_full_x = grads[0] @ weights[0]
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            grad_full_x.addmm_(grad, weight)
+        (first,) = _unpacked(weights[:1], ctx.layers[:1], grads[0].dtype)
+        grad_full_x = grads[0] @ first
+        for grad, weight, layer in zip(grads[1:], weights[1:], ctx.layers[1:], strict=True):
+            grad_full_x.addmm_(grad, *_unpacked([weight], [layer], grad.dtype))
         grad_x = reduce_scatter_no_grad(grad_full_x, ctx.group)
         if x is None:  # the weights are frozen
             return (grad_x, *[None] * (2 + 2 * len(weights)))

@@ -160,7 +160,7 @@ def _adapters(sizes: LayoutSizes, ops: Sequence[Op]) -> Iterator[CollectiveBatch
         before = op if tp_style(op) == "column" else None
     for width, count in Counter(widths).items():
         size = sizes.tokens * sizes.itemsize * width
-        gathers, scatters = {"forward": count, "recompute": count}, {"backward": count}
+        gathers, scatters = {"forward": count, "recompute": count, "selective": count}, {"backward": count}
         parallel = sizes.sequence_parallel
         yield CollectiveBatch("all_gather", "tp", size, _counts_where(parallel, gathers), "adapters")
         yield CollectiveBatch("reduce_scatter", "tp", size, _counts_where(parallel, scatters), "adapters")
