@@ -2,7 +2,8 @@
 
 A block stands between `<!-- printed: TITLE -->` and `<!-- end -->`. Where TITLE is "brief", it has all that COMMAND
 prints; else the paragraph of COMMAND --explain that begins with the line TITLE, or the first one where TITLE is "head".
-Where TITLE is a command `kumi data` or `kumi plan`, the block has its output.
+Where TITLE is a command `kumi data` or `kumi plan`, the block has its output; where it is `kumi plan ...: LINE`, the
+paragraph of the output that begins with this line.
 """
 
 from __future__ import annotations
@@ -44,12 +45,19 @@ def data_outputs(titles: Iterable[str]) -> dict[str, str]:
         return {command: printed_by(command.replace(".toml", small, 1)) for command in titles}
 
 
+def plan_output(title: str) -> str:
+    """Return what the `kumi plan` command of a title prints, or the paragraph of it that the title names."""
+    command, _, line = title.partition(": ")
+    parts = (part.strip("\n") for part in printed_by(command).split("\n\n"))
+    return next(part for part in parts if part.startswith(line)) if line else printed_by(command)
+
+
 def sections() -> dict[str, str]:
     """Return the brief as "brief", the paragraphs of the full report by their first lines, the first as "head", and the
-    outputs of commands by the command."""
+    outputs of commands by their titles."""
     head, *others = [part.strip("\n") for part in printed_by(f"{COMMAND} --explain").split("\n\n")]
     paragraphs = {part.splitlines()[0].strip(): part for part in others}
-    plans = {command: printed_by(command) for command in commands("plan")}
+    plans = {title: plan_output(title) for title in commands("plan")}
     return {"brief": printed_by(COMMAND), "head": head} | paragraphs | plans | data_outputs(commands("data"))
 
 

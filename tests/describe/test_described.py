@@ -38,6 +38,14 @@ def test_the_experts_of_a_plan_have_axes_of_their_own():
     assert (degrees["ep"], degrees["expert_dp"]) == (8, 8)
 
 
+def test_four_bit_matrices_are_named_with_their_bytes(capsys):
+    words = ["describe", str(EXAMPLES / "plan/qlora-70b-two-cards.toml"), "layout.offload=states", "layout.zero=3"]
+    assert main([*words, "layout.microbatch=2", "layout.recompute=full"]) == 0
+    assert "68.5B frozen parameters in four bits (nf4): 35.9 GiB, over 2 ranks" in capsys.readouterr().out
+    assert main(["describe", LLAMA, *PINS]) == 0
+    assert "four bits" not in capsys.readouterr().out
+
+
 def test_what_is_illegal_is_refused_with_its_reason():
     with pytest.raises(LayoutError, match="tp=3 does not divide"):
         describe_run_file(LLAMA, ["layout.tp=3"])

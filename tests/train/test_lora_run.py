@@ -160,3 +160,22 @@ def test_frozen_matrices_in_four_bits(run, tmp_path, dora):
     assert list(quantized.values()) == pytest.approx(list(plain.values()), rel=0.01)
     assert all(value.any() for value in load_file(tmp_path / "packed/adapter" / WEIGHTS).values())
     assert json.loads((tmp_path / "packed/adapter" / CONFIG).read_text())["use_dora"] is dora
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_a_run_on_sharded_four_bits_continues_on_one_rank_and_is_merged(run, tmp_path):
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    # Dropout masks differ between layouts.
+    file = adapters(tmp_path, lora={"quantize": "nf4", "dropout": 0.0, "merge": True})
+    sharded = ["cluster.devices_per_node=2", "layout.zero=3", "layout.dp_shard=2"]
+    with contextlib.chdir(tmp_path):
+        assert main(["train", str(file), "train.out=alone"]) == 0
+        assert main(["train", str(file), "train.out=moved", *sharded]) == 0
+        expected = losses("alone")
+        assert losses("moved") == pytest.approx(expected, rel=1e-5)
+        back_to("moved", 2)
+        assert main(["train", str(file), "train.out=moved"]) == 0
+        assert losses("moved") == pytest.approx(expected, rel=1e-5)
+        merged, before = (load_file(f"{folder}/hf/model.safetensors") for folder in ("moved", "run"))
+    changed = {name for name in before if not merged[name].equal(before[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj", "down_proj"}

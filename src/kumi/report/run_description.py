@@ -13,6 +13,7 @@ from kumi.report.unit_lines import unit_lines
 from kumi.spec import ledger
 from kumi.spec.divisibility import divisibility
 from kumi.spec.layout import AXES
+from kumi.spec.lora import NF4_BLOCK_BYTES, nf4_blocks
 from kumi.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kumi.config.load import Overrides, RunFile
     from kumi.plan.estimates import Estimate
     from kumi.spec.job import Job
+    from kumi.spec.model import ModelSpec
 
 
 def make_console() -> Console:
@@ -96,6 +98,7 @@ def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
             "family": model.family,
             "parameters": ledger.num_params(model),
             "trained_parameters": ledger.trained_params(model),
+            "quantized": _quantized(model),
             "layers": model.num_hidden_layers,
             "hidden_size": model.hidden_size,
             "vocab_size": model.vocab_size,
@@ -176,6 +179,24 @@ def render_description(description: dict[str, Any]) -> RenderableType:
     return table
 
 
+def _quantized(model: ModelSpec) -> dict[str, Any] | None:
+    """Return the format, the number and the bytes of the quantized parameters of `model`; None without any."""
+    sizes = [param.numel for param in ledger.params(model) if param.quantized]
+    if model.lora is None or not sizes:
+        return None
+    size = NF4_BLOCK_BYTES * sum(nf4_blocks(numel) for numel in sizes)
+    return {"format": model.lora.quantize, "parameters": sum(sizes), "bytes": size}
+
+
+def _quantized_rows(quantized: dict[str, Any] | None, layout: dict[str, Any]) -> list[tuple[str, str]]:
+    if quantized is None:
+        return []
+    ranks = layout["tp"] * layout["pp"] * (layout["dp_shard"] * layout["cp"] if layout["zero"] == 3 else 1)
+    sharded = f", over {ranks} ranks" if ranks > 1 else ""
+    count, size = format_count(quantized["parameters"]), format_bytes(quantized["bytes"])
+    return [("", f"{count} frozen parameters in four bits ({quantized['format']}): {size}{sharded}")]
+
+
 def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (label, text) rows."""
     model, batch, layout = description["model"], description["batch"], description["layout"]
@@ -205,6 +226,7 @@ def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
             f"{model['layers']} layers, hidden size {model['hidden_size']}, vocabulary {model['vocab_size']}, "
             f"{model['init']} weights",
         ),
+        *_quantized_rows(model["quantized"], layout),
         *(("", note) for note in model["notes"]),
         ("machines", f"{ranks} x {cluster['device']}, {format_bytes(cluster['memory_bytes'])} each"),
         (
