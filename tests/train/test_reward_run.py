@@ -62,6 +62,19 @@ def _train(folder, out, **changes):
         return main(["train", str(run_file(folder, **changes))])
 
 
+def test_the_best_accuracy_of_held_out_pairs_names_the_checkpoint(folder):
+    changes = {"eval": {"every": 1}, "checkpoint": {"keep": 1, "best": "eval/rewards/accuracies"}}
+    objective, training = {"kind": "simpo"}, {"steps": 3, "out": "accurate"}
+    assert _train(folder, "accurate", objective=objective, train=training, **changes) == 0
+    lines = metrics(folder / "accurate")
+    accuracies = {line["step"]: value for line in lines if (value := line.get("eval/rewards/accuracies")) is not None}
+    first = min(step for step, value in accuracies.items() if value == max(accuracies.values()))
+    checkpoints = folder / "accurate" / "checkpoints"
+    best = {"step": first, "metric": "eval/rewards/accuracies", "value": accuracies[first]}
+    assert json.loads((checkpoints / "best.json").read_text()) == best
+    assert sorted(int(path.name[5:]) for path in checkpoints.glob("step_*")) == sorted({first, 3})
+
+
 def _last_scores(model):
     """transformers' scores of the rows of IDS, one at a time."""
     model.config.pad_token_id = None

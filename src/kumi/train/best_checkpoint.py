@@ -1,50 +1,61 @@
 """The best evaluation of a run by one of its metrics: which checkpoint to keep, and when to stop early.
 
-The evaluations in metrics.jsonl decide, so that a resumed run goes on with what it knew. Lower is better for losses,
-"kl" and "entropy"; higher for accuracies, margins, rewards of chosen replies and log-probs of them.
+The evaluations in metrics.jsonl and the checkpoints on disk decide, so that a resumed run goes on with what it knew,
+also if `checkpoint.best` or `train.patience` is new or another.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kumi.errors import ConfigError
 from kumi.files.output import write_text
-from kumi.files.untrusted import read_object
 from kumi.objectives import LinearObjective, Objective, SequenceObjective
+from kumi.storage.folders import latest, list_complete, step_of
 from kumi.train.metrics import read_metrics
+from kumi.train.run_folder import checkpoint_root
 
 BEST = "best.json"
-_LOWER, _HIGHER = ("loss", "kl", "entropy"), ("accuracies", "accuracy", "margins", "chosen")
+# Metrics that are better when lower, and when higher; those of a source have its name behind a slash.
+_LOWER = ("loss", "kl", "entropy")
+_HIGHER = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "logps/chosen", "mean_token_accuracy")
 
 
 class BestSoFar:
-    """The best value of `metric` among the evaluations of a run so far.
+    """The best value of `metric` among the evaluations of a run that have a checkpoint.
 
     `step`, `value`: of the best evaluation; None before the first.
     `since`: evaluations after it.
     """
 
-    def __init__(self, metric: str, entries: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, metric: str, entries: Iterable[Mapping[str, Any]] = (), stored: Collection[int] | None = None
+    ) -> None:
+        """`entries`: of metrics.jsonl. `stored`: the steps with a checkpoint, by default all."""
         self.metric, self.higher = metric, is_higher_better(metric)
         self.step: int | None = None
         self.value: float | None = None
         self.since = 0
         for entry in entries:
-            if isinstance(value := entry.get(f"eval/{metric}"), int | float):
-                self.add(int(entry["step"]), float(value))
+            if "eval/loss" in entry:
+                has_checkpoint = stored is None or entry["step"] in stored
+                self.add(entry["step"], entry.get(f"eval/{metric}") if has_checkpoint else None)
 
     def add(self, step: int, value: float | None) -> bool:
-        """Add an evaluation after `step` steps, and return True if it is the best; None is never better."""
-        if value is not None and (self.value is None or (value > self.value if self.higher else value < self.value)):
+        """Add an evaluation after `step` steps, and return True if it is the best; None and NaN are never better."""
+        if value is not None and math.isfinite(value) and (self.value is None or self._is_better(value, self.value)):
             self.step, self.value, self.since = step, value, 0
             return True
-        self.since += 1
+        self.since += self.step is not None
         return False
+
+    def _is_better(self, value: float, other: float) -> bool:
+        return value > other if self.higher else value < other
 
     def write(self, root: Path) -> None:
         """Write best.json into the folder `root` of the checkpoints, atomically."""
@@ -53,9 +64,34 @@ class BestSoFar:
         os.replace(part, root / BEST)
 
 
-def read_best(root: Path) -> dict[str, Any] | None:
-    """Return the content of best.json in the folder `root` of the checkpoints; None without one."""
-    return read_object(root, BEST) if (root / BEST).exists() else None
+def best_of_run(out: Path, key: str | None) -> BestSoFar | None:
+    """Return the best evaluation by checkpoint.best = `key`, up to the last checkpoint of the run in `out`.
+
+    Return None if `key` is None.
+    """
+    if key is None:
+        return None
+    stored = {step_of(folder) for folder in list_complete(checkpoint_root(out))}
+    last = max(stored, default=0)
+    # Entries of later steps are of a launch that was killed before its save.
+    entries = [entry for entry in read_metrics(out / "metrics.jsonl") if entry["step"] <= last]
+    return BestSoFar(metric_of(key), entries, stored)
+
+
+def rewrite_best(out: Path, best: BestSoFar | None) -> None:
+    """Make best.json name `best`, or remove it if no checkpoint is the best: it may be of steps that are undone, or of
+    another metric."""
+    root = checkpoint_root(out)
+    if best is not None and best.step is not None:
+        best.write(root)
+    else:
+        (root / BEST).unlink(missing_ok=True)
+
+
+def ended_early(out: Path, key: str | None, patience: int) -> int | None:
+    """Return the step after which the run in `out` was ended by `patience`; None if it was not."""
+    best, last = best_of_run(out, key), latest(checkpoint_root(out))
+    return None if best is None or last is None or not 0 < patience <= best.since else step_of(last)
 
 
 def metric_of(key: str) -> str:
@@ -65,11 +101,9 @@ def metric_of(key: str) -> str:
 
 def is_higher_better(metric: str) -> bool:
     """Return True if a higher value of `metric` is better. Raise ConfigError for a metric without a direction."""
-    words = {part for name in metric.split("/") for part in name.split("_")}
-    if words & set(_HIGHER):
-        return True
-    if words & set(_LOWER):
-        return False
+    for names, higher in ((_HIGHER, True), (_LOWER, False)):
+        if any(f"{metric}/".startswith(f"{name}/") for name in names):
+            return higher
     raise ConfigError(
         f"checkpoint.best='eval/{metric}' has no direction in which it is better; name a loss, an accuracy, a margin, "
         "or the rewards of chosen replies"
@@ -78,6 +112,11 @@ def is_higher_better(metric: str) -> bool:
 
 def check_metric(key: str, objective: Objective, sources: Sequence[str]) -> None:
     """Raise ConfigError unless an evaluation of `objective` on held-out data of `sources` has the metric `key`."""
+    if not sources:
+        raise ConfigError(
+            f"checkpoint.best={key!r} needs held-out data, but the share data.validation of so little data is empty; "
+            "raise it, add data, or remove the key"
+        )
     own: tuple[str, ...] = ()
     if isinstance(objective, SequenceObjective):
         own = objective.metrics
@@ -91,15 +130,3 @@ def check_metric(key: str, objective: Objective, sources: Sequence[str]) -> None
             f"{', '.join(f'eval/{name}' for name in names)}"
         )
     is_higher_better(metric_of(key))
-
-
-def ended_early(out: Path, best: str | None, patience: int) -> int | None:
-    """Return the step after which the run in `out` was ended by `patience`; None if it was not."""
-    if best is None or not patience:
-        return None
-    so_far = BestSoFar(metric_of(best))
-    for entry in read_metrics(out / "metrics.jsonl"):
-        value = entry.get(f"eval/{so_far.metric}")
-        if "eval/loss" in entry and not so_far.add(entry["step"], value) and so_far.since >= patience:
-            return int(entry["step"])
-    return None

@@ -26,6 +26,7 @@ from kumi.nn.nf4 import quantize_linears
 from kumi.nn.numerics import use_numerics
 from kumi.spec.numerics import REFERENCE
 from kumi.spec.precision import ITEMSIZE
+from kumi.train.best_checkpoint import ended_early
 from kumi.train.export_probe import PROBE_FILE
 from kumi.train.metrics import read_metrics
 from kumi.train.prepare_data import tokenizer_folder
@@ -183,7 +184,8 @@ def _difference(decoder: Decoder, run: ResolvedRun) -> tuple[float, float]:
 def _card_contents(run: ResolvedRun, store: Store) -> dict[str, Any]:
     """Return the contents of the model card."""
     evaluations = [entry for entry in read_metrics(run.out / "metrics.jsonl") if "eval/loss" in entry]
-    objective = run.config.objective
+    ended = ended_early(run.out, run.config.checkpoint.best, run.config.train.patience)
+    steps, objective = run.steps if ended is None else ended, run.config.objective
     by_tokens = objective.build().unit == "tokens"
     scale = "nats a token" if by_tokens else f"mean of {objective.build().unit}"
     return {
@@ -195,8 +197,8 @@ def _card_contents(run: ResolvedRun, store: Store) -> dict[str, Any]:
         "facts": {
             "made by": f"kumi train, {objective.words} with {run.optim.kind}, learning rate {run.optim.lr:g}",
             "trained on": ", ".join(dict.fromkeys(Path(source.path).name for source in run.config.data.sources)),
-            "training tokens": f"{run.steps * run.batch.tokens_per_step:,}",
-            "steps": f"{run.steps:,}",
+            "training tokens": f"{steps * run.batch.tokens_per_step:,}",
+            "steps": f"{steps:,}",
             "sequence length": f"{run.batch.seq_len:,}",
             "precision": f"{run.precision.compute} compute, {run.precision.param} weights",
             "documents": f"{store.documents:,}",

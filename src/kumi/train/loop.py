@@ -28,13 +28,13 @@ from kumi.parallel.optim import build_optimizer
 from kumi.parallel.state_tensors import fill_pieces, optimizer_pieces
 from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
-from kumi.train.best_checkpoint import BestSoFar, check_metric, metric_of
+from kumi.train.best_checkpoint import BestSoFar, best_of_run, rewrite_best
 from kumi.train.callbacks import Callbacks, Listener
 from kumi.train.check_reference import check_reference
 from kumi.train.compare_ranks import check_agreement
 from kumi.train.evaluate import evaluate
 from kumi.train.export_probe import probe_ids, write_probe
-from kumi.train.metrics import Metrics, read_metrics, truncate_metrics
+from kumi.train.metrics import Metrics, truncate_metrics
 from kumi.train.open_batches import OpenSource, mixture_source
 from kumi.train.preflight import run_preflight
 from kumi.train.process_memory import (
@@ -135,7 +135,7 @@ def _train_steps(
     config, steps, root = rank_state.run.config, rank_state.run.steps, checkpoint_root(rank_state.run.out)
     # The preflight check runs in the first step only.
     before_update: Callable[[], None] | None = partial(run_preflight, rank_state, state, root, attempt)
-    best, patience = _best_so_far(rank_state, state), config.train.patience
+    best, patience = _best_so_far(rank_state), config.train.patience
     if best is not None and patience and best.since >= patience:
         return OK
     if state.step == 0:
@@ -178,17 +178,14 @@ def _train_steps(
     return OK
 
 
-def _best_so_far(rank_state: RankState, state: TrainState) -> BestSoFar | None:
-    """Return the best evaluation before `state.step` by checkpoint.best, the same on all ranks; None without the key.
-
-    Raise ConfigError for a metric that evaluations do not have.
-    """
-    run, key = rank_state.run, rank_state.run.config.checkpoint.best
-    if key is None:
+def _best_so_far(rank_state: RankState) -> BestSoFar | None:
+    """Return the best evaluation of the run by checkpoint.best, the same on all ranks; None without the key."""
+    run = rank_state.run
+    best = best_of_run(run.out, run.config.checkpoint.best)
+    if rank_state.mesh.rank == 0:
+        rewrite_best(run.out, best)
+    if best is None:
         return None
-    check_metric(key, rank_state.objective, rank_state.store.validation_names)
-    entries = read_metrics(run.out / "metrics.jsonl")
-    best = BestSoFar(metric_of(key), [entry for entry in entries if entry["step"] <= state.step])
     # Rank 0 decides: another node may see an older file.
     own = (-1.0 if best.step is None else best.step, best.value or 0.0, best.since)
     agreed = torch.tensor(own if rank_state.mesh.rank == 0 else (0.0, 0.0, 0.0), dtype=torch.float64)

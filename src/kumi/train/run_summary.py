@@ -16,7 +16,7 @@ from kumi.config.run_length import run_steps
 from kumi.errors import OK
 from kumi.storage.folders import latest, step_of
 from kumi.storage.folders import step_folder as checkpoint_folder
-from kumi.train.best_checkpoint import ended_early, read_best
+from kumi.train.best_checkpoint import best_of_run, ended_early
 from kumi.train.measured_steps import estimate_lines
 from kumi.train.metrics import read_metrics
 from kumi.train.step_lines import source_losses
@@ -98,9 +98,9 @@ def summary_lines(run: ResolvedRun, code: int = OK, *, already_finished: bool = 
     ]
     parts += [", ".join(losses)] if losses else []
     parts += [f"validation loss on {line}" for line in source_losses(output.metrics)]
-    best = read_best(run.out / "checkpoints")
-    if best is not None:
-        parts.append(f"best {best['metric']} {best['value']:.4f}, with the checkpoint of step {best['step']}")
+    best = best_of_run(run.out, run.config.checkpoint.best)
+    if best is not None and best.value is not None:
+        parts.append(f"best eval/{best.metric} {best.value:.4f}, with the checkpoint of step {best.step}")
     folders = {"model": output.model_dir, "checkpoint": output.checkpoint}
     parts += [f"{word} in {folder}" for word, folder in folders.items() if folder is not None]
     return [
@@ -128,15 +128,17 @@ def next_commands(run: ResolvedRun, output: TrainOutput, code: int = OK) -> Iter
         yield f"kumi data inspect {file}"
         return
     source = output.checkpoint if run.model.lora is None else run.out / "adapter"
-    best = read_best(run.out / "checkpoints")
-    if best is not None and run.model.lora is None and best["step"] < output.global_step:
-        folder = shlex.quote(str(checkpoint_folder(run.out / "checkpoints", best["step"])))
+    best = best_of_run(run.out, run.config.checkpoint.best)
+    if best is not None and best.step is not None and best.step < output.global_step:
+        folder = shlex.quote(str(checkpoint_folder(run.out / "checkpoints", best.step)))
         yield f"kumi convert {folder} {shlex.quote(str(_free_name(run.out / 'best')))} --to hf"
     elif source.is_dir():
         target = _free_name(run.out / ("bfloat16" if run.model.lora is None else "merged"))
         dtype_option = " --dtype bfloat16" if run.model.lora is None else ""
         yield f"kumi convert {shlex.quote(str(source))} {shlex.quote(str(target))} --to hf{dtype_option}"
-    if one_node:
+    if one_node and ended_early(run.out, run.config.checkpoint.best, run.config.train.patience) is not None:
+        yield f"kumi train {file} train.patience=0 --allow-change train.patience"
+    elif one_node:
         key, length = ("steps", run.steps) if run.config.train.epochs is None else ("epochs", run.config.train.epochs)
         yield f"kumi train {file} train.{key}={2 * length} --allow-change train.{key}"
     else:

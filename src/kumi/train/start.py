@@ -27,7 +27,7 @@ from kumi.spec.numerics import parse_numerics
 from kumi.spec.schedules import FULL_BACKWARD
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.storage.folders import check_free_space, latest, list_complete, step_of
-from kumi.train.best_checkpoint import ended_early
+from kumi.train.best_checkpoint import check_metric, ended_early
 from kumi.train.callbacks import Listener
 from kumi.train.dataset_commits import dataset_paths, dataset_snapshots
 from kumi.train.measure_numerics import with_measured_numerics, with_numerics
@@ -78,6 +78,8 @@ def _lead(run: ResolvedRun, allow_change: Sequence[str], peers: Rendezvous | Non
             print(line, flush=True)
         store = prepare_data(run)
         print(_data_line(store, run.config.objective.kind), flush=True)
+        if run.config.checkpoint.best is not None:
+            check_metric(run.config.checkpoint.best, run.config.objective.build(), store.validation_names)
         run = with_prepared_data(run)
         trained = _is_trained(run)
         for number, line in enumerate(reading_lines(describe_reading(run, store))):
@@ -140,8 +142,9 @@ def check_run(run: ResolvedRun) -> None:
         _check_weights(run)
     root = checkpoint_root(run.out)
     size = checkpoint_bytes(run.model, run.precision, run.optim)
-    # The disk has the old checkpoints and the new one until the new one is complete.
-    check_free_space(root, size * max(1, run.config.checkpoint.keep + 1 - len(list_complete(root))))
+    # The disk has the old checkpoints, the best one and the new one until the new one is complete.
+    at_most = run.config.checkpoint.keep + 1 + (run.config.checkpoint.best is not None)
+    check_free_space(root, size * max(1, at_most - len(list_complete(root))))
 
 
 def _resume_notes(run: ResolvedRun, allow_change: Sequence[str]) -> list[str]:
