@@ -43,8 +43,7 @@ def test_both_modes_equal_the_plain_formula():
     expected = plain(hidden, weight, labels)
     expected_grads = torch.autograd.grad((expected * token_weights).sum(), (hidden, weight))
     result = logprob.log_probs(hidden, weight, labels).log_probs
-    total, scores = logprob.weighted_sum(hidden, weight, labels, token_weights)
-    detached = scores.log_probs
+    total, detached = logprob.weighted_sum(hidden, weight, labels, token_weights)
     assert not detached.requires_grad
     for values in (result, detached):
         torch.testing.assert_close(values, expected)
@@ -96,7 +95,7 @@ def test_half_precision_keeps_float32_statistics(dtype):
     logits = (hidden @ weight.T).detach().double()
     exact = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
     exact[labels == IGNORED] = 0.0
-    result = logprob.weighted_sum(hidden, weight, labels, token_weights.float())[1].log_probs
+    result = logprob.weighted_sum(hidden, weight, labels, token_weights.float())[1]
     assert result.dtype == torch.float32
     torch.testing.assert_close(result.double(), exact, rtol=0, atol=2e-6)
 
@@ -122,9 +121,9 @@ def test_ties_and_extreme_logits():
 
 def test_nothing_to_learn_gives_zero_and_no_gradient():
     hidden, weight, labels, token_weights = inputs()
-    total, scores = logprob.weighted_sum(hidden, weight, torch.full_like(labels, IGNORED), token_weights)
+    total, log_probs = logprob.weighted_sum(hidden, weight, torch.full_like(labels, IGNORED), token_weights)
     assert total == 0
-    assert not scores.log_probs.any()
+    assert not log_probs.any()
     assert not any(grad.any() for grad in torch.autograd.grad(total, (hidden, weight)))
     total, _ = logprob.weighted_sum(hidden, weight, labels, torch.zeros_like(token_weights))
     assert not any(grad.any() for grad in torch.autograd.grad(total, (hidden, weight)))
@@ -133,9 +132,9 @@ def test_nothing_to_learn_gives_zero_and_no_gradient():
 def test_without_gradients_none_are_formed():
     hidden, weight, labels, token_weights = inputs()
     with torch.no_grad():
-        total, scores = logprob.weighted_sum(hidden, weight, labels, token_weights)
+        total, log_probs = logprob.weighted_sum(hidden, weight, labels, token_weights)
     assert not total.requires_grad
-    torch.testing.assert_close(total, (scores.log_probs * token_weights).sum())
+    torch.testing.assert_close(total, (log_probs * token_weights).sum())
 
 
 def masked(share, dtype=torch.float64):
@@ -157,19 +156,19 @@ def close(result, expected):
 def test_trained_tokens_give_the_plain_formula(share, shaping, chosen):
     """Log-probs, both statistics and the gradients of both modes, whether or not the head has positions."""
     hidden, weight, labels, token_weights, positions = masked(share)
-    trained, statistics = positions if chosen else None, ("entropy", "top")
+    trained = positions if chosen else None
     logits = shaping.shape(hidden @ weight.T)
     probs, counted = logits.detach().softmax(-1), labels != IGNORED
     expected = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[:, None])[:, 0] * counted
     grads = torch.autograd.grad((expected * token_weights).sum(), (hidden, weight))
-    options = {"shaping": shaping, "trained": trained, "statistics": statistics}
+    options = {"shaping": shaping, "trained": trained}
     total, detached = logprob.weighted_sum(hidden, weight, labels, token_weights, **options)
-    differentiable = logprob.log_probs(hidden, weight, labels, **options)
-    for scores, value in ((detached, total), (differentiable, (differentiable.log_probs * token_weights).sum())):
-        close(scores.log_probs, expected)
-        close(scores.entropy, -(probs * probs.log()).sum(-1) * counted)
-        assert torch.equal(scores.top, (logits.argmax(-1) == labels) & counted)
-        assert not scores.entropy.requires_grad
+    scores = logprob.log_probs(hidden, weight, labels, **options, statistics=("entropy", "top"))
+    close(scores.entropy, -(probs * probs.log()).sum(-1) * counted)
+    assert torch.equal(scores.top, (logits.argmax(-1) == labels) & counted)
+    assert not scores.entropy.requires_grad
+    for log_probs, value in ((detached, total), (scores.log_probs, (scores.log_probs * token_weights).sum())):
+        close(log_probs, expected)
         close(value, (expected * token_weights).sum())
         close(torch.autograd.grad(value, (hidden, weight)), grads)
 
@@ -199,9 +198,9 @@ def test_half_precision_of_trained_tokens_is_that_of_all_tokens(dtype):
     hidden, weight, labels, token_weights, positions = masked(0.6, dtype)
     results = []
     for trained in (None, positions):
-        total, scores = logprob.weighted_sum(hidden, weight, labels, token_weights.float() * 1e-6, trained=trained)
+        total, log_probs = logprob.weighted_sum(hidden, weight, labels, token_weights.float() * 1e-6, trained=trained)
         grads = torch.autograd.grad(total * 2.0**16, (hidden, weight))
-        results.append((scores.log_probs, *(grad.double() / grad.double().abs().max() for grad in grads)))
+        results.append((log_probs, *(grad.double() / grad.double().abs().max() for grad in grads)))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=2 * torch.finfo(dtype).eps)
 
 

@@ -112,7 +112,6 @@ def test_few_ignored_labels_leave_the_head_as_it_is():
 
 
 def test_a_stage_returns_the_scores_that_are_asked_for():
-    """With a loss or token weights they come beside the scalar, detached."""
     mesh, columns = mesh_of(Layout()), _columns()
     model = build(SPECS["llama"], mesh, PRECISIONS["fp64"], weights=7)
     inputs = decoder_inputs(shard_batch(OBJECTIVES["lm"](), columns, mesh))
@@ -126,11 +125,3 @@ def test_a_stage_returns_the_scores_that_are_asked_for():
     assert torch.equal(scores.top, (logits.argmax(-1) == columns["labels"]) & counted)
     entropy = torch.distributions.Categorical(logits=logits).entropy() * counted
     torch.testing.assert_close(scores.entropy, entropy, rtol=1e-12, atol=1e-12)
-    weights = torch.rand(columns["labels"].shape, dtype=torch.float64)
-    for options in ({"token_weights": weights}, {"loss": lambda log_probs: (log_probs * weights).sum()}):
-        total, beside = model(**inputs, **options, statistics=("entropy", "top"))
-        torch.testing.assert_close(total, (log_probs * weights).sum(), rtol=1e-12, atol=1e-12)
-        assert total.requires_grad
-        assert not beside.log_probs.requires_grad
-        for values, expected in zip(beside, scores):
-            torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)

@@ -29,11 +29,10 @@ def _inputs(share):
 def _results(hidden, weight, labels, token_weights, linear, **options):
     """Return the scores of the labels, and the gradients of the weighted sum of their log-probs."""
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    options["statistics"] = ("entropy", "top")
     if linear:
-        total, scores = logprob.weighted_sum(hidden, weight, labels, token_weights, **options)
+        total, *scores = logprob.weighted_sum(hidden, weight, labels, token_weights, **options)
     else:
-        scores = logprob.log_probs(hidden, weight, labels, **options)
+        scores = logprob.log_probs(hidden, weight, labels, **options, statistics=("entropy", "top"))
         total = (scores.log_probs * token_weights).sum()
     grads = torch.autograd.grad(total, (hidden, weight))
     return [tensor.detach().numpy() for tensor in (*scores, *grads)]

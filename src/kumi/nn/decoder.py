@@ -244,11 +244,11 @@ class Decoder(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         labels: Tensor,
-        token_weights: Tensor | None = None,
-        loss: Callable[[Tensor], Tensor] | None = None,
+        token_weights: None = None,
+        loss: None = None,
         head_positions: Tensor | None = None,
         statistics: tuple[Statistic, ...],
-    ) -> Tensor | TokenScores | tuple[Tensor, TokenScores]: ...
+    ) -> Tensor | TokenScores: ...
 
     def forward(
         self,
@@ -261,7 +261,7 @@ class Decoder(nn.Module):
         loss: Callable[[Tensor], Tensor] | None = None,
         head_positions: Tensor | None = None,
         statistics: tuple[Statistic, ...] = (),
-    ) -> Tensor | TokenScores | tuple[Tensor, Tensor] | tuple[Tensor, TokenScores]:
+    ) -> Tensor | TokenScores | tuple[Tensor, Tensor]:
         """Return logits, log-probs, scores, a loss, or hidden states.
 
         - Without `labels`: logits (B, S, V).
@@ -274,9 +274,8 @@ class Decoder(nn.Module):
           With `labels`, whose values are not read, scores of ignored labels are 0.
         - On a stage without head: hidden states, whatever the other arguments.
 
-        `statistics` ("entropy", "top") asks for further numbers of each label, from the logits of the log-probs. The
-        result then has `TokenScores` (B, S) in place of log-probs, and with `loss` it is the scalar and the scores.
-        Scores beside a scalar are detached; entropy and top always are.
+        `statistics` ("entropy", "top") asks for further numbers of each label, from the same logits, without a
+        gradient. The result is then `TokenScores` (B, S) in place of log-probs; give neither weights nor `loss`.
 
         `input_ids` (B, S): token ids; on a stage without embedding, the hidden states of the previous stage.
         `document_ids` (B, S): separates documents that are packed in a row.
@@ -296,16 +295,15 @@ class Decoder(nn.Module):
             return values if loss is None else loss(values)
         if labels is None:
             return self.shaping.shape(self.logits(flat, weight)).view(*shape, -1)
-        options: Any = {"trained": head_positions, "statistics": statistics}
         if token_weights is not None:
-            total, scores = self.weighted_sum(flat, weight, labels.flatten(), token_weights.flatten(), **options)
-            scores = scores.view(labels.shape)
-            return (total, scores) if statistics else (total, scores.log_probs)
+            options: Any = {"trained": head_positions}
+            total, log_probs = self.weighted_sum(flat, weight, labels.flatten(), token_weights.flatten(), **options)
+            return total, log_probs.view(labels.shape)
+        options = {"trained": head_positions, "statistics": statistics}
         scores = self.log_probs(flat, weight, labels.flatten(), **options).view(labels.shape)
-        if loss is None:
-            return scores if statistics else scores.log_probs
-        total = loss(scores.log_probs)
-        return (total, scores._replace(log_probs=scores.log_probs.detach())) if statistics else total
+        if statistics:
+            return scores
+        return scores.log_probs if loss is None else loss(scores.log_probs)
 
     def hidden(
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None

@@ -61,17 +61,16 @@ def weighted_sum(
     device_kind: str | None = None,
     shaping: Shaping = NO_SHAPING,
     trained: Tensor | None = None,
-    statistics: tuple[Statistic, ...] = (),
-) -> tuple[Tensor, TokenScores]:
-    """Return sum_t token_weights_t * log_prob_t as a float32 scalar, and the scores (T,) of the labels, detached.
+) -> tuple[Tensor, Tensor]:
+    """Return sum_t token_weights_t * log_prob_t as a float32 scalar, and the log-probs (T,), detached.
 
-    `device_kind` sets the chunk size; by default it is the type of the tensors' device. `trained` and `statistics` are
-    those of `log_probs`.
+    `device_kind` sets the chunk size; by default it is the type of the tensors' device. `trained` is that of
+    `log_probs`.
     """
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    options = (vocabulary, needs_grad, device_kind, shaping, trained, statistics)
-    total, *scores = _WeightedSum.apply(hidden, weight, labels, token_weights, *options)  # type: ignore[no-untyped-call]
-    return total, TokenScores(*scores)
+    options = (token_weights, vocabulary, needs_grad, device_kind, shaping, trained)
+    total, detached = _WeightedSum.apply(hidden, weight, labels, *options)  # type: ignore[no-untyped-call]
+    return total, detached
 
 
 class _LogProbs(torch.autograd.Function):
@@ -123,33 +122,32 @@ class _WeightedSum(torch.autograd.Function):
         device_kind: str | None,
         shaping: Shaping,
         trained: Tensor | None,
-        statistics: tuple[Statistic, ...],
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor, Tensor]:
         hidden = vocabulary.gather(hidden)
-        scores = _score_buffers(hidden, statistics)
+        log_prob = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))
         gradients = _gradient_buffers(hidden, weight, trained) if needs_grad else None
-        token_weights = token_weights.to(scores.log_probs.dtype)
+        token_weights = token_weights.to(log_prob.dtype)
         # Use weights of at most 1 so that gradients stay in float16's range. The backward pass multiplies by `peak`.
         peak = token_weights.abs().amax().clamp(min=torch.finfo(token_weights.dtype).tiny)
         relative = token_weights / peak
         head = Head(weight.to(hidden.dtype), vocabulary, shaping)
         for part, buffers in chunks(hidden, weight, trained, device_kind):
             h, y = hidden[part], labels[part]
-            _write(scores, part, chunk_scores(buffers, h, head, y, statistics))
+            log_prob[part] = chunk_scores(buffers, h, head, y).log_probs
             if gradients is not None:
                 _put_rows(gradients[0], part, chunk_gradient(buffers, gradients[1], h, head, y, relative[part]))
         if gradients is not None:
             cast_grad_weight = None if gradients[1] is None else gradients[1].to(weight.dtype)
             ctx.save_for_backward(vocabulary.reduce(gradients[0]), cast_grad_weight, peak)
-        ctx.mark_non_differentiable(*_present(scores))
-        return ((scores.log_probs * token_weights).sum(), *scores)
+        ctx.mark_non_differentiable(log_prob)
+        return (log_prob * token_weights).sum(), log_prob
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, peak = ctx.saved_tensors
         factor = grad * peak
         scaled_grad_weight = None if grad_weight is None else grad_weight * factor
-        return (grad_hidden * factor.to(grad_hidden.dtype), scaled_grad_weight, *[None] * 8)
+        return (grad_hidden * factor.to(grad_hidden.dtype), scaled_grad_weight, *[None] * 7)
 
 
 def _score_buffers(hidden: Tensor, statistics: tuple[Statistic, ...]) -> TokenScores:

@@ -9,7 +9,15 @@ from __future__ import annotations
 from kumi.objectives.dpo import DirectPreference
 from kumi.objectives.kto import Kto
 from kumi.objectives.lm import LanguageModeling, SupervisedFineTuning
-from kumi.objectives.objective import IGNORED, LinearObjective, Objective, SegmentSums, SequenceObjective, sequence_sums
+from kumi.objectives.objective import (
+    IGNORED,
+    LinearObjective,
+    MismatchedObjective,
+    Objective,
+    SegmentSums,
+    SequenceObjective,
+    sequence_sums,
+)
 from kumi.objectives.reward import RewardModel
 from kumi.objectives.row_form import LM_KINDS, LM_ROWS, MISMATCHED, RowForm
 from kumi.objectives.unreferenced import ContrastivePreference, OddsRatio, SimplePreference
@@ -33,6 +41,7 @@ __all__ = [
     "MISMATCHED",
     "OBJECTIVES",
     "LinearObjective",
+    "MismatchedObjective",
     "Objective",
     "RowForm",
     "SegmentSums",

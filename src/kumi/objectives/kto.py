@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kumi.objectives.objective import SequenceObjective
+from kumi.objectives.objective import MismatchedObjective
 from kumi.objectives.options import check_not_negative, check_positive
 from kumi.objectives.row_form import RowForm
 from kumi.spec.field_docs import described
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Kto(SequenceObjective):
+class Kto(MismatchedObjective):
     """The mean over replies of KTO's loss, see the module."""
 
     beta: float = described("Factor of log-probs; a larger one keeps the policy nearer to the reference.", 0.1)

@@ -84,7 +84,7 @@ class SequenceObjective(Objective):
     reference (B, G): sum of the reference model's log-probs over each sequence's trained tokens.
     margins (B, G / 2): of preference rows, the margin of each pair; 0 where a row gives none.
     desirable (B, G): of feedback rows, 1 for a desirable completion, else 0.
-    statistics: sums over the step, see `statistics`.
+    statistics (2,): sums over the step, see `MismatchedObjective`.
 
     Mismatched rows have these columns, and those of the decoder, under names that begin with "mismatched_".
 
@@ -115,12 +115,16 @@ class SequenceObjective(Objective):
         A metric of a step is the sum over all ranks and microbatches, divided by the number.
         """
 
-    def statistics(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return sums over `batch`, given the sums (B, G) of the log-probs of its mismatched sequences.
 
-        Their total over the step, without a gradient, is the column "statistics". Only for rows that are `mismatched`.
+class MismatchedObjective(SequenceObjective):
+    """An objective whose rows are `mismatched`: its loss also depends on sums over the mismatched rows of the step."""
+
+    @abstractmethod
+    def statistics(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return sums (2,) over `batch`, given the sums (B, G) of the log-probs of its mismatched sequences.
+
+        Their total over the step, without a gradient, is the column "statistics".
         """
-        raise NotImplementedError
 
 
 def sequence_sums(log_probs: Tensor, batch: Mapping[str, Tensor], sums: SegmentSums, prefix: str = "") -> Tensor:

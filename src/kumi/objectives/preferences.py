@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -56,9 +57,9 @@ class PreferenceObjective(SequenceObjective):
         """Return the number of pairs in `batch`."""
         return int((batch["trained"][:, 0::2] > 0).sum())
 
+    @abstractmethod
     def rewards(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the reward (B, G) of each sequence, for the metrics."""
-        raise NotImplementedError
 
     def measure(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the rewards of both sides, their difference, the share of pairs in which the chosen side has the

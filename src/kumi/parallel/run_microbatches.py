@@ -19,6 +19,7 @@ from kumi.objectives import (
     IGNORED,
     MISMATCHED,
     LinearObjective,
+    MismatchedObjective,
     Objective,
     SegmentSums,
     SequenceObjective,
@@ -139,7 +140,7 @@ def mismatched_statistics(
 ) -> Tensor:
     """Return this rank's part of the objective's statistics of the mismatched rows of `batches`, results of
     `prepare_batches`, (2,) float64. The sum of the parts over all ranks is the column "statistics"."""
-    assert isinstance(objective, SequenceObjective)
+    assert isinstance(objective, MismatchedObjective)
     part = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     with evaluating(model):
         for batch, totals in zip(batches, sum_sequences(model, mesh, batches, MISMATCHED)):
