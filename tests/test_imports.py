@@ -34,6 +34,7 @@ ORDER = [
     "convert",
     "parallel",
     "dryrun",
+    "inference",
     "launch",
     "train",
     "bench",

@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("commands and Python functions", ("cli", "api")),
     ("training, measuring, launching", ("train", "bench", "launch")),
+    ("text from models", ("inference",)),
     ("models on many ranks", ("parallel", "dryrun")),
     ("conversion", ("convert",)),
     ("layers and checkpoints", ("nn", "storage", "compat")),
@@ -22,7 +23,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("descriptions: frozen data", ("spec", "objectives", "megatron")),
     ("files, errors, units", ("hub", "files", "safe_output", "progress", "units", "paths", "errors", "deprecated")),
 )
-TORCH = {"train", "bench", "launch", "convert", "dryrun", "parallel", "nn", "compat"}
+TORCH = {"train", "bench", "launch", "convert", "inference", "dryrun", "parallel", "nn", "compat"}
 LEFT, ROW, GAP = 250.0, 34.0, 6.0
 
 
