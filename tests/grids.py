@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kumi.spec.layout import Layout
+
 Case = Sequence[Hashable]
 
 
@@ -36,3 +38,8 @@ def pairwise(cases: Sequence[Case], names: Callable[..., str] | None = None) -> 
         selected.add(best)
         missing -= pairs[best]
     return sampled(cases, selected.__contains__, names)
+
+
+def named(layout: Layout) -> str:
+    """Return the fields of `layout` that are not the default, for a test's id."""
+    return "-".join(f"{key}{value}" for key, value in vars(layout).items() if value != getattr(Layout(), key))

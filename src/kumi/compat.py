@@ -81,6 +81,13 @@ def keep_integers_in_fsdp() -> None:
     FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign, assignment]
 
 
+def reshards_after_forward(module: nn.Module) -> bool:
+    """Return True if the FSDP2 unit `module` frees its gathered parameters after each forward pass."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return any(group is not None and group.post_forward_mesh_info is not None for group in groups)
+
+
 def rerun_fsdp_post_backward(module: nn.Module) -> None:
     """Run FSDP2's post-backward of `module` again, to reduce gradients that were added after its backward pass.
 

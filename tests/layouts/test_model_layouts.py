@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from test_layouts import alone, equal
 
-from grids import sampled
+from grids import named, sampled
 from kumi.spec.layout import Layout
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
@@ -130,11 +130,6 @@ LATER = [
     (Layout(dp_shard=4, tp=2, zero=3, ep=2, expert_tp=2), "biased-moe", 3),
     (Layout(tp=2, cp=2, dp_shard=2, zero=3), "gpt", 2),
 ]
-
-
-def named(layout: Layout) -> str:
-    """Return the fields of `layout` that are not the default."""
-    return "-".join(f"{key}{value}" for key, value in vars(layout).items() if value != getattr(Layout(), key))
 
 
 EVERY = sorted([*ALONE, *PAIRS, *MORE, *LATER], key=lambda case: case[0].world_size)

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 from test_layouts import TOLERANCE, close, updates_apart
-from test_model_layouts import named
 
-from grids import sampled
+from grids import named, sampled
 from kumi.parallel import (
     build,
     build_optimizer,

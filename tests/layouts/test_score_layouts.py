@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import pytest
 from test_layouts import alone, equal
-from test_model_layouts import named
 
-from grids import sampled
+from grids import named, sampled
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.sharding import state_bytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, overload
+from itertools import repeat
+from typing import Any, Protocol, overload
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from kumi.nn.attention.attention_context import (
 )
 from kumi.nn.attention.grouped_query import attend
 from kumi.nn.linear import Linear
-from kumi.nn.logit_chunks import Shaping, Statistic, TokenScores
+from kumi.nn.logit_chunks import FULL_VOCABULARY, Shaping, Statistic, TokenScores
 from kumi.nn.mixers import MIXERS
 from kumi.nn.mlp import MLP
 from kumi.nn.moe import MoE
@@ -32,6 +33,16 @@ from kumi.nn.wrappers import Wrapper, wrap
 from kumi.objectives import IGNORED
 from kumi.spec import families, model
 from kumi.spec.model import LayerSpec, ModelSpec
+
+
+class CachedPass(Protocol):
+    """The tokens of one forward pass in a generation, and the cache of earlier tokens."""
+
+    def lengths(self, tokens: Tensor, document_ids: Tensor | None) -> int | Tensor:
+        """Return the length (B, S) of the sequence of each of `tokens` (B, S), earlier tokens included."""
+
+    def contexts(self, context: AttentionContext) -> Sequence[AttentionContext]:
+        """Return the context of each layer, given the one without a cache."""
 
 
 class DecoderLayer(nn.Module):
@@ -174,6 +185,7 @@ class Decoder(nn.Module):
     `make_attention(tokens, document_ids)`: returns the attention function of a batch.
     `make_lengths(tokens, document_ids)`: returns the document length of each token.
     `embedding_noise(x, position_ids, document_ids)`: returns the token embeddings `x` with noise; None for no noise.
+    `vocabulary`: the part of the vocabulary on this rank.
     `logits`, `log_probs`, `weighted_sum`, `scores`: functions of the final hidden states (T, D) and the head's weight;
     the result of `logits` is not yet scaled and capped by `shaping`.
     """
@@ -204,6 +216,7 @@ class Decoder(nn.Module):
         self.make_attention: Callable[[Tensor, Tensor | None], AttentionFn] = unsharded_attention
         self.make_lengths: Callable[[Tensor, Tensor | None], int | Tensor] = document_lengths
         self.embedding_noise: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+        self.vocabulary = FULL_VOCABULARY
         self.shaping = Shaping(spec.logit_scale, spec.logit_softcap)
         self.logits = logits
         self.log_probs = partial(logprob.log_probs, shaping=self.shaping)
@@ -221,6 +234,7 @@ class Decoder(nn.Module):
         token_weights: None = None,
         loss: Callable[[Tensor], Tensor] | None = None,
         head_positions: Tensor | None = None,
+        cached: CachedPass | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -261,6 +275,7 @@ class Decoder(nn.Module):
         loss: Callable[[Tensor], Tensor] | None = None,
         head_positions: Tensor | None = None,
         statistics: tuple[Statistic, ...] = (),
+        cached: CachedPass | None = None,
     ) -> Tensor | TokenScores | tuple[Tensor, Tensor]:
         """Return logits, log-probs, scores, a loss, or hidden states.
 
@@ -282,12 +297,18 @@ class Decoder(nn.Module):
         `position_ids` (B, S): by default 0, 1, ... in each document; required on a stage without embedding.
         `head_positions` (N,): flat positions in `labels`, without those of ignored labels. The head is computed only
         there, and the log-probs of other labels are 0. None: at all positions.
+        `cached`: reads and extends a cache of earlier tokens. The result is then this rank's part of the logits, (N, V)
+        at `head_positions` or (T, V).
         """
-        hidden = self.hidden(input_ids, position_ids=position_ids, document_ids=document_ids)
+        hidden = self.hidden(input_ids, position_ids=position_ids, document_ids=document_ids, cached=cached)
         if not self.has_head:
             return hidden
         flat, weight = hidden.flatten(0, -2), self.head_weight
         shape = input_ids.shape if position_ids is None else position_ids.shape
+        if cached is not None:
+            tokens = self.vocabulary.gather(flat)
+            tokens = tokens if head_positions is None else tokens[head_positions]
+            return self.shaping.shape(logits(tokens, weight))
         if self.spec.head == "score":
             assert token_weights is None, "a score head has no log-probs to weight; give `loss`"
             values = self.scores(flat, weight).view(shape)
@@ -306,7 +327,12 @@ class Decoder(nn.Module):
         return scores.log_probs if loss is None else loss(scores.log_probs)
 
     def hidden(
-        self, input_ids: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cached: CachedPass | None = None,
     ) -> Tensor:
         """Return the last hidden states (B, S, D) in the compute dtype, normalised if the stage has the head."""
         if position_ids is None:
@@ -316,11 +342,13 @@ class Decoder(nn.Module):
         specs = [spec for spec in mixers if spec is not None]
         rows, length = position_ids.shape
         attention = self.make_attention(position_ids, document_ids)
-        tables = cos_sin_tables(specs, position_ids, partial(self.make_lengths, position_ids, document_ids))
+        make_lengths = self.make_lengths if cached is None else cached.lengths
+        tables = cos_sin_tables(specs, position_ids, partial(make_lengths, position_ids, document_ids))
         context = AttentionContext((rows, length), tables, attention, document_ids)
+        contexts = repeat(context) if cached is None else cached.contexts(context)
         x = self.embedded(input_ids, position_ids, document_ids) if self.has_embedding else input_ids
-        for layer in self.model.layers.values():
-            x = layer(x, context)
+        for layer, layer_context in zip(self.model.layers.values(), contexts, strict=False):
+            x = layer(x, layer_context)
         return self.model.norm(x) if self.has_head else x
 
     def check_length(self, input_ids: Tensor, document_ids: Tensor | None) -> None:

@@ -38,7 +38,12 @@ class TokenScores(NamedTuple):
 
 
 class Vocabulary:
-    """The slice of the vocabulary on this device: here, all of it. `kumi.parallel.vocab_parallel` shards it."""
+    """The slice of the vocabulary on this device: here, all of it. `kumi.parallel.vocab_parallel` shards it.
+
+    `first`: the token id of the slice's first row.
+    """
+
+    first: int = 0
 
     def padding(self, weight: Tensor) -> int:
         """Return the number of padding rows at the end of the head's `weight`."""

@@ -7,7 +7,7 @@ channels (x), input to the states (b), output of the states (c), step sizes (dt)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,15 +51,21 @@ class Mamba(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Return the mixer's output for hidden states `x` (B, S, D) or (B * S, D), in the same shape."""
-        spec, numbers = self.spec, document_numbers(context)
+        spec, numbers, memory = self.spec, document_numbers(context), context.recurrence
         projections = (self.z_proj, self.x_proj, self.b_proj, self.c_proj, self.dt_proj)
         z, value, b, c, dt = (part.view(*context.shape, -1) for part in self.projections.column_linear(x, projections))
-        value = self.x_conv1d(value, numbers).unflatten(-1, (-1, spec.head_dim))
-        b = self.b_conv1d(b, numbers).unflatten(-1, (-1, spec.state_size))
-        c = self.c_conv1d(c, numbers).unflatten(-1, (-1, spec.state_size))
+        convolve, recur = (_convolve, scan) if memory is None else (memory.convolve, memory.scan)
+        convolutions = (self.x_conv1d, self.b_conv1d, self.c_conv1d)
+        value, b, c = convolve(convolutions, (value, b, c), numbers)
+        value = value.reshape(*context.shape, -1, spec.head_dim)
+        b, c = (part.reshape(*context.shape, -1, spec.state_size) for part in (b, c))
         low, high = spec.time_step_limit
-        out = scan(ScanInputs(value, b, c, dt, self.dt_bias, self.A_log, self.D, numbers, spec.chunk_size, low, high))
+        out = recur(ScanInputs(value, b, c, dt, self.dt_bias, self.A_log, self.D, numbers, spec.chunk_size, low, high))
         return self.projections.row_linear(self.norm(out.flatten(2), z), self.out_proj).view(x.shape)
+
+
+def _convolve(convolutions: Sequence[nn.Module], inputs: Sequence[Tensor], numbers: Tensor | None) -> list[Tensor]:
+    return [convolution(x, numbers) for convolution, x in zip(convolutions, inputs, strict=True)]
 
 
 def document_numbers(context: AttentionContext) -> Tensor | None:

@@ -324,6 +324,37 @@ def _scan_states(written: Tensor, through: Tensor, state: Tensor) -> tuple[Tenso
     return torch.stack(entering, dim=1), state
 
 
+@torch.no_grad()
+def final_state(inputs: ScanInputs, start: int, stop: int) -> Tensor:
+    """Return the state (H, P, N) after the document at positions start to stop of a batch of one row.
+
+    Each position contributes its step times x b^T, decayed from there to the end of the document.
+    """
+    _, steps, rate = _steps(inputs)
+    part = steps[0, start:stop]
+    exact = part.dtype if part.device.type == "mps" else torch.float64
+    sums = (part.to(exact) * rate).cumsum(0)
+    decay = (sums[-1] - sums).exp().to(part.dtype)
+    x = inputs.x[0, start:stop].to(part.dtype) * (part * decay)[..., None]
+    b = inputs.b[0, start:stop].to(part.dtype)
+    return torch.einsum("sgrp,sgn->grpn", x.view(len(x), b.shape[1], -1, x.shape[-1]), b).flatten(0, 1)
+
+
+@torch.no_grad()
+def scan_step(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return y (B, 1, H, P) of one position after `state` (B, H, P, N), and the new state."""
+    _, steps, rate = _steps(inputs)
+    x, b, c = (value[:, 0].to(steps.dtype) for value in inputs[:3])
+    rows, heads, channels = x.shape
+    groups, size = b.shape[1:]
+    per_group = (rows, groups, heads // groups)
+    step, x, state = steps.view(per_group), x.reshape(*per_group, channels), state.view(*per_group, channels, size)
+    decay = (step * rate.view(per_group[1:])).exp()
+    state = state * decay[..., None, None] + torch.einsum("bgrp,bgn->bgrpn", x * step[..., None], b)
+    y = torch.einsum("bgrpn,bgn->bgrp", state, c) + x * inputs.d.to(x.dtype).view(*per_group[1:], 1)
+    return y.flatten(1, 2)[:, None].to(inputs.x.dtype), state.flatten(1, 2)
+
+
 def _scan_state_grads(added_grads: Tensor, through: Tensor, grad_state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients (b, m, g, r, p, n) of the states at the chunks' ends, and of the state at the first
     start."""

@@ -25,7 +25,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from kumi.compat import ddp_without_buffer_sync, keep_integers_in_fsdp, rerun_fsdp_post_backward
+from kumi.compat import ddp_without_buffer_sync, keep_integers_in_fsdp, rerun_fsdp_post_backward, reshards_after_forward
 from kumi.nn.decoder import Decoder, DecoderLayer, Embedding
 from kumi.nn.moe import MoE
 from kumi.nn.nf4 import packed_matrices
@@ -233,6 +233,31 @@ def reduce_deferred_wgrads(stage: nn.Module, mesh: Mesh, *, last: bool) -> None:
         free = last or mesh.layout.zero == 3
         _set_after_backward(stage, free, last=last, free=free)
         rerun_fsdp_post_backward(stage)
+
+
+@contextmanager
+def gathered(decoder: Decoder, mesh: Mesh) -> Iterator[None]:
+    """A context in which every rank has all parameters, and forward passes communicate none.
+
+    Ranks may then make different numbers of forward passes. The parameters are in the compute dtype.
+    """
+    if not uses_fsdp(mesh):
+        yield
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [module for module in decoder.modules() if isinstance(module, FSDPModule)]
+    freed = [unit for unit in units if reshards_after_forward(unit)]
+    for unit in units:
+        unit.unshard()
+    for unit in freed:
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in freed:
+            unit.set_reshard_after_forward(True, recurse=False)
+        reshard(decoder)
 
 
 def reshard(model: nn.Module) -> None:

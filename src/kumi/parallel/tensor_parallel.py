@@ -75,7 +75,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: Mesh) -> None:
     positions = decoder.model.embed_positions
     if positions is not None and sequence_parallel:
         positions.lookup = partial(_local_positions, group)
-    decoder.logits = vocabulary.logits
+    decoder.vocabulary, decoder.logits = vocabulary, vocabulary.logits
     decoder.log_probs = partial(decoder.log_probs, vocabulary=vocabulary)
     decoder.weighted_sum = partial(decoder.weighted_sum, vocabulary=vocabulary)
     if sequence_parallel:

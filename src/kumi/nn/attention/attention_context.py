@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,11 @@ from torch import Tensor
 from kumi.nn import rope
 from kumi.nn.attention.scores import PLAIN_SCORES, Scores
 from kumi.spec.model import Attention, LatentAttention, Rope
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kumi.nn.mamba_scan import ScanInputs
 
 # A rotation and the number of dims of a head that it rotates.
 Rotary = tuple[Rope, int]
@@ -37,6 +42,35 @@ class AttentionFn(Protocol):
         `sinks` (H,): one more score per head in the softmax, as of a key with a zero value.
         `scores`: how the product of a query and a key becomes a score.
         """
+
+
+class LatentMemory(Protocol):
+    """The cached latents of one layer of latent attention, bound to the tokens of one forward pass."""
+
+    @property
+    def attends(self) -> bool:
+        """True if queries attend to the cache; False for whole prompts, which attend to their own tokens."""
+
+    def store(self, latents: Tensor, keys: Tensor) -> None:
+        """Add the latents (B, S, rank) and rotated keys (B, S, R) of these tokens to the cache."""
+
+    def attend(self, q: Tensor, up: Callable[[], Tensor], nope_size: int) -> Tensor:
+        """Return attention (B, 1, H, E') of `q` (B, 1, H, E) over the cached tokens.
+
+        `up` returns the projection (H * (nope_size + E'), rank) from latents to the keys and values of each head.
+        """
+
+
+class RecurrentMemory(Protocol):
+    """The state of one recurrent layer, bound to the tokens of one forward pass."""
+
+    def convolve(
+        self, convolutions: Sequence[nn.Module], inputs: Sequence[Tensor], numbers: Tensor | None
+    ) -> list[Tensor]:
+        """Return the result of each of `convolutions` (see `kumi.nn.mamba.Convolution`) for its input (B, S, C)."""
+
+    def scan(self, inputs: ScanInputs) -> Tensor:
+        """Return the result (B, S, H, P) of the recurrence."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +101,15 @@ class AttentionContext:
     `cos_sin`: cos and sin of each rotation in use.
     `attend`: the attention function of this batch.
     `document_ids` (B, S): changes at each document boundary within a row; None if every row is one document.
+    `latents`, `recurrence`: what a layer of latent attention or of Mamba keeps of earlier tokens, in generation.
     """
 
     shape: tuple[int, int]
     cos_sin: Mapping[Rotary, tuple[Tensor, Tensor]]
     attend: AttentionFn
     document_ids: Tensor | None = None
+    latents: LatentMemory | None = None
+    recurrence: RecurrentMemory | None = None
 
 
 def rotary(spec: Attention | LatentAttention) -> Rotary | None:

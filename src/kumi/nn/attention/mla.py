@@ -47,18 +47,36 @@ class LatentAttention(nn.Module):
         q = self.queries(x).view(*context.shape, -1, spec.qk_head_dim)
         latent_and_key = self.kv_a_proj_with_mqa(x)
         latent, rotated_key = torch.split(latent_and_key, [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
-        (kv,) = self.projections.column_linear(self.kv_a_layernorm(latent), (self.kv_b_proj,))
-        kv = kv.view(*context.shape, -1, nope_size + spec.v_head_dim)
-        key, value = torch.split(kv, [nope_size, spec.v_head_dim], dim=-1)
-        rotated_key = self.rotate(
-            self.projections.broadcast(rotated_key).reshape(*context.shape, 1, -1), context
-        ).expand(-1, -1, key.shape[2], -1)
+        latent = self.kv_a_layernorm(latent)
+        rotated_key = self.rotate(self.projections.broadcast(rotated_key).reshape(*context.shape, 1, -1), context)
         q = torch.cat((q[..., :nope_size], self.rotate(q[..., nope_size:], context)), dim=-1)
         if spec.score_scale != 1.0:
             q = q * spec.score_scale
-        # Copy the values, so that autograd does not keep the projection that holds both keys and values.
-        out = context.attend(q, torch.cat((key, rotated_key), dim=-1), value.contiguous(), None)
+        memory = context.latents
+        if memory is not None:
+            memory.store(self.projections.broadcast(latent).reshape(*context.shape, -1), rotated_key[:, :, 0])
+        if memory is not None and memory.attends:
+            out = memory.attend(q, self.up_projection, nope_size)
+        else:
+            out = self.attend_by_heads(q, latent, rotated_key, context)
         return self.projections.row_linear(out.flatten(2), self.o_proj).view(x.shape)
+
+    def attend_by_heads(self, q: Tensor, latent: Tensor, rotated_key: Tensor, context: AttentionContext) -> Tensor:
+        """Return attention (B, S, H, E') over keys and values of every head, which are computed from the latents."""
+        nope_size, value_size = self.spec.qk_nope_head_dim, self.spec.v_head_dim
+        (kv,) = self.projections.column_linear(latent, (self.kv_b_proj,))
+        kv = kv.view(*context.shape, -1, nope_size + value_size)
+        key, value = torch.split(kv, [nope_size, value_size], dim=-1)
+        key = torch.cat((key, rotated_key.expand(-1, -1, key.shape[2], -1)), dim=-1)
+        # Copy the values, so that autograd does not keep the projection that holds both keys and values.
+        return context.attend(q, key, value.contiguous(), None)
+
+    def up_projection(self) -> Tensor:
+        """Return the matrix (H * (nope + E'), rank) from latents to local heads, adapters included."""
+        weight = self.kv_a_layernorm.weight
+        identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+        matrix: Tensor = self.kv_b_proj(identity).T
+        return matrix
 
     def queries(self, x: Tensor) -> Tensor:
         """Return the queries of all local heads, concatenated."""

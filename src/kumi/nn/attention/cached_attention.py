@@ -1,0 +1,204 @@
+"""Attention over a cache of earlier keys and values, one sequence per slot, for generation.
+
+A cache is filled by a `PromptStep`, which packs whole prompts into one row, and then extended by `TokenStep`s, each of
+which has one new token of every active slot. The module computes queries, keys and values as in training; only the
+attention function of its `AttentionContext` differs. No gradients.
+
+Letters: N active slots, C positions of a slot, K key heads, G query heads per key head, E dims of a head, L cached
+positions in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kumi.nn.attention.attention_context import AttentionFn
+from kumi.nn.attention.scores import PLAIN_SCORES, Scores
+from kumi.nn.dtypes import wide
+
+
+@dataclass(frozen=True)
+class PackedPrompt:
+    """One prompt of a `PromptStep`: its tokens start to stop of the row, and the slots that begin with it."""
+
+    start: int
+    stop: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PromptStep:
+    """Whole prompts, packed into one row (1, T). Tokens outside of `prompts` are not cached."""
+
+    prompts: tuple[PackedPrompt, ...]
+
+
+@dataclass(frozen=True)
+class TokenStep:
+    """One new token of each of the slots 0 to N - 1.
+
+    `lengths` (N,): number of tokens before the new one, which is its position.
+    `longest`: the largest of `lengths`, known to the host.
+    """
+
+    lengths: Tensor
+    longest: int
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The slots, (N,)."""
+        return torch.arange(len(self.lengths), device=self.lengths.device)
+
+    def visible(self, capacity: int) -> Tensor:
+        """Return True (N, 1, 1, L) at the positions in use of slots with `capacity` positions."""
+        used = min(self.longest + 1, capacity)
+        return (torch.arange(used, device=self.lengths.device) <= self.lengths[:, None])[:, None, None]
+
+
+Step = PromptStep | TokenStep
+
+
+class AttentionCache:
+    """Keys and values of one layer of grouped-query attention, (slots, K, C, E).
+
+    With a sliding window, C is at most the window, and a new token takes the place of the oldest one.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.tensors = (keys, values)
+
+    def attend(
+        self,
+        step: Step,
+        within: AttentionFn,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        sinks: Tensor | None = None,
+        scores: Scores = PLAIN_SCORES,
+    ) -> Tensor:
+        """Return the result of `AttentionFn` over the cached and the new keys `k` and values `v`, which are added.
+
+        `within` is the attention function of the new tokens alone, used for whole prompts.
+        """
+        keys, values = self.tensors
+        if isinstance(step, PromptStep):
+            for prompt in step.prompts:
+                put_prompt(keys, k[0].transpose(0, 1), prompt)
+                put_prompt(values, v[0].transpose(0, 1), prompt)
+            return within(q, k, v, window, sinks, scores)
+        capacity, count = keys.shape[2], len(q)
+        place = step.lengths % capacity
+        keys[step.rows, :, place], values[step.rows, :, place] = k[:, 0], v[:, 0]
+        visible = step.visible(capacity)
+        used = visible.shape[-1]
+        queries = q.view(count, k.shape[2], -1, q.shape[3])
+        seen = keys[:count, :, :used], values[:count, :, :used]
+        if sinks is None and scores.fused:
+            out = F.scaled_dot_product_attention(queries, *seen, attn_mask=visible, scale=scores.scale)
+        else:
+            out = _custom_attention(queries, *seen, visible, step, sinks, scores)
+        return out.reshape(count, 1, q.shape[2], -1)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy slot `source` to slot `target`."""
+        copy_slot(self.tensors, source, target)
+
+
+class LatentCache:
+    """Latents and rotated keys (slots, C, rank + R) of one layer of multi-head latent attention.
+
+    Tokens attend in the space of the latents (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1.2): the projection from
+    latents to keys is applied to the queries, and that to values to the weighted sum of latents. So the cache is the
+    same for any number of heads.
+    """
+
+    def __init__(self, latents: Tensor) -> None:
+        self.tensors = (latents,)
+        self.up: Tensor | None = None
+
+    def store(self, step: Step, latents: Tensor, keys: Tensor) -> None:
+        """Store latents (B, S, rank) and rotated keys (B, S, R), of prompts or of one new token of each slot."""
+        (cached,), new = self.tensors, torch.cat((latents, keys), dim=-1)
+        if isinstance(step, TokenStep):
+            cached[step.rows, step.lengths] = new[:, 0]
+        else:
+            for prompt in step.prompts:
+                put_prompt(cached[:, None], new, prompt)
+
+    def attend(self, step: TokenStep, q: Tensor, up_projection: Callable[[], Tensor], nope_size: int) -> Tensor:
+        """Return attention (N, 1, H, E') of one new token of each slot over the cache, the new token included.
+
+        `q` (N, 1, H, nope_size + R): the queries; the last R dims are rotated.
+        `up_projection` returns the matrix (H * (nope_size + E'), rank) from latents to the keys and values of each
+        head. It is called once: weights do not change in a generation.
+        """
+        if self.up is None:
+            matrix = up_projection().to(q.dtype)
+            self.up = matrix.reshape(q.shape[2], -1, matrix.shape[1]).contiguous()
+        (cached,), up, rank = self.tensors, self.up, self.up.shape[2]
+        visible = step.visible(cached.shape[1])[:, 0]
+        seen = cached[: len(q), : visible.shape[-1]]
+        queries = torch.einsum("nhe,hed->nhd", q[:, 0, :, :nope_size], up[:, :nope_size])
+        queries = torch.cat((queries, q[:, 0, :, nope_size:]), dim=-1)
+        products = torch.matmul(queries, seen.transpose(1, 2)).to(wide(q.dtype))
+        weights = (products * q.shape[-1] ** -0.5).masked_fill_(~visible, -torch.inf).softmax(-1).to(q.dtype)
+        out = torch.einsum("nhd,hed->nhe", torch.matmul(weights, seen[..., :rank]), up[:, nope_size:])
+        return out[:, None]
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy slot `source` to slot `target`."""
+        copy_slot(self.tensors, source, target)
+
+
+def put_prompt(cached: Tensor, values: Tensor, prompt: PackedPrompt) -> None:
+    """Write the last C tokens of `prompt` from `values` (K, T, E) to its slots of `cached` (slots, K, C, E).
+
+    The token at position p goes to place p modulo C.
+    """
+    capacity, length = cached.shape[2], prompt.stop - prompt.start
+    count = min(length, capacity)
+    part = values[:, prompt.stop - count : prompt.stop]
+    part = part if length <= capacity else part.roll(length % capacity, dims=1)
+    for slot in prompt.slots:
+        cached[slot, :, :count] = part
+
+
+def copy_slot(tensors: tuple[Tensor, ...], source: int, target: int) -> None:
+    """Copy slot `source` of each of `tensors` (slots, ...) to slot `target`."""
+    for tensor in tensors:
+        tensor[target] = tensor[source]
+
+
+def _custom_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    step: TokenStep,
+    sinks: Tensor | None,
+    scores: Scores,
+) -> Tensor:
+    """Return attention (N, K, G, E') of `queries` (N, K, G, E) with scores that no kernel of PyTorch computes."""
+    dtype, kv_heads, size = wide(queries.dtype), keys.shape[1], queries.shape[3]
+    logits = torch.matmul(queries.to(dtype), keys.to(dtype).transpose(-1, -2)) * scores.factor(size)
+    if scores.softcap is not None:
+        logits = torch.tanh(logits / scores.softcap) * scores.softcap
+    alibi = scores.alibi_bias(logits, kv_heads, size)
+    if alibi is not None:
+        logits = logits + alibi.key_bias(torch.arange(logits.shape[-1], device=logits.device), 0)
+        if not alibi.bf16_bias:
+            logits = logits - alibi.slopes * step.lengths[:, None, None, None]
+    logits = logits.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(dtype).view(1, kv_heads, -1, 1).expand(len(queries), -1, -1, 1)
+        logits = torch.cat([logits, column], dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., : keys.shape[2]]
+    return torch.matmul(weights.to(values.dtype), values)

@@ -1,0 +1,123 @@
+"""The caches of all layers of a decoder, for generation, and the contexts through which its layers use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kumi.nn.attention.attention_context import AttentionContext, document_lengths
+from kumi.nn.attention.cached_attention import AttentionCache, LatentCache, Step, TokenStep
+from kumi.nn.mamba_cache import MambaCache
+from kumi.nn.mamba_scan import ScanInputs
+from kumi.spec import model
+from kumi.spec.cache_state import CacheTensor, cache_layers
+from kumi.spec.model import ModelSpec
+
+MixerCache = AttentionCache | LatentCache | MambaCache
+
+
+class GenerationCache:
+    """The cache of every layer of `spec`, for `slots` sequences of at most `capacity` tokens, on a rank of `tp`.
+
+    Its tensors are those of `kumi.spec.cache_state`, in the compute dtype `dtype` where they are not wide.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, slots: int, capacity: int, *, dtype: torch.dtype, device: torch.device, tp: int = 1
+    ) -> None:
+        name = str(dtype).removeprefix("torch.")
+
+        def allocate(tensor: CacheTensor) -> Tensor:
+            shape = tensor.shape(capacity, tp)
+            if tensor.grows and len(shape) == 3:  # heads before positions, as the products of attention need them
+                shape = (shape[1], shape[0], shape[2])
+            return torch.zeros(slots, *shape, dtype=getattr(torch, tensor.dtype(name)), device=device)
+
+        self.slots, self.capacity = slots, capacity
+        self.layers: list[MixerCache | None] = []
+        for layer, state in zip(spec.layers, cache_layers(spec), strict=True):
+            tensors = [allocate(tensor) for tensor in state.tensors]
+            build = None if layer.attention is None else _CACHES[type(layer.attention)]
+            self.layers.append(None if build is None else build(tensors))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.nbytes for cache in self.layers if cache is not None for tensor in cache.tensors)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy what all layers have of the sequence in slot `source` to slot `target`."""
+        for cache in self.layers:
+            if cache is not None:
+                cache.copy(source, target)
+
+
+@dataclass(frozen=True)
+class CachedTokens:
+    """The tokens of one forward pass and the cache that they extend: a `kumi.nn.decoder.CachedPass`."""
+
+    cache: GenerationCache
+    step: Step
+
+    def lengths(self, tokens: Tensor, document_ids: Tensor | None) -> int | Tensor:
+        if isinstance(self.step, TokenStep):
+            return self.step.lengths[:, None] + 1
+        return document_lengths(tokens, document_ids)
+
+    def contexts(self, context: AttentionContext) -> list[AttentionContext]:
+        return [self._context(cache, context) for cache in self.cache.layers]
+
+    def _context(self, cache: MixerCache | None, context: AttentionContext) -> AttentionContext:
+        if isinstance(cache, AttentionCache):
+            return replace(context, attend=partial(cache.attend, self.step, context.attend))
+        if isinstance(cache, LatentCache):
+            return replace(context, latents=_BoundLatents(cache, self.step))
+        if isinstance(cache, MambaCache):
+            return replace(context, recurrence=_BoundRecurrence(cache, self.step))
+        return context
+
+
+@dataclass(frozen=True)
+class _BoundLatents:
+    """See `kumi.nn.attention.attention_context.LatentMemory`."""
+
+    cache: LatentCache
+    step: Step
+
+    @property
+    def attends(self) -> bool:
+        return isinstance(self.step, TokenStep)
+
+    def store(self, latents: Tensor, keys: Tensor) -> None:
+        self.cache.store(self.step, latents, keys)
+
+    def attend(self, q: Tensor, up: Callable[[], Tensor], nope_size: int) -> Tensor:
+        assert isinstance(self.step, TokenStep), "whole prompts attend to their own tokens"
+        return self.cache.attend(self.step, q, up, nope_size)
+
+
+@dataclass(frozen=True)
+class _BoundRecurrence:
+    """See `kumi.nn.attention.attention_context.RecurrentMemory`."""
+
+    cache: MambaCache
+    step: Step
+
+    def convolve(self, convolutions: Sequence[Any], inputs: Sequence[Tensor], numbers: Tensor | None) -> list[Tensor]:
+        return self.cache.convolve(self.step, convolutions, inputs, numbers)
+
+    def scan(self, inputs: ScanInputs) -> Tensor:
+        return self.cache.scan(self.step, inputs)
+
+
+# Class of `LayerSpec.attention` -> a function of the tensors of `kumi.spec.cache_state`, in their order.
+_CACHES: Mapping[type, Callable[[list[Tensor]], MixerCache]] = {
+    model.Attention: lambda tensors: AttentionCache(*tensors),
+    model.LatentAttention: lambda tensors: LatentCache(*tensors),
+    model.Mamba: lambda tensors: MambaCache(tensors[:-1], tensors[-1]),
+}

@@ -1,0 +1,70 @@
+"""The state of Mamba layers between tokens, one sequence per slot, for generation. No gradients.
+
+A sequence keeps the last inputs of the three convolutions and the state of the recurrence. See
+`kumi.nn.attention.cached_attention` for the steps that fill and extend a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kumi.nn.attention.cached_attention import Step, TokenStep, copy_slot
+from kumi.nn.dtypes import wide
+from kumi.nn.mamba import Convolution
+from kumi.nn.mamba_scan import ScanInputs, final_state, scan, scan_step
+
+
+class MambaCache:
+    """The state of one layer.
+
+    `tails`: for each convolution, its last inputs (slots, kernel - 1, C), the latest last; zeros before the first one.
+    `states` (slots, H, P, N): the states of the recurrence.
+    """
+
+    def __init__(self, tails: Sequence[Tensor], states: Tensor) -> None:
+        self.tensors = (*tails, states)
+
+    def convolve(
+        self, step: Step, convolutions: Sequence[Convolution], inputs: Sequence[Tensor], numbers: Tensor | None
+    ) -> list[Tensor]:
+        """Return the result of each convolution for its input, (1, T, C) of prompts or (N, 1, C) of new tokens."""
+        pairs = list(zip(convolutions, inputs, self.tensors, strict=False))
+        if isinstance(step, TokenStep):
+            return [_convolve_token(convolution, x, tail) for convolution, x, tail in pairs]
+        for _, x, tail in pairs:
+            for prompt in step.prompts:
+                last = x[0, max(prompt.start, prompt.stop - tail.shape[1]) : prompt.stop]
+                for slot in prompt.slots:
+                    tail[slot] = F.pad(last, (0, 0, tail.shape[1] - len(last), 0))
+        return [convolution(x, numbers) for convolution, x, _ in pairs]
+
+    def scan(self, step: Step, inputs: ScanInputs) -> Tensor:
+        """Return the result (B, S, H, P) of the recurrence for prompts, or for one new token of each slot."""
+        states = self.tensors[-1]
+        if isinstance(step, TokenStep):
+            count = len(inputs.x)
+            out, states[:count] = scan_step(inputs, states[:count])
+            return out
+        for prompt in step.prompts:
+            state = final_state(inputs, prompt.start, prompt.stop)
+            for slot in prompt.slots:
+                states[slot] = state
+        return scan(inputs)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy slot `source` to slot `target`."""
+        copy_slot(self.tensors, source, target)
+
+
+def _convolve_token(convolution: Convolution, x: Tensor, tail: Tensor) -> Tensor:
+    """Return the convolution (N, 1, C) of new tokens `x` (N, 1, C) after those in `tail`, and move them into it."""
+    count, dtype = len(x), wide(x.dtype)
+    window = torch.cat((tail[:count], x), dim=1)
+    tail[:count] = window[:, 1:]
+    out = (window.to(dtype) * convolution.weight.to(dtype)[:, 0].T).sum(1)
+    out = out if convolution.bias is None else out + convolution.bias.to(dtype)
+    return F.silu(out).to(x.dtype)[:, None]
