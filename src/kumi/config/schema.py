@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from kumi.config.data_section import DataSection
 from kumi.config.objective_section import ObjectiveSection, ReferenceSection
 from kumi.config.section import Decay, Fraction, NotNegative, Number, Positive, Section, Switch, Text, spec_key
+from kumi.config.usual_rate import usual_rates, with_usual_rate
 from kumi.spec.comm import COMPRESS, Comm
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
 from kumi.spec.lora import ALL_LINEAR, QUANTIZATIONS, Lora
@@ -133,7 +134,11 @@ class OptimSection(Section):
     """The optimizer and its learning rate."""
 
     kind: OptimKind = spec_key(Optim, "kind")
-    lr: Annotated[Number, Field(gt=0)] = spec_key(Optim, "lr")
+    lr: Annotated[Number, Field(gt=0)] = Field(
+        Optim().lr,
+        description=f"Peak learning rate. Where pretrained weights are trained, by default that of `objective.kind`: "
+        f"{usual_rates()}; ten times as much with [lora].",
+    )
     betas: tuple[Decay, Decay] = spec_key(Optim, "betas")
     eps: Annotated[Number, Field(gt=0)] = spec_key(Optim, "eps")
     weight_decay: Annotated[Number, Field(ge=0)] = spec_key(Optim, "weight_decay")
@@ -392,6 +397,11 @@ class PlanConfig(Section):
     log: LogSection = LogSection()
     export: ExportSection = ExportSection()
     sample: SampleSection = SampleSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_rate(cls, written: Any) -> Any:
+        return with_usual_rate(written)
 
     @model_validator(mode="after")
     def _check_reference(self) -> PlanConfig:

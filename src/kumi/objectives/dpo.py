@@ -50,6 +50,7 @@ class DirectPreference(PreferenceObjective):
     margin: float = described("Factor of the column `margin` of the rows, subtracted by sigmoid.", 0.0)
 
     reference: ClassVar[bool] = True
+    usual_lr: ClassVar[float | None] = 5e-7
 
     def __post_init__(self) -> None:
         check_option(self.loss_type in DPO_LOSSES, "loss_type", self.loss_type, f"one of {', '.join(DPO_LOSSES)}")

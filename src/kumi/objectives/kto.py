@@ -36,6 +36,7 @@ class Kto(MismatchedObjective):
     rows: ClassVar[RowForm] = RowForm(("feedback",), sequences=True, mismatched=True)
     unit: ClassVar[str] = "replies"
     reference: ClassVar[bool] = True
+    usual_lr: ClassVar[float | None] = 1e-6
     metrics: ClassVar[tuple[str, ...]] = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
 
     def __post_init__(self) -> None:

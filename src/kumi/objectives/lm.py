@@ -46,4 +46,5 @@ class SupervisedFineTuning(LanguageModeling):
     """
 
     rows: ClassVar[RowForm] = RowForm(("chat", "prompt-completion", "instruction"))
+    usual_lr: ClassVar[float | None] = 2e-5
     evaluated: ClassVar[tuple[str, ...]] = ("entropy", "mean_token_accuracy")

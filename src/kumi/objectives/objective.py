@@ -36,6 +36,8 @@ class Objective(ABC):
     `unit`: the word for its units, in the plural.
     `reference`: it compares the policy with a reference model.
     `head`: the head of the model: "lm" for log-probs of labels, "score" for one number at each label.
+    `usual_lr`: the peak learning rate of a run that trains all weights of a pretrained model and names none; None for
+    that of any run.
     """
 
     columns: ClassVar[Mapping[str, Literal["token", "row"]]] = {}
@@ -43,6 +45,7 @@ class Objective(ABC):
     unit: ClassVar[str] = "tokens"
     reference: ClassVar[bool] = False
     head: ClassVar[Literal["lm", "score"]] = "lm"
+    usual_lr: ClassVar[float | None] = None
 
     @abstractmethod
     def count(self, batch: Mapping[str, Any]) -> float:

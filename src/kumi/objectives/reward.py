@@ -29,6 +29,7 @@ class RewardModel(PreferenceObjective):
     center_rewards: float = described("Weight of the term that keeps the mean score of a pair near 0.", 0.0)
 
     head: ClassVar[Literal["lm", "score"]] = "score"
+    usual_lr: ClassVar[float | None] = 3e-6
     rows: ClassVar[RowForm] = RowForm(("preference",), sequences=True, scored=True)
     metrics: ClassVar[tuple[str, ...]] = PreferenceObjective.metrics[:4]
 

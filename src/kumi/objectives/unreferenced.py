@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kumi.objectives.options import check_not_negative, check_option, check_positive
 from kumi.objectives.preferences import PreferenceObjective, pairs_of, token_means
@@ -30,6 +30,8 @@ class OddsRatio(PreferenceObjective):
     """ORPO, see the module."""
 
     beta: float = described("Weight of the log odds ratio beside the chosen side's likelihood.", 0.1)
+
+    usual_lr: ClassVar[float | None] = 5e-6
 
     def __post_init__(self) -> None:
         check_positive(beta=self.beta)
@@ -53,6 +55,8 @@ class SimplePreference(PreferenceObjective):
     gamma: float = described("The margin of rewards that the chosen side should have.", 0.5)
     sft: float = described("Weight of the chosen side's mean negative log-prob, added to each pair's loss.", 0.0)
 
+    usual_lr: ClassVar[float | None] = 5e-7
+
     def __post_init__(self) -> None:
         check_positive(beta=self.beta)
         check_not_negative(sft=self.sft)
@@ -75,6 +79,8 @@ class ContrastivePreference(PreferenceObjective):
 
     beta: float = described("Factor of a side's log-prob.", 0.1)
     sft: float = described("Weight of the chosen side's mean negative log-prob, added to each pair's loss.", 1.0)
+
+    usual_lr: ClassVar[float | None] = 1e-6
 
     def __post_init__(self) -> None:
         check_positive(beta=self.beta)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from kumi.spec.job import Job
     from kumi.spec.model import ModelSpec
 
+# From this multiple of the usual learning rate on, a description warns.
+_HIGH_RATE = 10
+
 
 def make_console() -> Console:
     """Return a console as wide as the terminal, or 120 columns wide without one."""
@@ -128,11 +131,14 @@ def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
 
 
 def _objective(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, Any]:
-    """Return the kind of the objective and its options, its reference, and the passes that its loss needs.
+    """Return the kind of the objective and its options, its reference, the passes that its loss needs, and its rate.
 
     `reference_seconds`: estimated seconds of the pass that stores the reference, for a million tokens of data; None
     without such a pass, and without an estimate of the device's speed.
+    `usual_lr`: the usual peak learning rate, see `kumi.config.usual_rate`; None without one.
     """
+    from kumi.config.usual_rate import usual_rate
+
     section, reference, kinds = config.objective, None, dict(estimate.time)
     stored = section.compares and config.reference.kind == "stored"
     if section.compares:
@@ -146,6 +152,8 @@ def _objective(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
         "reference_seconds": forward / estimate.tokens_per_step * 1e6 if stored and has_speed else None,
         "head_again": job.passes.head_again,
         "forward_passes": job.passes.forwards,
+        "lr": job.optim.lr,
+        "usual_lr": usual_rate(section.kind, config.model.init, adapters=config.lora is not None),
     }
 
 
@@ -249,7 +257,7 @@ def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _objective_rows(objective: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of an objective other than language modelling."""
-    own = ("kind", "reference", "reference_seconds", "head_again", "forward_passes")
+    own = ("kind", "reference", "reference_seconds", "head_again", "forward_passes", "lr", "usual_lr")
     options = ", ".join(f"{name} {value}" for name, value in objective.items() if name not in own)
     if objective["kind"] == "lm":
         return []
@@ -262,7 +270,19 @@ def _objective_rows(objective: dict[str, Any]) -> list[tuple[str, str]]:
         if seconds is not None:
             text += f", one pass over the data before step 1: about {format_seconds(seconds)} a million tokens"
         rows.append(("reference", text))
+    if objective["usual_lr"] is not None:
+        rows.append(("lr", _rate_text(objective["kind"], objective["lr"], objective["usual_lr"])))
     return rows
+
+
+def _rate_text(kind: str, rate: float, usual: float) -> str:
+    """Return the learning rate, and by how much it is above the usual one for pretrained weights."""
+    if rate == usual:
+        return f"{rate:g}, the usual one of {kind} on pretrained weights"
+    if rate >= _HIGH_RATE * usual:
+        times = f"{rate / usual:.3g} times the {usual:g} that is usual for {kind} on pretrained weights"
+        return f"{rate:g}, {times}: so high a rate may ruin the model"
+    return f"{rate:g}; {usual:g} is usual for {kind} on pretrained weights"
 
 
 def _length(batch: dict[str, Any]) -> str:
