@@ -5,6 +5,7 @@ See docs/decisions/objectives.md."""
 from __future__ import annotations
 
 import math
+import shutil
 import warnings
 from dataclasses import replace
 
@@ -146,6 +147,25 @@ def test_a_completion_that_spells_eos_is_refused(trl_models):
     assert ids.count(trainer.processing_class.eos_token_id) == 1
     with pytest.raises(RowRefused, match="spells <eos>"):
         read_units(trl_models / "policy", [row])
+
+
+def test_a_row_of_another_format_than_the_first_is_refused(trl_models, tmp_path):
+    """TRL takes the format from the first row: a text after a conversation has no EOS."""
+    folder = tmp_path / "models"
+    shutil.copytree(trl_models, folder)
+    (folder / "policy/chat_template.jinja").write_text("{% for turn in messages %}{{ turn['content'] }}{% endfor %}")
+    text = {"text": "hello world", "messages": None}
+    chat = {"text": None, "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": " no"}]}
+
+    def ends(rows):
+        trainer = trl_oracle.make_trainer("sft", folder, rows)
+        return [ids[-1] for ids, _ in trl_oracle.sequences(trl_oracle.collate(trainer))], trainer.processing_class
+
+    alone, tokenizer = ends([text])
+    (_, after), _ = ends([chat, text])
+    assert alone == [tokenizer.eos_token_id] != [after]
+    with pytest.raises(RowRefused, match="a row of 'chat' needs messages or conversations; this one has text"):
+        read_units(trl_models / "policy", [chat, text])
 
 
 def test_ties_and_log_probs_in_the_metrics(trl_models):
