@@ -96,6 +96,7 @@ def test_patience_ends_a_run_that_gets_no_better(folder, capfd):
     ("overrides", "reason"),
     [
         (["checkpoint.best='eval/accuracy'"], "is no metric of this run's evaluations; they have eval/loss"),
+        (["checkpoint.best='eval/los'"], "did you mean 'eval/loss'? they have eval/loss"),
         (["eval.every=0"], "needs evaluations during training; set eval.every"),
         (["data.validation=0.0"], "needs held-out data; set data.validation above 0"),
     ],
@@ -125,6 +126,13 @@ def test_a_metric_has_a_direction_or_is_refused():
     check_metric("eval/kl/a", OBJECTIVES["kto"](), ["a", "b"])
     with pytest.raises(ConfigError, match="they have eval/loss, eval/entropy, eval/mean_token_accuracy"):
         check_metric("eval/rewards/accuracies", OBJECTIVES["sft"](), ["pairs"])
+    # The list of metrics comes before the question of their direction.
+    hint = "is no metric of this run's evaluations; did you mean 'eval/rewards/accuracies'\\? they have eval/loss, "
+    for wrong in ("eval/rewards/acuracies", "eval/reward/accuracies"):
+        with pytest.raises(ConfigError, match=hint):
+            check_metric(wrong, OBJECTIVES["dpo"](), ["pairs"])
+    with pytest.raises(ConfigError, match="'eval/logps/rejected' has no direction"):
+        check_metric("eval/logps/rejected", OBJECTIVES["dpo"](), ["pairs"])
     with pytest.raises(ConfigError, match="needs held-out data, but the share"):
         check_metric("eval/loss", OBJECTIVES["lm"](), [])
 

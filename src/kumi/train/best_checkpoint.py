@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,10 @@ def check_metric(key: str, objective: Objective, sources: Sequence[str]) -> None
     names = ["loss", *own]
     names += [f"{name}/{source}" for name in names for source in sources] if len(sources) > 1 else []
     if metric_of(key) not in names:
+        near = get_close_matches(metric_of(key), names, n=1)
+        hint = f"did you mean 'eval/{near[0]}'? they have " if near else "they have "
         raise ConfigError(
-            f"checkpoint.best={key!r} is no metric of this run's evaluations; they have "
+            f"checkpoint.best={key!r} is no metric of this run's evaluations; {hint}"
             f"{', '.join(f'eval/{name}' for name in names)}"
         )
     is_higher_better(metric_of(key))
