@@ -31,13 +31,24 @@ def pairwise(cases: Sequence[Case], names: Callable[..., str] | None = None) -> 
 
     `names` makes a case's id from its values.
     """
+    covering = _covering(cases)
+    return sampled(cases, covering.__contains__, names)
+
+
+def all_pairs(cases: Sequence[Case]) -> list[Case]:
+    """Return a small selection of `cases` that covers all pairs of values in them, in their order."""
+    return [cases[index] for index in sorted(_covering(cases))]
+
+
+def _covering(cases: Sequence[Case]) -> set[int]:
+    """Return the indices of the selection of `all_pairs`: each next case has the most pairs that are missing."""
     pairs = [set(combinations(enumerate(case), 2)) for case in cases]
     missing, selected = set().union(*pairs), set()
     while missing:
         best = max(range(len(cases)), key=lambda index: len(pairs[index] & missing))
         selected.add(best)
         missing -= pairs[best]
-    return sampled(cases, selected.__contains__, names)
+    return selected
 
 
 def named(layout: Layout) -> str:

@@ -276,9 +276,9 @@ def _resident_bytes(model: torch.nn.Module, optimizer: Optimizer) -> tuple[int, 
 
 
 def gradients(model: torch.nn.Module, mesh: Mesh) -> list[Part]:
-    """Return this rank's shards of the gradients."""
+    """Return this rank's shards of the gradients of the parameters that are trained."""
     params = params_by_name(unwrap(model).spec)
-    named = unwrap(model).named_parameters()
+    named = [(name, value) for name, value in unwrap(model).named_parameters() if value.requires_grad]
     return _parts(piece for name, value in named for piece in local_pieces(name, params[name], value.grad, mesh))
 
 
