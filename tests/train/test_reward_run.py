@@ -8,6 +8,7 @@ import math
 import random
 import shutil
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -161,3 +162,20 @@ def test_the_head_is_trained_beside_adapters_as_in_peft(folder):
     train = {"steps": 1, "out": "adapted_more"}
     assert _train(folder, "adapted_more", model={"source": "base/hf"}, lora=more, train=train) == 0
     assert losses(folder / "adapted_more")[1] < 0.95 * expected[1]
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_the_head_is_trained_beside_four_bit_matrices(folder):
+    """As beside matrices in full: four bits round the frozen ones only, and the folder is PEFT's."""
+    lora = {"r": 4, "alpha": 8.0}
+    for name, changes in (("plain", {}), ("packed", {"quantize": "nf4"})):
+        train = {"steps": STEPS, "out": name}
+        assert _train(folder, name, model={"source": "base/hf"}, lora={**lora, **changes}, train=train) == 0
+    plain, packed = losses(folder / "plain"), losses(folder / "packed")
+    assert packed != plain
+    assert list(packed.values()) == pytest.approx(list(plain.values()), rel=0.1)
+    assert packed[STEPS] < 0.95 * packed[1]
+    heads = [
+        load_file(folder / name / "adapter" / WEIGHTS)["base_model.model.score.weight"] for name in ("plain", "packed")
+    ]
+    assert (heads[0] - heads[1]).norm() < 0.5 * heads[0].norm()
