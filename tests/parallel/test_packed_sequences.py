@@ -130,6 +130,8 @@ def test_a_scored_sequence_has_one_label_at_its_last_token():
     batch = SequentialSampler([rows], SEQ_LEN).batch(0, rows.rows)
     assert (np.sort(batch["trained"][batch["trained"] > 0]) == 1).all()
     assert OBJECTIVES["reward"]().count(batch) == UNITS
+    assert OBJECTIVES["reward"]().tokens(batch) == sum(len(ids) for unit in units.sequences for ids, _, _ in unit)
+    assert OBJECTIVES["dpo"]().tokens(batch) == 2 * UNITS
     for row in range(rows.rows):
         sequences = [sequence for unit in rows.units_of(row) for sequence in units.sequences[unit]]
         ends = np.cumsum([len(ids) for ids, _, _ in sequences]) - 1

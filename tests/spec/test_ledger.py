@@ -23,6 +23,9 @@ def test_matrix_flops_are_twice_the_parameters_of_matrices_a_token():
     # The tied table has FLOPs as the head, and none as the embedding.
     assert ledger.forward_flops(SPEC, tokens=10, seq_len=5) == 10 * (2 * matrices + 5 * attention)
     assert ledger.train_flops(SPEC, tokens=10, seq_len=5) == 3 * ledger.forward_flops(SPEC, tokens=10, seq_len=5)
+    assert ledger.train_flops(SPEC, 10, 5) - ledger.train_flops(SPEC, 10, 5, head_tokens=4) == (
+        6 * 6 * SPEC.vocab_size * SPEC.hidden_size
+    )
 
 
 def test_a_chunk_of_logits_is_bounded_by_memory_and_below_by_speed():

@@ -52,10 +52,22 @@ def test_a_run_trains_on_packed_chats_and_goes_on_where_it_was(folder, capfd):
         assert len(first) == -(-EPOCHS * rows.rows // 8)
         assert first[len(first)] < first[1]
         assert [entry["eval/loss"] > 0 for entry in metrics("run") if "eval/loss" in entry]
+        assert "unigram entropy" in output
         assert "loss_weights" in store.mixture(256, 0).batch(0, 1)
         back_to("run", 2)
         assert main(["train", str(chat_run(folder))]) == 0
         assert losses("run") == first
+
+
+def test_the_entropy_of_all_tokens_is_not_set_beside_a_loss_on_replies(folder, capfd):
+    with contextlib.chdir(folder):
+        run = chat_run(folder, objective={"kind": "sft"})
+        assert main(["train", str(run), "train.out=replies", "train.epochs=0.2", "optim.warmup_steps=0"]) == 0
+        evaluations = [entry for entry in metrics("replies") if "eval/loss" in entry]
+        card = (folder / "replies/hf/README.md").read_text()
+    assert evaluations
+    assert not any("eval/unigram_entropy" in entry for entry in evaluations)
+    assert "unigram entropy" not in capfd.readouterr().out + card
 
 
 def test_comparisons_are_not_trained_as_language(folder, capfd):

@@ -51,6 +51,10 @@ class Objective(ABC):
     def count(self, batch: Mapping[str, Any]) -> float:
         """Return the number of units in `batch`, or the sum of their weights."""
 
+    def tokens(self, batch: Mapping[str, Any]) -> int:
+        """Return the number of trained tokens in `batch`, on which a run reports: those with a label."""
+        return int((batch["labels"] != IGNORED).sum())
+
     @abstractmethod
     def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor], units: float, sums: SegmentSums) -> Tensor:
         """Return the scalar loss of `batch`, given the log-probs (B, S) of its labels and the number of `units` in the

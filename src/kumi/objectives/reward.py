@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from kumi.objectives.objective import IGNORED
 from kumi.objectives.options import check_not_negative
 from kumi.objectives.preferences import PreferenceObjective, pairs_of
 from kumi.objectives.row_form import RowForm
@@ -35,6 +36,17 @@ class RewardModel(PreferenceObjective):
 
     def __post_init__(self) -> None:
         check_not_negative(margin=self.margin, center_rewards=self.center_rewards)
+
+    def tokens(self, batch: Mapping[str, Any]) -> int:
+        """Return the number of tokens of the sequences in `batch`: a score depends on all of them.
+
+        A row begins with its sequences, and each ends with its only label; what follows the last is padding.
+        """
+        import numpy as np
+
+        scored = np.asarray(batch["labels"]) != IGNORED
+        after_last = scored[:, ::-1].argmax(1)
+        return int((scored.shape[1] - after_last)[scored.any(1)].sum())
 
     def sequence_loss(self, totals: Tensor, batch: Mapping[str, Tensor], units: float) -> Tensor:
         from torch.nn.functional import logsigmoid

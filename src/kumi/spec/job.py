@@ -49,10 +49,10 @@ class Job:
         """`BatchSpec.attention_len`, or the full row if the engine's attention crosses documents."""
         return self.batch.seq_len if self.engine.whole_rows else self.batch.attention_len
 
-    def step_flops(self) -> int:
-        """Return the model FLOPs of a step (see `kumi.spec.ledger.train_flops`)."""
+    def step_flops(self, head_tokens: int | None = None) -> int:
+        """Return the model FLOPs of a step with `head_tokens` log-probs (see `kumi.spec.ledger.train_flops`)."""
         batch = self.batch
-        return ledger.train_flops(self.model, batch.tokens_per_step, batch.seq_len, self.attention_len)
+        return ledger.train_flops(self.model, batch.tokens_per_step, batch.seq_len, self.attention_len, head_tokens)
 
     def on_nodes(self, nodes: int) -> Job:
         """Return this job on `nodes` nodes."""

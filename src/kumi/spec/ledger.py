@@ -196,10 +196,18 @@ def logit_chunk(vocab_size: int, device_kind: str) -> int:
     return max(MIN_CHUNK_TOKENS, CHUNK_LOGITS[device_kind == "cpu"] // vocab_size)
 
 
-def train_flops(spec: ModelSpec, tokens: int, seq_len: int, attention_len: float | None = None) -> int:
+def train_flops(
+    spec: ModelSpec, tokens: int, seq_len: int, attention_len: float | None = None, head_tokens: int | None = None
+) -> int:
     """Return the model FLOPs of a training step: forward and backward without recomputation, and without the gradients
     of frozen weights.
 
     This is the numerator of model FLOPs utilization (MFU), with attention counted in full (see `Op.forward_flops`).
+
+    `head_tokens`: tokens with log-probs; by default all.
     """
-    return sum(count * op.train_flops(tokens, seq_len, attention_len) for op, count in unique_ops(spec))
+    of_head = tokens if head_tokens is None else head_tokens
+    return sum(
+        count * op.train_flops(of_head if op.kind == "log_prob" else tokens, seq_len, attention_len)
+        for op, count in unique_ops(spec)
+    )

@@ -30,7 +30,7 @@ class Loss:
     """A loss on held-out sequences. An objective averages over units, which are tokens for language modelling."""
 
     loss: float  # mean per held-out unit, in nats
-    tokens: int  # held-out tokens with a label
+    tokens: int  # held-out trained tokens (see `Objective.tokens`)
     units: float  # held-out units that the objective counts
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the objective, by name
 
@@ -83,7 +83,7 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
         if is_loss_rank(mesh):
             for (source, _, _), full_batch in zip(group, full_batches, strict=True):
                 units[source] += objective.count(full_batch)
-                tokens[source] += int((full_batch["labels"] != IGNORED).sum())
+                tokens[source] += objective.tokens(full_batch)
         asked = {"statistics": ("entropy", "top")} if names else {}
         inputs = [{**decoder_inputs(batch), **asked} for batch in batches]
         outputs = pipeline.forward_microbatches(rank_state.model, mesh, inputs)

@@ -203,7 +203,7 @@ def _card_contents(run: ResolvedRun, store: Store) -> dict[str, Any]:
             "precision": f"{run.precision.compute} compute, {run.precision.param} weights",
             "documents": f"{store.documents:,}",
             f"validation loss ({scale})": f"{evaluations[-1]['eval/loss']:.4f}" if evaluations else "not measured",
-            **({"unigram entropy (nats a token)": f"{store.unigram_entropy:.4f}"} if by_tokens else {}),
+            **({"unigram entropy (nats a token)": f"{store.unigram_entropy:.4f}"} if objective.kind == "lm" else {}),
         },
     }
 

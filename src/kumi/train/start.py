@@ -236,7 +236,7 @@ def _data_line(store: Store, objective: str) -> str:
     skipped = (
         f"; {faults} records skipped, listed in {_relative_to_cwd(store.folder / 'faults.jsonl')}" if faults else ""
     )
-    entropy = f"; unigram entropy {store.unigram_entropy:.4f} nats per token" if objective in ("lm", "sft") else ""
+    entropy = f"; unigram entropy {store.unigram_entropy:.4f} nats per token" if objective == "lm" else ""
     return (
         f"data       {format_count(store.documents)} documents: {format_count(store.train_tokens)} tokens to train on, "
         f"{format_count(store.validation_tokens)} held out{entropy}{skipped}"

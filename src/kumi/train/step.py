@@ -6,14 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kumi.data import Batch
 from kumi.errors import NothingTrainedError
 from kumi.launch.signals import EXIT_CODES
-from kumi.objectives import IGNORED
 from kumi.parallel.embedding_noise import begin_noise_step
 from kumi.parallel.grad_norm import LossScale, clip_gradients
 from kumi.parallel.lora import begin_dropout_step
@@ -36,7 +34,7 @@ class StepResult:
     loss: Tensor  # mean over the step's units
     grad_norm: Tensor  # before clipping
     lr: float
-    tokens: int  # tokens with a label, of all ranks
+    tokens: int  # trained tokens, of all ranks (see `Objective.tokens`)
     data_s: float  # seconds to read the batch
     metrics: Tensor  # (metrics, 2): sums and numbers of the objective's metrics, over all ranks
     experts: ExpertBalance | None = None
@@ -104,7 +102,7 @@ class StepBatch:
 
     batch: Batch
     units: float  # units in the sequences of all ranks; the loss is a mean over units (see kumi.objectives)
-    tokens: int  # tokens with a label in the sequences of all ranks
+    tokens: int  # trained tokens in the sequences of all ranks
     signal: int | None  # a stop signal that any rank received
     data_s: float  # seconds to read the batch
 
@@ -118,8 +116,8 @@ def read_step(rank_state: RankState, state: TrainState, signal: int | None) -> S
     started = time.perf_counter()
     batch = rank_state.data.at(state.step)
     data_s = time.perf_counter() - started
-    trained = int(np.count_nonzero(batch["labels"] != IGNORED))
-    units, tokens, signal = _agree(rank_state.objective.count(batch), trained, signal, rank_state.mesh)
+    objective = rank_state.objective
+    units, tokens, signal = _agree(objective.count(batch), objective.tokens(batch), signal, rank_state.mesh)
     if units == 0 and signal is None:
         raise NothingTrainedError(_nothing_trained(rank_state, state.step, tokens))
     return StepBatch(batch, units, tokens, signal, data_s)

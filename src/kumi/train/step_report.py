@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from kumi.errors import DivergedError
 from kumi.objectives import SequenceObjective
 from kumi.parallel.grad_norm import LossScale
+from kumi.parallel.run_microbatches import LEAST_IGNORED_SHARE
 from kumi.plan.estimates import bytes_as_measured
 from kumi.train.callbacks import Listener
 from kumi.train.cpu_contention import CpuWait
@@ -78,11 +79,15 @@ class Reporter:
         self._pending, self._since = [], now
 
     def evaluation(self, step: int, result: Evaluation) -> None:
-        """Record an evaluation after `step` steps; of language modelling, with the tokens' unigram entropy."""
+        """Record an evaluation after `step` steps; of language modelling, with the tokens' unigram entropy.
+
+        The entropy is of all tokens, and says nothing about a loss on replies only.
+        """
         if self._metrics is not None:
             objective = self._rank_state.objective
             entropy = self._rank_state.store.unigram_entropy
-            scale = {"eval/unigram_entropy": entropy} if objective.unit == "tokens" else {}
+            is_lm = self._rank_state.run.config.objective.kind == "lm"
+            scale = {"eval/unigram_entropy": entropy} if is_lm else {}
             entry = {
                 "step": step,
                 **{f"eval/{name}": value for name, value in result.values().items()},
@@ -166,17 +171,21 @@ class Reporter:
             "perf/step_s": step_s,
             "perf/estimated_step_s": run.step_seconds,
             "perf/tokens_per_s": run.batch.tokens_per_step / step_s,
-            "perf/mfu": model_flops_utilisation(self._rank_state, step_s),
+            "perf/mfu": model_flops_utilisation(self._rank_state, step_s, result.tokens),
             "time/data_s": result.data_s,
             "mem/peak_bytes": peak_memory(self._rank_state.mesh.device) - self._memory_before,
             "mem/estimated_bytes": self._estimated_memory(),
         }
 
 
-def model_flops_utilisation(rank_state: RankState, step_s: float) -> float | None:
-    """Return the model's FLOPs per second over the devices' peak (MFU); None if the peak is not known."""
+def model_flops_utilisation(rank_state: RankState, step_s: float, trained: int | None = None) -> float | None:
+    """Return the model's FLOPs per second over the devices' peak (MFU); None if the peak is not known.
+
+    `trained`: trained tokens of the step; the head computes only these if many are not.
+    """
     run = rank_state.run
     peak = run.cluster.device.peak_flops(run.precision.compute)
     if peak is None or "device.peak_flops" in run.cluster.assumed:
         return None
-    return run.job.step_flops() / (step_s * peak * run.layout.world_size)
+    is_sparse = trained is not None and trained <= (1 - LEAST_IGNORED_SHARE) * run.batch.tokens_per_step
+    return run.job.step_flops(trained if is_sparse else None) / (step_s * peak * run.layout.world_size)
