@@ -65,6 +65,10 @@ def test_the_committed_figures_are_those_of_the_planner_as_it_is(small):
 def test_the_page_has_the_committed_figures():
     page = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
     assert planner_accuracy.report(COMMITTED) in page
+    summary = COMMITTED["summary"]
+    text = " ".join(page.split())
+    assert f"predicts that {100 * summary['fits_recall']:.1f} % of the layouts that ran fit" in text
+    assert f"that {100 * summary['oom_recall']:.1f} % of those that certainly ran out of memory do not" in text
 
 
 def test_every_row_is_used_or_counted_with_its_reason():
