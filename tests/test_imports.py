@@ -14,6 +14,7 @@ ORDER = [
     "errors",
     "deprecated",
     "paths",
+    "process_limits",
     "units",
     "progress",
     "safe_output",
@@ -45,6 +46,7 @@ ORDER = [
 TORCH_FREE = [
     "errors",
     "paths",
+    "process_limits",
     "units",
     "progress",
     "safe_output",

@@ -21,7 +21,10 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("other trainers' configurations", ("export",)),
     ("the planner: memory, time, search", ("plan",)),
     ("descriptions: frozen data", ("spec", "objectives", "megatron")),
-    ("files, errors, units", ("hub", "files", "safe_output", "progress", "units", "paths", "errors", "deprecated")),
+    (
+        "files, errors, units",
+        ("hub", "files", "safe_output", "progress", "units", "paths", "process_limits", "errors", "deprecated"),
+    ),
 )
 TORCH = {"train", "bench", "launch", "convert", "inference", "dryrun", "parallel", "nn", "compat"}
 LEFT, ROW, GAP = 250.0, 34.0, 6.0

@@ -53,7 +53,7 @@ REASONS: dict[str, list[str]] = {
     ],
     "files of the system, in /proc and /sys": [
         "config/local_machine.py _cpuinfo _memory",
-        "convert/verify.py free_memory",
+        "process_limits.py free_memory _left_in_groups _left",
         "data/chat/limits.py __init__",
         "launch/oom.py oom_kills _files",
         "launch/standing.py _read",

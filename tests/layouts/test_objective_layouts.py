@@ -18,9 +18,9 @@ import pytest
 import torch
 from test_layouts import TOLERANCE, close
 from test_lora_layouts import LORAS, _read
-from test_model_layouts import named
 
-from grids import all_pairs, sampled
+
+from grids import all_pairs, named, sampled
 from kumi.data import SequentialSampler
 from kumi.data.packing import Bins, PackedRows, pack, positions_of
 from kumi.objectives import OBJECTIVES

@@ -32,7 +32,7 @@ MEMORY = (1 << 34, 2.5e9)
 def small_chunks(monkeypatch):
     """Search few layouts at a time in one thread, so that most are searched with the bounds of earlier ones."""
     monkeypatch.setattr(searching, "CHUNK_ROWS", 200)
-    monkeypatch.setattr(searching.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(searching, "usable_cores", lambda: 1)
 
 
 def recomputed_and_offloaded(of, engine):

@@ -14,6 +14,7 @@ from kumi.config.cluster_file import ASSUMED, DeviceFile, LinkFile, NetworkFile,
 from kumi.config.presets import preset_names, read_device, read_network, read_node
 from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
+from kumi.process_limits import usable_cores
 from kumi.spec.cluster import ClusterSpec
 from kumi.units import write_bandwidth, write_bytes, write_flops
 
@@ -82,7 +83,7 @@ def cpu_node(ranks: int) -> NodeFile:
 def cpu_device(ranks: int) -> dict[str, Any]:
     """Return one of `ranks` processes on this machine's cores as a [device] table."""
     flags, dtypes = cpu_flags(), cpu_dtypes()
-    cores = _available_cores() / ranks
+    cores = usable_cores() / ranks
     peak = cores * _CYCLES_PER_SECOND * (_WIDE_FLOPS if {"avx2", "avx512f", "asimd"} & flags else _NARROW_FLOPS)
     gain = max([_BFLOAT16_SPEEDUP[flag] for flag in flags & set(_BFLOAT16_SPEEDUP)], default=1)
     return {
@@ -108,11 +109,7 @@ def threads_per_rank(nproc: int, environ: Mapping[str, str]) -> int:
     threads = environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > 0:
         return int(threads)
-    return max(1, _available_cores() // nproc)
-
-
-def _available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable_cores() // nproc)
 
 
 def _gpus() -> list[DeviceFile]:

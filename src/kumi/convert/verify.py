@@ -18,6 +18,7 @@ from kumi.convert.hf.passthrough import check_passthrough
 from kumi.convert.open_model import Source
 from kumi.errors import ModelError
 from kumi.nn.decoder import Decoder
+from kumi.process_limits import free_memory
 from kumi.progress import show_progress
 from kumi.spec import families
 from kumi.spec.ledger import num_params, tensors
@@ -172,15 +173,6 @@ def _quiet() -> Iterator[None]:
 def sample_prompts(vocab_size: int, length: int) -> Tensor:
     """Return three fixed prompts of random token ids (3, S)."""
     return torch.randint(0, vocab_size, (3, length), generator=torch.Generator().manual_seed(0))
-
-
-def free_memory() -> int | None:
-    """Return the bytes of free memory; None where the system does not tell."""
-    path = Path("/proc/meminfo")
-    if not path.exists():
-        return None
-    lines = (line.split() for line in path.read_text().splitlines())
-    return next((int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"), None)
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ from kumi.data.verify_store import verify
 from kumi.errors import ConfigError, DataError, KumiError, RefusedError
 from kumi.files.output import make_folder, open_append, remove_tree
 from kumi.files.untrusted import json_record
+from kumi.process_limits import usable_cores
 from kumi.progress import show_progress
 from kumi.spec.data_source import ChatOptions, Source
 from kumi.units import format_count
@@ -74,7 +75,7 @@ def prepare(
     with _locked_folder(folder):
         if not _is_prepared(folder, plan):
             _print_columns(plan)
-            run = _Run(tokenizer, on_error, workers or len(os.sched_getaffinity(0)), progress, chat.max_refused)
+            run = _Run(tokenizer, on_error, workers or usable_cores(), progress, chat.max_refused)
             _build_store(folder, plan, run)
         elif verify(folder):
             print(

@@ -10,6 +10,8 @@ import os
 import time
 from pathlib import Path
 
+from kumi.process_limits import usable_cores
+
 # A step is slow if it takes at least _SLOW_FACTOR times the expected seconds. The machine is busy if a thread waited
 # for a CPU during at least _BUSY_SHARE of the step.
 _SLOW_FACTOR, _BUSY_SHARE = 1.25, 0.2
@@ -34,7 +36,7 @@ class CpuWait:
         self._waits, self._since = waits, now
         expected = estimated or self._fastest
         self._fastest = min(step_s, self._fastest or step_s)
-        return busy_note(step_s, expected, share, os.getloadavg()[0], _cores())
+        return busy_note(step_s, expected, share, os.getloadavg()[0], usable_cores())
 
 
 def busy_note(step_s: float, expected: float | None, share: float | None, load: float, cores: int) -> str:
@@ -59,7 +61,3 @@ def cpu_wait_seconds() -> dict[str, float]:
         except (OSError, IndexError, ValueError):  # the thread has just ended, or the kernel keeps no count
             continue
     return waits
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

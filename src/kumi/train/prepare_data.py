@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from kumi.data import (
 )
 from kumi.data.bpe import train as train_tokenizer
 from kumi.errors import ConfigError
+from kumi.process_limits import usable_cores
 from kumi.spec.data_source import ChatOptions
 from kumi.train.dataset_commits import run_sources
 
@@ -148,4 +148,4 @@ def _check_vocabulary(run: ResolvedRun, tokenizer: Tokenizer) -> None:
 
 
 def _worker_count(run: ResolvedRun) -> int:
-    return run.config.data.workers or len(os.sched_getaffinity(0))
+    return run.config.data.workers or usable_cores()

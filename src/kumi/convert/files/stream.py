@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kumi.convert.files.byte_runs import BUFFER_BYTES, Run, RunSequence, Sums, Target, Wrote, write_all
 from kumi.convert.files.slices import Dims
+from kumi.process_limits import usable_cores
 from kumi.progress import Update, show_progress
 from kumi.spec.precision import ITEMSIZE
 from kumi.storage.write import as_bytes
@@ -144,8 +145,7 @@ def copy_job(file: Path, runs: Runs, moves: Sequence[Move], before: str, after: 
 
 def num_threads() -> int:
     """Return the number of jobs to run at once."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MAX_THREADS, cores)
+    return min(_MAX_THREADS, usable_cores())
 
 
 def run(jobs: Sequence[Job], title: str) -> None:

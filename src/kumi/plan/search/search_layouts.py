@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -39,6 +38,7 @@ from kumi.plan.time.layer_costs import cost_table
 from kumi.plan.time.least_time import least_step_seconds
 from kumi.plan.time.step_time import step_times
 from kumi.plan.unique_rows import unique_rows
+from kumi.process_limits import usable_cores
 from kumi.spec.checks import illegal
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -104,7 +104,7 @@ def search(
     groups, done = grid_groups(job, pinned, CHUNK_ROWS), 0
     total = sum(group.rows for group in groups)
     task = partial(search_group, job, dict(pinned), CHUNK_ROWS, SearchCaches())
-    with start_workers(task, min(os.cpu_count() or 1, len(groups)), total) as (submit, workers):
+    with start_workers(task, min(usable_cores(), len(groups)), total) as (submit, workers):
         # Results are merged in the order of the groups, whichever is ready first. A group is searched with the bounds
         # of all groups before the `window` that are in work.
         window, working = 2 * workers, deque[tuple[GridGroup, Future[tuple[_Best, _Tally]]]]()

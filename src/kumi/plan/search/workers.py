@@ -19,13 +19,17 @@ from queue import SimpleQueue
 from typing import Any
 
 from kumi.errors import KumiError
+from kumi.process_limits import free_memory
 
 # Layouts, legal or not, that a search must have for each worker process: these take a second or more, an interpreter
 # starts in less than half of one.
 ROWS_PER_PROCESS = 1_000_000
 
-# Each worker process takes about 100 MB.
 _MOST_PROCESSES = 64
+
+# Memory that a worker takes at most, measured on the cases of benchmarks/planner_speed.py: 230 MB for dense models,
+# 416 MB for experts. Workers together take at most half of the memory that is free.
+_WORKER_BYTES = 416_000_000
 
 Submit = Callable[..., Future[Any]]
 
@@ -34,11 +38,15 @@ Submit = Callable[..., Future[Any]]
 def start_workers(task: Callable[..., Any], workers: int, rows: int) -> Iterator[tuple[Submit, int]]:
     """Yield a function that calls `task` with its arguments in a worker, and the number of workers.
 
-    `workers`: the most workers; `rows`: the number of layouts, which decides between threads and processes.
+    `workers`: the most workers, fewer where memory is short; `rows`: the number of layouts, which decides between
+    threads and processes.
 
     A result raises the error that its task raised, or KumiError where a worker process died. Leaving the context ends
     the processes at once.
     """
+    free = free_memory()
+    if free is not None:
+        workers = min(workers, free // 2 // _WORKER_BYTES)
     processes = min(workers, rows // ROWS_PER_PROCESS, _MOST_PROCESSES)
     if processes < 2 or not sys.executable:
         with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
