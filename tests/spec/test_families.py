@@ -109,6 +109,15 @@ def test_patching_changes_only_what_must_change():
     assert families.from_hf(patched) == plain
 
 
+def test_a_config_without_architectures_gets_them():
+    """As in a run file with `model.config`; other programs find the model's class by them."""
+    bare = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    spec = families.from_hf(bare)
+    assert families.patch_config(bare, spec) == bare | {"architectures": ["LlamaForCausalLM"]}
+    score = families.from_hf(families.with_score_head(LLAMA))
+    assert families.patch_config(bare, score)["architectures"] == ["LlamaForSequenceClassification"]
+
+
 REFUSED = [
     ({"sliding_windw": 4}, r"'sliding_windw' \(4\) is not a key that kumi knows for a llama model"),
     ({"vocab_sizes": 4}, r"did you mean 'vocab_size'\?"),

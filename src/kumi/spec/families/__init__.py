@@ -159,8 +159,12 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 
 def patch_config(base: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """Return the config.json `base`, changed only in the keys that must change to describe `spec`."""
+    """Return the config.json `base`, changed only in the keys that must change to describe `spec`.
+
+    `architectures` is added if it is missing: vLLM, SGLang and llama.cpp select the model by it, not by `model_type`.
+    """
     new, old = to_hf(spec), to_hf(from_hf(base))
+    base = base if base.get("architectures") else {**base, "architectures": [architecture(spec)]}
     if "text_config" not in new:
         return _changed(base, new, old)
     # Vision-language models have the text model in text_config or, in older configs, at the top level.
