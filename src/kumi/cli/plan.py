@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kumi.cli.arguments import RUN_HELP, add_overrides, add_verb, days, positive, token_count
+from kumi.cli.plan_inference import add_inference_arguments, plan_inference, refuse_inference_flags
 from kumi.errors import OK, ConfigError
 
 if TYPE_CHECKING:
@@ -67,11 +68,13 @@ def add(verbs: Any) -> None:
         help="refit the cluster of RUN.toml, or of the run itself, to a finished run; writes a cluster file, to --out "
         "or RUN_FOLDER/calibrated.toml",
     )
+    add_inference_arguments(parser)
     parser.set_defaults(run_verb=run)
 
 
 def run(arguments: Namespace) -> int:
     """Plan, and write the requested files. Return the exit code."""
+    refuse_inference_flags(arguments)
     if arguments.calibrate:
         from kumi.bench import refit
 
@@ -81,6 +84,8 @@ def run(arguments: Namespace) -> int:
 
     if arguments.run is None:
         raise ConfigError("plan: no run file and no model is given; name RUN.toml, or a model with --gpus")
+    if arguments.inference:
+        return plan_inference(arguments)
     _refuse_flags(arguments)
     check_output_paths(arguments)
     return _plan(arguments)

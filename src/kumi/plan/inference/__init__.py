@@ -1,0 +1,1 @@
+"""Memory and time of generation: cache, weights, decode steps, prompts, and replies of different lengths."""

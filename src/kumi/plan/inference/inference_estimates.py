@@ -1,0 +1,163 @@
+"""Estimates of generation: memory, the largest batch, a decode step, and the answers to many prompts, by layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kumi.errors import FitError
+from kumi.plan.inference.decode_step import decode_step
+from kumi.plan.inference.inference_job import InferenceJob
+from kumi.plan.inference.inference_layouts import inference_layouts
+from kumi.plan.inference.inference_memory import (
+    InferenceMemory,
+    inference_memory,
+    largest_batch,
+    longest_context,
+    usable_bytes,
+)
+from kumi.plan.inference.rollout_time import RolloutTime, rollout_time
+from kumi.spec.cache_state import cache_bytes
+from kumi.spec.layout import Layout
+from kumi.units import format_bytes
+
+# Sequences per replica where no batch is asked for, if that many fit: the default of serving engines.
+_DEFAULT_SEQUENCES = 256
+
+
+@dataclass(frozen=True)
+class RolloutLengths:
+    """Tokens of each of many prompts, and of the reply to it."""
+
+    prompts: Sequence[int]
+    replies: Sequence[int]
+
+    def share(self, index: int, replicas: int) -> RolloutLengths:
+        """Return those of replica `index`: every so many-th prompt."""
+        return RolloutLengths(self.prompts[index::replicas], self.replies[index::replicas])
+
+
+@dataclass(frozen=True)
+class InferenceEstimate:
+    """Generation in one layout, on all devices of the cluster.
+
+    - `replicas`: groups of tp ranks, which generate different sequences.
+    - `most_sequences`: the largest batch that fits, over all replicas.
+    - `sequence_cache`: bytes of the cache of one sequence on a device.
+    - `batch`: sequences at once, over all replicas; 0 if not one fits.
+    - `longest`: tokens of each sequence that fit with this batch.
+    - `memory`: bytes of a device with this batch.
+    - `seconds`: of a decode step by kind; None if the batch does not fit or the speed of the device is unknown.
+    - `tokens_per_second`: of decode steps, over all replicas.
+    - `rollout`: of the replica that takes longest.
+    - `rollout_tokens_per_second`: tokens of all replies / seconds.
+    """
+
+    layout: Layout
+    replicas: int
+    most_sequences: int
+    sequence_cache: int
+    batch: int
+    longest: int
+    memory: InferenceMemory
+    seconds: dict[str, float] | None = None
+    tokens_per_second: float | None = None
+    rollout: RolloutTime | None = None
+    rollout_tokens_per_second: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        return 0 < self.batch <= self.most_sequences
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a decode step, in which every sequence gets one token."""
+        return None if self.seconds is None else sum(self.seconds.values())
+
+    @property
+    def bound_by(self) -> str:
+        """The kind that takes most of a step; "" without an estimate of it."""
+        return "" if self.seconds is None else max(self.seconds, key=self.seconds.__getitem__)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the estimate as plain data, for --json."""
+        derived = {"fits": self.fits, "step_seconds": self.step_seconds, "bound_by": self.bound_by}
+        memory = asdict(self.memory) | {"total": self.memory.total}
+        return asdict(self) | derived | {"memory": memory}
+
+
+def estimate_inference(
+    job: InferenceJob, context: int, *, batch: int | None = None, lengths: RolloutLengths | None = None
+) -> list[InferenceEstimate]:
+    """Return an estimate of each layout of a node, the most tokens per second first and then those that do not fit.
+
+    `context`: tokens of each sequence, prompt included. `batch`: sequences at once over all devices; the largest that
+    fits, but at most 256 per replica, if None. `lengths`: prompts to answer, for `InferenceEstimate.rollout`.
+
+    Raise FitError if the model fits in none of the layouts, with the batch or the context that does.
+    """
+    cluster = job.cluster
+    layouts = inference_layouts(job.model, cluster.devices_per_node)
+    estimates = [_estimate(job, layout, context, batch, lengths) for layout in layouts]
+    if not any(item.fits for item in estimates):
+        raise FitError(_explain(job, estimates, context))
+    return sorted(estimates, key=lambda item: (not item.fits, -_speed(item)))
+
+
+def _speed(item: InferenceEstimate) -> float:
+    return item.rollout_tokens_per_second or item.tokens_per_second or item.most_sequences
+
+
+def _estimate(
+    job: InferenceJob, layout: Layout, context: int, batch: int | None, lengths: RolloutLengths | None
+) -> InferenceEstimate:
+    replicas = job.cluster.devices // layout.tp
+    most = largest_batch(job, layout, context)
+    own = min(most, _DEFAULT_SEQUENCES) if batch is None else -(-batch // replicas)
+    total = own * replicas if batch is None else batch
+    memory = inference_memory(job, layout, own, context)
+    each = cache_bytes(job.model, 1, context, job.cache_dtype, layout.tp)
+    longest = longest_context(job, layout, own)
+    fields = (layout, replicas, most * replicas, each, total, longest, memory)
+    if not 0 < own <= most or not _has_speed(job):
+        return InferenceEstimate(*fields)
+    step = decode_step(job, layout, np.asarray(own), np.asarray(context))
+    seconds = {kind: float(value) for kind, value in vars(step).items()}
+    rate = total / sum(seconds.values())
+    if lengths is None:
+        return InferenceEstimate(*fields, seconds, rate)
+    shares = (lengths.share(index, replicas) for index in range(min(replicas, len(lengths.prompts))))
+    times = [rollout_time(job, layout, own, share.prompts, share.replies) for share in shares]
+    slowest = max(times, key=lambda time: time.seconds)
+    return InferenceEstimate(*fields, seconds, rate, slowest, sum(lengths.replies) / slowest.seconds)
+
+
+def _has_speed(job: InferenceJob) -> bool:
+    device = job.cluster.device
+    return bool(device.memory_bandwidth) and all(device.peak_flops(name) for name in {job.compute, job.weight_dtype})
+
+
+def _explain(job: InferenceJob, estimates: Sequence[InferenceEstimate], context: int) -> str:
+    """Return why nothing fits, and the batch or the context that does."""
+    best = max(estimates, key=lambda item: (item.most_sequences, -item.memory.weights))
+    device, usable = job.cluster.device.name, format_bytes(usable_bytes(job))
+    if best.most_sequences:
+        return (
+            f"{best.batch:,} sequences of {context:,} tokens do not fit in {job.cluster.devices} x {device}; use "
+            f"--batch-size {best.most_sequences} or fewer, or a shorter --context"
+        )
+    least = min(estimates, key=lambda item: item.memory.weights)
+    longest = max(longest_context(job, item.layout, 1) for item in estimates)
+    if longest:
+        return (
+            f"not one sequence of {context:,} tokens fits on a {device}: its cache takes at least "
+            f"{format_bytes(least.sequence_cache)} beside {format_bytes(least.memory.weights)} of weights, and "
+            f"{usable} are usable; use --context {longest} or less"
+        )
+    return (
+        f"the weights take at least {format_bytes(least.memory.weights)} of a {device}, and {usable} are usable; use "
+        f"more devices per node, or devices with more memory"
+    )

@@ -1,0 +1,135 @@
+"""Seconds to answer many prompts: passes over the prompts, and decode steps of a replica with slots.
+
+A replica has a number of slots. A slot that is free takes the next prompt, so that replies of different lengths do not
+wait for each other; without refilling, all replies of a wave wait for its longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush
+
+import numpy as np
+
+from kumi.plan.inference.decode_step import decode_step
+from kumi.plan.inference.inference_job import PROMPT_TOKENS, InferenceJob
+from kumi.plan.layout_batch import Floats, batch_layouts
+from kumi.plan.time.layer_costs import cost_table
+from kumi.plan.time.op_costs import MicrobatchCost
+from kumi.spec.batch import BatchSpec
+from kumi.spec.engine import KUMI, Engine
+from kumi.spec.job import Job
+from kumi.spec.layout import Layout
+from kumi.spec.optim import Optim
+from kumi.spec.precision import Precision
+
+# The traits of serving engines in passes over prompts.
+_FUSED = Engine(name="serving", kernels="fused", half_weights=True)
+
+
+@dataclass(frozen=True)
+class RolloutTime:
+    """Seconds of a replica that answers prompts.
+
+    - `prefill`: passes over prompts. - `decode`: decode steps.
+    - `steps`: decode steps. - `tokens`: tokens of the replies.
+    """
+
+    prefill: float
+    decode: float
+    steps: int
+    tokens: int
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill + self.decode
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def rollout_time(
+    job: InferenceJob,
+    layout: Layout,
+    slots: int,
+    prompts: Sequence[int],
+    replies: Sequence[int],
+    *,
+    refill: bool = True,
+) -> RolloutTime:
+    """Return the time in which a replica with `slots` answers prompts of these lengths with replies of these lengths.
+
+    `refill`: a free slot takes the next prompt at once; else the next `slots` prompts begin when all have ended.
+    The first token of a reply comes from the pass over its prompt, so that a reply of n tokens takes n - 1 steps.
+    """
+    spans = _refilled_spans(slots, prompts, replies) if refill else _wave_spans(slots, prompts, replies)
+    active, context, steps = np.array(spans, np.float64).reshape(-1, 3).T
+    seconds = decode_step(job, layout, np.maximum(active, 1), context).seconds
+    prefill = sum(prefill_seconds(job, layout, length) for length in prompts)
+    return RolloutTime(prefill, float((steps * seconds).sum()), int(steps.sum()), sum(replies))
+
+
+# Consecutive steps with the same active sequences: their number, the mean tokens of each, the number of steps.
+_Span = tuple[int, float, int]
+
+
+def _refilled_spans(slots: int, prompts: Sequence[int], replies: Sequence[int]) -> list[_Span]:
+    """Return the spans between the ends of replies, if a free slot is filled at once."""
+    spans: list[_Span] = []
+    active: list[tuple[int, int]] = []  # (step of the end, tokens of the prompt minus step of the begin)
+    now, started, tokens = 0, 0, 0  # `tokens`: sum of the second entries
+    while active or started < len(prompts):
+        while len(active) < slots and started < len(prompts):
+            begin = prompts[started] + 1 - now
+            heappush(active, (now + replies[started] - 1, begin))
+            tokens += begin
+            started += 1
+        end, count = active[0][0], len(active)
+        if end > now:
+            middle = (now + end - 1) / 2
+            spans.append((count, tokens / count + middle, end - now))
+            now = end
+        while active and active[0][0] <= now:
+            tokens -= heappop(active)[1]
+    return spans
+
+
+def _wave_spans(slots: int, prompts: Sequence[int], replies: Sequence[int]) -> list[_Span]:
+    """Return one span per wave: all its sequences stay until the longest reply has ended."""
+    spans: list[_Span] = []
+    for first in range(0, len(prompts), slots):
+        begins, steps = prompts[first : first + slots], max(replies[first : first + slots]) - 1
+        spans.append((len(begins), sum(begins) / len(begins) + 1 + (steps - 1) / 2, steps))
+    return spans
+
+
+@lru_cache(maxsize=4096)
+def prefill_seconds(job: InferenceJob, layout: Layout, length: int) -> float:
+    """Return the seconds of the forward pass over a prompt of `length` tokens, with others in one pass if it is short.
+
+    The head computes the logits of the last token only.
+    """
+    together = max(1, PROMPT_TOKENS // length)
+    precision = Precision(
+        "inference", job.compute, job.compute, job.compute, job.weights if job.weights != job.compute else ""
+    )
+    engine = _FUSED if job.graphs else KUMI
+    batch = BatchSpec(length, length * together * layout.dp)
+    training = Job(job.model, job.cluster, batch, precision, Optim(), engine)
+    row = Layout(**{**vars(layout), "microbatch": together})
+    table, _ = cost_table(training, batch_layouts([row]))
+    _, of_layer = job.model.unique_layers()
+    launch = 0.0 if job.graphs else job.cluster.device.launch
+    total = _pass_seconds(table.embedding, launch)
+    for kind, cost in enumerate(table.layers):
+        total = total + of_layer.count(kind) * _pass_seconds(cost, launch)
+    return float(total[0]) / together
+
+
+def _pass_seconds(cost: MicrobatchCost, launch: float) -> Floats:
+    """Return the seconds of a forward pass with its communication, or of launching its kernels if that takes longer."""
+    busy = cost.forward + sum(cost.comm_forward.values(), np.zeros_like(cost.forward))
+    return np.maximum(busy, launch * cost.kernels_forward)
