@@ -33,6 +33,7 @@ def measurements(*, processors: int = 0, speed: float = 1e11, memory: float = 2e
         timings.append(timing("product", dtype, "forward 64x64x64", 2.0 * 64**3, speed * gain / 10))
         timings.append(timing("linear", dtype, "1024x256x256", 6e8, 0.8 * speed * gain))
         timings.append(timing("linear", dtype, "1024x256x768", 6e8, 0.4 * speed * gain))
+        timings.append(replace(timing("read", dtype, "32 weights, 8 rows", 1e8, memory / 4), rows=8))
         for kind in ("add", "gate", "norm", "rope", "logits"):
             timings.append(timing("element-wise", dtype, f"{kind} 2048x512", 1e7, memory * 0.4))
         for tokens, share in ((256, 0.5), (2048, 1.0)):

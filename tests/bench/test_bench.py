@@ -83,6 +83,7 @@ def test_json_holds_every_timing(tiny, capsys):
         "linear",
         "element-wise",
         "attention",
+        "read",
     }
     assert all(one.seconds > 0 for one in measurements.kernels)
     assert "[device]" in printed["toml"]

@@ -31,6 +31,13 @@ def test_a_cpu_file_loads_with_what_was_measured(tmp_path):
     assert device.attention == (0.25, 0.2)  # in the longest documents
     assert device.attention_lengths == ((256, 0.5, 0.5), (2048, 1.0, 1.0))
     assert device.launch == pytest.approx(5e-6)
+    # 100 MB at 5 GB/s, less 8 rows of FLOPs at the speed of linear layers.
+    layers = {dtype: device.peak_flops(dtype) * device.matmul_share(dtype) for dtype, _ in device.read}
+    read = {
+        dtype: 1e8 / (0.02 - 16 * 1e8 / size / layers[dtype]) / 2e10
+        for dtype, size in (("float32", 4), ("bfloat16", 2))
+    }
+    assert dict(device.read) == pytest.approx(read, rel=1e-3)
     assert device.reserved == 300 * 2**20
     assert link.span == 4
     assert link.bandwidth == pytest.approx(LINK.bandwidth, rel=1e-3)
@@ -57,6 +64,7 @@ def test_a_gpu_keeps_its_data_sheet_and_shares_are_of_that(tmp_path):
     assert device.memory_bandwidth == 3e12
     assert device.stream == pytest.approx(0.4 * 2 / 3, rel=1e-3)
     assert device.processors == 132
+    assert dict(device.read) == pytest.approx({"float32": 1 / 6, "bfloat16": 1 / 6}, rel=1e-3)
     assert device.watts == 700
     assert cluster.links == ()
 

@@ -65,6 +65,8 @@ def _summary(measured: Measurements, node: NodeFile) -> Table:
         table.add_row(
             "memory", f"{device.memory_bandwidth / 1e9:.4g} GB/s, element-wise operations reach {device.stream:.1%}"
         )
+        reads = ", ".join(f"{dtype} {share:.1%}" for dtype, share in (device.read or {}).items())
+        table.add_row("", f"products of few rows read their weights at {reads} of it")
         table.add_row("launch", f"{device.launch * 1e6:.3g} us per operation")
     for link in node.links:
         table.add_row("link", f"{link.name}: {link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us per hop")

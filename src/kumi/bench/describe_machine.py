@@ -13,6 +13,7 @@ from kumi.config.cluster_file import NodeFile
 from kumi.config.jobs import choose_precision
 from kumi.report.phrases import plural
 from kumi.spec.cluster import Device
+from kumi.spec.precision import ITEMSIZE
 from kumi.units import write_bandwidth, write_bytes, write_duration, write_flops
 
 # Element-wise kinds whose rates are averaged for the fraction of the bandwidth. Other kinds are fused on CUDA and move
@@ -86,12 +87,28 @@ def _device(measured: Measurements, base: Device, ranks: int) -> dict[str, Any]:
         "peak_flops": {name: write_flops(round_to_four_digits(flops)) for name, flops in peak.items()},
         "memory_bandwidth": write_bandwidth(round_to_four_digits(memory)),
         "stream": min(1.0, round_to_four_digits(harmonic_mean(streamed) / memory)),
+        "read": {
+            timing.dtype: _read_share(measured, timing, memory, peak[timing.dtype] * shares[timing.dtype])
+            for timing in measured.of("read")
+        },
         "matmul": shares,
         "launch": write_duration(round_to_four_digits(launch.seconds)),
         "reserved": write_bytes(measured.reserved),
         "sources": _sources(base, dtype, ranks),
     }
     return fields | _nonzero(attention=attention, processors=measured.processors, watts=base.watts)
+
+
+def _read_share(measured: Measurements, timing: Timing, memory: float, flops_per_second: float) -> float:
+    """Return the share of the bandwidth `memory` at which the products of `timing` read their weights.
+
+    A GPU computes while it reads. A CPU does both in turn, so the time of the FLOPs at full speed is subtracted.
+    """
+    seconds = timing.seconds
+    if not measured.processors:
+        flops = 2.0 * timing.rows * timing.amount / ITEMSIZE[timing.dtype]
+        seconds = max(seconds / 2, seconds - flops / flops_per_second)
+    return min(1.0, round_to_four_digits(timing.amount / seconds / memory))
 
 
 def _attention(measured: Measurements, dtype: str, peak: float) -> dict[str, Any]:
@@ -131,7 +148,7 @@ def _sources(base: Device, dtype: str, ranks: int) -> dict[str, str]:
         "memory_bandwidth": f"data sheet of {base.name}"
         if sheet and base.memory_bandwidth
         else f"kumi bench: the faster of a copy and an AdamW update, {ranks_text}",
-        "matmul, attention, stream, launch": f"kumi bench, {ranks_text}; attention and stream in {dtype}",
+        "matmul, read, attention, stream, launch": f"kumi bench, {ranks_text}; attention and stream in {dtype}",
         "memory": "the operating system, divided among the ranks" if base.kind == "cpu" else "the driver",
         "reserved": "kumi bench: memory of a rank before it allocates tensors",
     }

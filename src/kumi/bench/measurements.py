@@ -17,6 +17,7 @@ class Timing:
     amount: float
     seconds: float
     tokens: int = 0
+    rows: int = 0
 
     @property
     def rate(self) -> float:

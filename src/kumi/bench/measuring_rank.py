@@ -88,7 +88,8 @@ def _measure(request: BenchRequest, mesh: Mesh, flag: StopFlag) -> Measurements:
             _synchronize(mesh, flag)
             seconds = seconds_of(work, mesh.device, budget)
             mean = all_reduce_sum(torch.tensor(seconds / mesh.rank_info.world_size, dtype=torch.float64), mesh)
-            timing = Timing(kernel.kind, kernel.dtype, kernel.what, kernel.amount, float(mean), kernel.tokens)
+            figures = (kernel.amount, float(mean), kernel.tokens, kernel.rows)
+            timing = Timing(kernel.kind, kernel.dtype, kernel.what, *figures)
             timings.append(timing)
         for number, case in enumerate(collectives, len(compute) + 1):
             update(number, f"{case.kind} {case.size} bytes over {case.degree}")

@@ -34,12 +34,12 @@ Forward = Callable[[], Tensor]
 class Kernel:
     """A kernel to time.
 
-    `kind`: product, linear, element-wise, attention, copy, update or launch.
+    `kind`: product, linear, read, element-wise, attention, copy, update or launch.
     `dtype`: the dtype of the computation.
     `what`: the shape or variant, for display.
     `amount`: FLOPs per call of products, layers and attention, bytes of others, 1 for a launch.
     `prepare`: allocate the tensors and return the function to time.
-    `tokens`: the tokens of a document, for attention.
+    `tokens`: the tokens of a document, for attention. `rows`: the rows of the products that read weights.
     """
 
     kind: str
@@ -48,6 +48,7 @@ class Kernel:
     amount: float
     prepare: Callable[[], Work]
     tokens: int = 0
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Sizes:
     `peak`: M of the largest square, for which the products of the backward pass are timed too.
     `shapes`: (M, N, K) of other products.
     `linears`: (M, N, K) of linear layers, forward and backward.
+    `reads`: (N, K) of the weights of products of few rows.
     `copy`: elements of the copied tensor.
     `tokens`, `hidden`, `vocab`: sizes of element-wise operations.
     `attention`: (sequences, positions, query heads, key heads, head size), the shortest sequences first. The speed of a
@@ -69,6 +71,7 @@ class Sizes:
     peak: int
     shapes: tuple[tuple[int, int, int], ...]
     linears: tuple[tuple[int, int, int], ...]
+    reads: tuple[tuple[int, int], ...]
     copy: int
     tokens: int
     hidden: int
@@ -93,6 +96,7 @@ SIZES = {
             (1024, 1023, 1023),
         ),
         linears=((1024, 256, 256), (1024, 768, 256), (1024, 256, 768), (2048, 1024, 384)),
+        reads=8 * ((512, 512), (1024, 512), (512, 1024), (2048, 512)),
         copy=2**24,
         tokens=2048,
         hidden=512,
@@ -120,6 +124,7 @@ SIZES = {
             (8192, 8191, 8191),
         ),
         linears=((8192, 4096, 4096),),
+        reads=4 * ((4096, 4096), (14336, 4096), (4096, 14336)),
         copy=2**28,
         tokens=8192,
         hidden=4096,
@@ -145,6 +150,7 @@ def kernels(device: torch.device, dtypes: tuple[str, ...], main: str, *, quick: 
         yield from _products(device, dtype, sizes, quick=quick)
         for linear in sizes.linears:
             yield _linear(device, dtype, linear)
+        yield _read(device, dtype, sizes.reads)
         if quick and dtype != main:
             continue
         yield from _element_wise(device, dtype, sizes)
@@ -200,6 +206,34 @@ def _product(device: torch.device, dtype: str, shape: tuple[int, int, int], form
         return lambda: torch.mm(left, right, out=out)
 
     return Kernel("product", dtype, f"{form} {m}x{n}x{k}", 2.0 * m * n * k, prepare)
+
+
+# Rows of the products that read weights: the sequences of a small batch in generation.
+READ_ROWS = 8
+
+
+def _read(device: torch.device, dtype: str, shapes: tuple[tuple[int, int], ...]) -> Kernel:
+    """Time linear layers of few rows, one after another, as in a decode step; `amount` is the bytes of the weights.
+
+    Together the weights are larger than a cache, as those of a model are.
+    """
+
+    def prepare() -> Work:
+        options = {"bias": False, "device": device, "dtype": getattr(torch, dtype)}
+        inputs = {k: _random(device, dtype, READ_ROWS, k) for _, k in shapes}
+        layers = [(Linear(k, n, **options), inputs[k]) for n, k in shapes]
+        for layer, _ in layers:
+            torch.nn.init.normal_(layer.weight)
+
+        @torch.no_grad()
+        def work() -> None:
+            for layer, x in layers:
+                layer(x)
+
+        return work
+
+    size = float(ITEMSIZE[dtype] * sum(n * k for n, k in shapes))
+    return Kernel("read", dtype, f"{len(shapes)} weights, {READ_ROWS} rows", size, prepare, rows=READ_ROWS)
 
 
 def _launch(device: torch.device) -> Kernel:

@@ -62,6 +62,8 @@ def to_device(file: DeviceFile) -> Device:
     fields["peak"] = tuple(fields.pop("peak_flops").items())
     if file.matmul is not None:
         fields["matmul"] = tuple(("" if dtype == "other" else dtype, share) for dtype, share in file.matmul.items())
+    if file.read is not None:
+        fields["read"] = tuple(file.read.items())
     if file.attention is not None:
         fields["attention"] = (file.attention.forward, file.attention.backward)
         fields["attention_lengths"] = tuple(

@@ -98,7 +98,7 @@ class DeviceFile(SourcedFigures):
     """One accelerator, as in `kumi.spec.cluster.Device`; missing figures have the defaults of that class.
 
     `name` is the name that the driver reports, by which a machine is recognised. `matmul` has shares of the peak by
-    dtype, "other" for the remaining dtypes.
+    dtype, "other" for the remaining dtypes; `read` has shares of the bandwidth by dtype.
     """
 
     name: Text = Field(examples=["NVIDIA H100 80GB HBM3"])
@@ -108,6 +108,7 @@ class DeviceFile(SourcedFigures):
     peak_flops: dict[Dtype, Flops] = Field(default_factory=dict)
     memory_bandwidth: Bandwidth | None = None
     stream: Share | None = None
+    read: dict[Dtype, Share] | None = None
     matmul: dict[Dtype | Literal["other"], Share] | None = None
     attention: AttentionFile | None = None
     processors: Positive | None = None

@@ -96,7 +96,7 @@ def cpu_device(ranks: int) -> dict[str, Any]:
         "sources": {
             "memory, dtypes": "/proc and the container's limit",
             "peak_flops, memory_bandwidth": f"{ASSUMED}: {cores:g} cores of 2.5 GHz and 8 GB/s",
-            "stream, matmul, attention, launch": f"{ASSUMED}: `kumi bench` measures them",
+            "stream, read, matmul, attention, launch": f"{ASSUMED}: `kumi bench` measures them",
         },
     }
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 class Device:
     """One accelerator, or the cores and memory of one CPU process.
 
-    The fractions that kernels reach (`stream`, `matmul`, `attention`) and `launch` are measured or assumed.
+    The fractions that kernels reach (`stream`, `read`, `matmul`, `attention`) and `launch` are measured or assumed.
 
     - `kind`: "cuda" or "cpu".
     - `memory`: bytes.
@@ -19,6 +19,8 @@ class Device:
     - `peak`: (dtype, dense FLOP/s of the data sheet) pairs; empty if unknown.
     - `memory_bandwidth`: bytes/s of its memory; 0 if unknown.
     - `stream`: fraction of `memory_bandwidth` that element-wise kernels reach.
+    - `read`: (dtype, fraction of `memory_bandwidth` at which matmuls of few rows read their weights, as in generation)
+      pairs; empty if not measured.
     - `matmul`: (dtype, fraction of the peak that large matmuls reach) pairs; "" for all other dtypes.
     - `attention`: fractions of the peak that fused attention reaches in long documents, forward and backward.
     - `attention_lengths`: (tokens, forward, backward) in increasing order: the speed in documents of so many tokens
@@ -37,6 +39,7 @@ class Device:
     peak: tuple[tuple[str, float], ...] = ()
     memory_bandwidth: float = 0.0
     stream: float = 0.8
+    read: tuple[tuple[str, float], ...] = ()
     matmul: tuple[tuple[str, float], ...] = (("", 0.7),)
     attention: tuple[float, float] = (0.5, 0.4)
     attention_lengths: tuple[tuple[int, float, float], ...] = ()

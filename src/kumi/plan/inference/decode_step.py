@@ -29,8 +29,8 @@ from kumi.spec.op import Dim
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.sharding import DIM_TO_AXIS, shard_shape, shard_size, tp_style
 
-# Share of the memory bandwidth of a GPU at which a decode step reads weights and caches. Fitted to gpt-fast's table for
-# A100 (benchmarks/decode_published.py). On a CPU it is the device's measured `stream`.
+# Share of the memory bandwidth of a GPU at which a decode step reads weights and caches, where `Device.read` has none.
+# Fitted to gpt-fast's table for A100 (benchmarks/decode_published.py). On a CPU it is then `Device.stream`.
 READ_SHARE = 0.72
 # Speed of attention's products with one query per sequence, relative to the peak; only latent attention, in which all
 # heads read the same vector, has enough of them to matter.
@@ -38,7 +38,11 @@ _QUERY_PRODUCTS = 0.35
 # Kernels beside those of `op_costs.MEMORY_PASSES`: of one op, and of attention (writes to the cache, mask, product).
 _OP_KERNELS, _ATTENTION_KERNELS = 1, 8
 # Kernels of choosing the next tokens, and of the bookkeeping between steps.
-_SAMPLING_KERNELS = 20
+_SAMPLING_KERNELS = 30
+# Host time of a kernel in kumi's engine, relative to the device's bare launch interval: modules, autograd functions,
+# slices of the cache. Measured on a core of an EPYC, whose bare interval is 2.6 us (benchmarks/generate.py, "host").
+# For GPUs it is an assumption: the same seconds over the 5 us of the presets.
+_DISPATCH = {"cpu": 4.0, "cuda": 2.0}
 
 _PRODUCTS = ("linear", "router", "log_prob", "score")
 
@@ -76,14 +80,16 @@ def decode_step(job: InferenceJob, layout: Layout, batch: Numbers, context: Numb
     return DecodeStep(weights, cache, communication, _host_seconds(job, layout, weights + cache + communication))
 
 
-def reading_device(device: Device) -> Device:
-    """Return `device` with the share of its bandwidth that a decode step reaches."""
-    return replace(device, stream=READ_SHARE) if device.kind == "cuda" else device
+def reading_device(job: InferenceJob) -> Device:
+    """Return the device of `job` with the share of its bandwidth that a decode step reaches as `stream`."""
+    device = job.cluster.device
+    default = READ_SHARE if device.kind == "cuda" else device.stream
+    return replace(device, stream=dict(device.read).get(job.weight_dtype, default))
 
 
 def weight_seconds(job: InferenceJob, layout: Layout, batch: Floats) -> Floats:
     """Return the seconds of all products with weights, for `batch` sequences per replica."""
-    device = reading_device(job.cluster.device)
+    device = reading_device(job)
     total = np.zeros_like(batch)
     for op, count in unique_ops(job.model):
         if op.kind in ("embedding", "positions"):
@@ -93,12 +99,19 @@ def weight_seconds(job: InferenceJob, layout: Layout, batch: Floats) -> Floats:
         elif op.kind in _PRODUCTS:
             dtype = job.weight_dtype if op.kind == "linear" else job.compute
             inner, columns = (np.asarray(local_size(dim, layout.tp)) for dim in (op.source, op.target))
-            total += count * (
-                matmul_seconds(device, dtype, batch, inner, columns) + _unpacking_seconds(job, device, op, layout)
-            )
+            total += count * _product_seconds(device, dtype, batch, inner, columns)
+            total += count * _unpacking_seconds(job, device, op, layout)
         else:
             total += count * _read_seconds(device, _param_bytes(job, op, layout))
     return total
+
+
+def _product_seconds(device: Device, dtype: str, rows: Floats, inner: Numbers, columns: Numbers) -> Floats:
+    """Return the seconds of a product of few rows. A GPU computes while it reads, a CPU core in turn."""
+    if device.kind == "cuda":
+        return matmul_seconds(device, dtype, rows, inner, columns)
+    speed = peak_flops(device, dtype) * device.matmul_share(dtype)
+    return 2 * rows * inner * columns / speed + stream_seconds(device, ITEMSIZE[dtype] * inner * columns)
 
 
 def _read_seconds(device: Device, size: float) -> float:
@@ -143,12 +156,13 @@ def _expert_seconds(job: InferenceJob, layout: Layout, device: Device, op: Op, b
         return read
     rows = batch * op.passes * layout.expert_tp / layout.tp
     speed = peak_flops(device, job.weight_dtype) * device.matmul_share(job.weight_dtype)
-    return np.maximum(read, 2 * rows * each / speed)
+    compute = 2 * rows * each / speed
+    return np.maximum(read, compute) if device.kind == "cuda" else read + compute
 
 
 def cache_seconds(job: InferenceJob, layout: Layout, batch: Floats, context: Floats) -> Floats:
     """Return the seconds in which attention and recurrences read the cache, on a rank."""
-    device, total = reading_device(job.cluster.device), np.zeros_like(batch)
+    device, total = reading_device(job), np.zeros_like(batch)
     kinds, of_layer = job.model.unique_layers()
     caches = cache_layers(job.model)
     peak = peak_flops(device, job.compute) * _QUERY_PRODUCTS
@@ -202,9 +216,10 @@ def _host_seconds(job: InferenceJob, layout: Layout, busy: Floats) -> Floats:
     """
     launches = sum(count * _kernels(op, layout) for op, count in unique_ops(job.model)) + _SAMPLING_KERNELS
     device = job.cluster.device
+    host = launches * device.launch * _DISPATCH[device.kind]
     if device.kind == "cpu":
-        return np.full_like(busy, launches * device.launch)
-    return np.zeros_like(busy) if job.graphs else np.maximum(0.0, launches * device.launch - busy)
+        return np.full_like(busy, host)
+    return np.zeros_like(busy) if job.graphs else np.maximum(0.0, host - busy)
 
 
 def _kernels(op: Op, layout: Layout) -> int:

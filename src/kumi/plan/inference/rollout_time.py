@@ -64,16 +64,18 @@ def rollout_time(
 
     `refill`: a free slot takes the next prompt at once; else the next `slots` prompts begin when all have ended.
     The first token of a reply comes from the pass over its prompt, so that a reply of n tokens takes n - 1 steps.
+    kumi's own engine reads the caches of all slots up to the longest sequence, serving engines each up to its own.
     """
     spans = _refilled_spans(slots, prompts, replies) if refill else _wave_spans(slots, prompts, replies)
-    active, context, steps = np.array(spans, np.float64).reshape(-1, 3).T
-    seconds = decode_step(job, layout, np.maximum(active, 1), context).seconds
+    active, mean, longest, steps = np.array(spans, np.float64).reshape(-1, 4).T
+    seconds = decode_step(job, layout, np.maximum(active, 1), mean if job.graphs else longest).seconds
     prefill = sum(prefill_seconds(job, layout, length) for length in prompts)
     return RolloutTime(prefill, float((steps * seconds).sum()), int(steps.sum()), sum(replies))
 
 
-# Consecutive steps with the same active sequences: their number, the mean tokens of each, the number of steps.
-_Span = tuple[int, float, int]
+# Consecutive steps with the same active sequences: their number, the mean tokens and those of the longest half-way, the
+# number of steps.
+_Span = tuple[int, float, float, int]
 
 
 def _refilled_spans(slots: int, prompts: Sequence[int], replies: Sequence[int]) -> list[_Span]:
@@ -90,7 +92,8 @@ def _refilled_spans(slots: int, prompts: Sequence[int], replies: Sequence[int]) 
         end, count = active[0][0], len(active)
         if end > now:
             middle = (now + end - 1) / 2
-            spans.append((count, tokens / count + middle, end - now))
+            longest = max(begin for _, begin in active)
+            spans.append((count, tokens / count + middle, longest + middle, end - now))
             now = end
         while active and active[0][0] <= now:
             tokens -= heappop(active)[1]
@@ -102,7 +105,8 @@ def _wave_spans(slots: int, prompts: Sequence[int], replies: Sequence[int]) -> l
     spans: list[_Span] = []
     for first in range(0, len(prompts), slots):
         begins, steps = prompts[first : first + slots], max(replies[first : first + slots]) - 1
-        spans.append((len(begins), sum(begins) / len(begins) + 1 + (steps - 1) / 2, steps))
+        middle = 1 + (steps - 1) / 2
+        spans.append((len(begins), sum(begins) / len(begins) + middle, max(begins) + middle, steps))
     return spans
 
 
