@@ -96,8 +96,9 @@ def prompts_for(lengths: list[int]) -> list[list[int]]:
 
 def kumi_row(folder: Path, kind: str, batch: int) -> dict[str, Any]:
     """Generate with kumi's engine in this process."""
-    import kumi.inference.engine as engine_module
     import torch
+
+    import kumi.inference.engine as engine_module
     from kumi.inference.engine import Engine
     from kumi.inference.sampling import Sampling
     from kumi.nn.generation_cache import GenerationCache
@@ -147,9 +148,9 @@ def load_decoder(folder: Path) -> Any:
 def host_row(_: Path, kind: str, batch: int) -> dict[str, Any]:
     """Measure the CPU seconds of a layer of a decode step, and of the rest of it, where tensors are tiny."""
     import torch
+
     from kumi.inference.engine import Engine
     from kumi.inference.sampling import Sampling
-
     from kumi.nn.decoder import Decoder
     from kumi.spec import families
 

@@ -19,7 +19,6 @@ import torch
 from test_layouts import TOLERANCE, close
 from test_lora_layouts import LORAS, _read
 
-
 from grids import all_pairs, named, sampled
 from kumi.data import SequentialSampler
 from kumi.data.packing import Bins, PackedRows, pack, positions_of
