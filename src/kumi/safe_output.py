@@ -1,11 +1,45 @@
-"""Make standard output and standard error safe: a failing write never ends the program."""
+"""Safe output: a failing write never ends the program, and no text steers a terminal or a page."""
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import sys
+import unicodedata
 from typing import Any
+
+# Format characters that write Persian, Indic scripts and emoji: the zero-width non-joiner and joiner.
+_JOINERS = "\u200c\u200d"
+# Controls, format characters, surrogates, unassigned characters, separators of lines and paragraphs. Private-use
+# characters stay: they only look different from font to font.
+_ESCAPED = frozenset({"Cc", "Cf", "Cs", "Cn", "Zl", "Zp"})
+# A block in which each version of Unicode assigns new characters.
+_EMOJI = range(0x1F000, 0x1FB00)
+_FENCE = re.compile(r"`{3,}")
+
+
+def visible(text: str) -> str:
+    """Return `text`, which anyone may have written, for a terminal, a log or a page.
+
+    Line breaks and tabs stay. All other characters that a terminal would obey instead of showing are escaped as in
+    Python ("\\x1b"), those that reorder text or have no width too, but for the joiners that scripts and emoji need.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char in "\n\t" or _shows(char) else ascii(char)[1:-1] for char in text)
+
+
+def _shows(char: str) -> bool:
+    return unicodedata.category(char) not in _ESCAPED or char in _JOINERS or ord(char) in _EMOJI
+
+
+def fenced(text: str) -> str:
+    """Return `text` as a code block of Markdown, which shows it as it is: nothing in it can end the block."""
+    text = visible(text)
+    longest = max((len(match[0]) for match in _FENCE.finditer(text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}text\n{text}\n{fence}"
 
 
 class _SafeStream(io.FileIO):

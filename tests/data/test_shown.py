@@ -10,7 +10,7 @@ import pytest
 
 from kumi.cli import main
 from kumi.data.unit_summary import length_histogram
-from kumi.report.token_view import visible
+from kumi.safe_output import visible
 
 ROOT = Path(__file__).parents[2]
 RUN_FILE = """

@@ -5,17 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kumi.report.palette import GREEN, ORANGE
+from kumi.safe_output import visible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
-
-
-def visible(text: str) -> str:
-    """Return `text` with its line breaks; other control characters are escaped, as they may steer a terminal."""
-    if text.replace("\n", "").isprintable():
-        return text
-    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 
 def render_units(units: list[dict[str, Any]], *, colour: bool) -> RenderableType:
