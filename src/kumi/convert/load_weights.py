@@ -32,8 +32,7 @@ def load_decoder(source: str | Path, *, dtype: torch.dtype = torch.float32, base
     """
     folder = model_folder(source)
     if is_adapter_folder(folder):
-        decoder = merge.unmerged_decoder(merge.open_unmerged(folder, None if base is None else str(base)))
-        return decoder.to(dtype)
+        return merge.unmerged_decoder(merge.open_unmerged(folder, None if base is None else str(base)), dtype)
     if base is not None:
         raise ConfigError(
             f"base={str(base)!r}: only adapters have a base model, and {folder} holds a complete model; leave base out"

@@ -213,9 +213,9 @@ def check_merged(folder: Path, base: str | None, written: Source) -> float:
 
 
 @torch.no_grad()
-def unmerged_decoder(model: AdaptedModel) -> Decoder:
-    """Return the model in float32, with the adapters as separate modules."""
-    decoder = model.base.decoder().eval()
+def unmerged_decoder(model: AdaptedModel, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Return the model in `dtype`, with the adapters as separate modules."""
+    decoder = model.base.decoder(dtype).eval()
     for name, tensor in model.full.items():
         decoder.get_parameter(name).copy_(tensor)
     modules = dict(decoder.named_modules())
@@ -227,7 +227,7 @@ def unmerged_decoder(model: AdaptedModel) -> Decoder:
             continue
         linear = modules[name]
         assert isinstance(linear, Linear), f"{name} is a {type(linear).__name__}"
-        replacement = LoraLinear(linear, _settings(adapter), name, dtype=torch.float32)
+        replacement = LoraLinear(linear, _settings(adapter), name, dtype=dtype)
         replacement.lora_A.weight.copy_(adapter.a)
         replacement.lora_B.weight.copy_(adapter.b)
         if adapter.magnitude is not None and replacement.lora_magnitude_vector is not None:
@@ -237,7 +237,7 @@ def unmerged_decoder(model: AdaptedModel) -> Decoder:
         experts, (path, _, leaf) = modules[name], name.rpartition(".")
         assert isinstance(experts, Experts)
         loras = {matrix: _settings(adapter) for matrix, adapter in adapters.items()}
-        adapted = LoraExperts(experts, loras, dtype=torch.float32)
+        adapted = LoraExperts(experts, loras, dtype=dtype)
         for matrix, adapter in adapters.items():
             adapted.get_parameter(f"{matrix}_lora_A").copy_(adapter.a)
             adapted.get_parameter(f"{matrix}_lora_B").copy_(adapter.b)

@@ -16,8 +16,11 @@ from pathlib import Path
 
 from kumi.errors import RefusedError
 from kumi.files.output import refuse_link, remove_tree
+from kumi.files.untrusted import read_object
 from kumi.units import format_bytes
 
+# File beside the checkpoints that names the step of the best one.
+BEST = "best.json"
 _COMPLETE = re.compile(r"step_(\d{6,})")
 _LEFTOVER = re.compile(r"step_(\d{6,})(\.deleted)?\.tmp")
 
@@ -58,6 +61,21 @@ def latest(root: Path | str) -> Path | None:
     """Return the newest complete checkpoint under `root`, or None."""
     complete = list_complete(root)
     return complete[-1] if complete else None
+
+
+def best(root: Path | str) -> Path | None:
+    """Return the complete checkpoint under `root` that its best.json names, or None if there is no such file.
+
+    Raise RefusedError if the file is damaged, or names a checkpoint that does not exist.
+    """
+    root = Path(root)
+    if not (root / BEST).is_file():
+        return None
+    step = read_object(root, BEST, RefusedError).get("step")
+    folder = step_folder(root, step) if type(step) is int and step >= 0 else None
+    if folder not in list_complete(root):
+        raise RefusedError(f"{root / BEST}: step {step!r} has no checkpoint beside it; name a checkpoint's folder")
+    return folder
 
 
 def rotate(root: Path | str, keep: int, protect: Collection[Path | str] = ()) -> list[Path]:

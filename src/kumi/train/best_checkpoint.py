@@ -17,11 +17,10 @@ from typing import Any
 from kumi.errors import ConfigError
 from kumi.files.output import write_text
 from kumi.objectives import LinearObjective, Objective, SequenceObjective
-from kumi.storage.folders import latest, list_complete, step_of
+from kumi.storage.folders import BEST, latest, list_complete, step_of
 from kumi.train.metrics import read_metrics
 from kumi.train.run_folder import checkpoint_root
 
-BEST = "best.json"
 # Metrics that are better when lower, and when higher; those of a source have its name behind a slash.
 _LOWER = ("loss", "kl", "entropy")
 _HIGHER = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "logps/chosen", "mean_token_accuracy")

@@ -46,6 +46,17 @@ def load_template(options: ChatOptions, folder: Path | str) -> ChatTemplate:
     `chat_template.jinja` with the files of `additional_chat_templates`, else `chat_template` in its
     tokenizer_config.json. Raise ConfigError if there is none, or if it is unreadable or larger than `MAX_TEMPLATE`.
     """
+    template = find_template(options, folder)
+    if template is None:
+        raise ConfigError(
+            f"{folder}: the tokenizer has no chat template: no {FILE}, no chat_template in {TOKENIZER_CONFIG}; set "
+            "data.chat.template to a Jinja file, such as the chat_template.jinja of the model's chat version"
+        )
+    return template
+
+
+def find_template(options: ChatOptions, folder: Path | str) -> ChatTemplate | None:
+    """Return the chat template as `load_template` does, or None if `options` names none and the tokenizer has none."""
     folder = Path(folder)
     texts, origin = _tokenizer_templates(folder)
     name = options.template
@@ -66,10 +77,7 @@ def load_template(options: ChatOptions, folder: Path | str) -> ChatTemplate:
             f"{origin}: has several chat templates, none of them named {DEFAULT}; "
             f"set data.chat.template to one of {', '.join(sorted(texts))}"
         )
-    raise ConfigError(
-        f"{folder}: the tokenizer has no chat template: no {FILE}, no chat_template in {TOKENIZER_CONFIG}; set "
-        "data.chat.template to a Jinja file, such as the chat_template.jinja of the model's chat version"
-    )
+    return None
 
 
 def _template(text: str, origin: str, tool_text: str | None = None) -> ChatTemplate:

@@ -1,0 +1,161 @@
+"""Find the files of a model that generates text: its weights, tokenizer, chat template and generation settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kumi.config.stored_config import CONFIG_FILE, load_stored_config
+from kumi.convert import kumi_checkpoint, merge
+from kumi.convert.hf.publish import model_folder_of
+from kumi.convert.hf.write_folder import read_generation
+from kumi.convert.merge import AdaptedModel
+from kumi.convert.open_model import Source, is_adapter_folder, open_source
+from kumi.data.chat.template import load_stops
+from kumi.data.tokenizer import Tokenizer
+from kumi.errors import ConfigError, ModelError
+from kumi.files.untrusted import brief
+from kumi.paths import looked_for
+from kumi.spec.data_source import ChatOptions
+from kumi.spec.model import ModelSpec
+from kumi.storage import folders
+
+CHECKPOINTS = ("latest", "best")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The open files of a model with a language head; no weights are in memory yet.
+
+    name: for people: the hub id, or the last part of the path.
+    folder: that of the weights: a Hugging Face folder, a checkpoint, or adapters.
+    source: the model; for adapters, their base model.
+    adapted: the adapters on `source`; None for a complete model.
+    tokenizer_folder: that of the tokenizer and its chat template.
+    settings: the content of generation_config.json; empty if there is none.
+    chat: how conversations become tokens: as in the run that trained the model, where it is in that run's folder.
+    chosen: for a run folder, the words for the choice among its models; else "".
+    """
+
+    name: str
+    folder: Path
+    source: Source
+    adapted: AdaptedModel | None
+    tokenizer_folder: Path
+    settings: Mapping[str, Any]
+    chat: ChatOptions
+    chosen: str
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.source.spec
+
+
+def find_model(path: str | Path, *, base: str | Path | None = None, checkpoint: str = "latest") -> ModelFiles:
+    """Open the model at `path`: a Hugging Face folder or hub id, a checkpoint, a run folder, or adapters.
+
+    base: the base model of adapters, where it is not the one that they name.
+    checkpoint: of a run folder, its "latest" checkpoint, or the "best" by the run's checkpoint.best.
+
+    Raise ConfigError unless there is a model with a tokenizer, and for adapters their base model; ModelError for files
+    that kumi does not support, and for a reward model; RefusedError for damaged files.
+    """
+    if checkpoint not in CHECKPOINTS:
+        raise ConfigError(f"checkpoint={checkpoint!r} must be one of {', '.join(CHECKPOINTS)}")
+    given = model_folder_of(path, "the model")
+    if not given.is_dir():
+        raise ConfigError(f"{looked_for(path)}: neither a folder nor a hub id (org/name); name a model's folder")
+    run = _is_run_folder(given)
+    if checkpoint != "latest" and not run:
+        raise ConfigError(f"{given}: is one model, not a run folder with several checkpoints; leave checkpoint out")
+    folder, chosen = _model_of_run(given, checkpoint) if run else (given, "")
+    adapted = None
+    if is_adapter_folder(folder):
+        adapted = merge.open_unmerged(folder, None if base is None else str(base))
+    elif base is not None:
+        raise ConfigError(
+            f"base={str(base)!r}: only adapters have a base model, and {folder} holds a complete model; leave base out"
+        )
+    source = open_source(folder) if adapted is None else adapted.base
+    if source.spec.head != "lm":
+        raise ModelError(
+            f"{folder}: is a reward model, whose head gives a score and no text; name the model that it judges"
+        )
+    tokenizer = _tokenizer_folder(folder, source)
+    candidates = (folder, source.folder, tokenizer)
+    settings = next((read for place in candidates if (read := read_generation(place)) is not None), {})
+    name = str(path) if not Path(path).expanduser().exists() else given.resolve().name
+    return ModelFiles(name, folder, source, adapted, tokenizer, settings, _chat_options(given), chosen)
+
+
+def _is_run_folder(folder: Path) -> bool:
+    has_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+    return not has_model and ((folder / "checkpoints").is_dir() or (folder / CONFIG_FILE).is_file())
+
+
+def _model_of_run(run: Path, checkpoint: str) -> tuple[Path, str]:
+    """Return the folder of the chosen model in the folder of a run, and the words for the choice."""
+    root = run / "checkpoints"
+    if checkpoint == "best":
+        best = folders.best(root)
+        if best is None:
+            raise ConfigError(
+                f"{run}: has no best checkpoint, because its run file did not set checkpoint.best; use the latest"
+            )
+        return best, f"the best checkpoint, of step {folders.step_of(best)}"
+    last = folders.latest(root)
+    if last is not None:
+        return last, f"the last checkpoint, of step {folders.step_of(last)}"
+    for name in ("hf", "adapter"):
+        if (run / name).is_dir():
+            return run / name, f"the export {name}, because there is no checkpoint"
+    raise ConfigError(f"{run}: a run folder without a checkpoint; train it for longer, or name another model")
+
+
+def _tokenizer_folder(folder: Path, source: Source) -> Path:
+    """Return the folder with the tokenizer of the model in `folder`: its own, or else that of its `source`."""
+    saved = kumi_checkpoint.open_saved_model(folder).tokenizer if kumi_checkpoint.is_checkpoint(folder) else None
+    for candidate in (folder, saved, source.tokenizer):
+        if candidate is not None and (candidate / "tokenizer.json").is_file():
+            return candidate
+    named = saved or source.tokenizer
+    if named is None:
+        raise ConfigError(
+            f"{folder}: this checkpoint names no tokenizer; convert it to a Hugging Face folder, and copy "
+            "the tokenizer's files there"
+        )
+    raise ConfigError(
+        f"{folder}: its tokenizer {named} has no tokenizer.json; restore that folder, or save the tokenizer with "
+        "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+    )
+
+
+def _chat_options(folder: Path) -> ChatOptions:
+    """Return data.chat of the run whose folder is `folder` or has it inside; the defaults for other folders."""
+    places = (folder, folder.parent, folder.parent.parent)
+    run = next(
+        (place for place in places if (place / CONFIG_FILE).is_file() and (place / "checkpoints").is_dir()), None
+    )
+    if run is None:
+        return ChatOptions()
+    data = load_stored_config(run).data
+    return ChatOptions(**data.chat.model_dump())
+
+
+def stop_ids(files: ModelFiles, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that end a reply: eos_token_id of generation_config.json, or else the tokenizer's eos token.
+
+    Those of the run's data.chat.stop_tokens are added. Raise ConfigError for an id outside the vocabulary.
+    """
+    value = files.settings.get("eos_token_id")
+    numbers = value if isinstance(value, list) else [tokenizer.eos_id] if value is None else [value]
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < files.spec.vocab_size:
+            raise ConfigError(
+                f"generation_config.json of {files.folder}: eos_token_id {brief(number)} is no id below the vocabulary "
+                f"of {files.spec.vocab_size}; correct it"
+            )
+    texts = load_stops(tokenizer, files.chat) if files.chat.stop_tokens else ()
+    return frozenset(numbers) | {tokenizer.backend.token_to_id(text) for text in texts}
