@@ -36,6 +36,10 @@ PROMPT_TOKENS = 4096
 _STOP_CONTEXT = 8
 
 
+# Called with the prompt, the sample and the ids so far of a reply that has a new token.
+OnToken = Callable[[int, int, Sequence[int]], None]
+
+
 @dataclass(frozen=True)
 class Reply:
     """The reply to one prompt.
@@ -105,8 +109,12 @@ class Engine:
         self.device = decoder.head_weight.device if mesh is None else mesh.device
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, samples: int = 1) -> Iterator[Reply]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, samples: int = 1, on_token: OnToken | None = None
+    ) -> Iterator[Reply]:
         """Yield `samples` replies to each of this data-parallel rank's share of `prompts`, as each one ends.
+
+        `on_token`: called for each new token with the prompt, the sample and the ids of the reply so far.
 
         All ranks call this with the same arguments and exhaust the iterator: they compute together. Raises ModelError
         for an empty prompt, or one that leaves no position for a reply.
@@ -125,7 +133,7 @@ class Engine:
         context = nullcontext() if self.mesh is None else gathered(self.decoder, self.mesh)
         try:
             with context:
-                yield from _Batch(self, sampling, waiting, limit, capacity).run()
+                yield from _Batch(self, sampling, waiting, limit, capacity, on_token).run()
         finally:
             self.decoder.train(training)
 
@@ -172,9 +180,16 @@ class _Batch:
     """The slots of one call of `Engine.generate`."""
 
     def __init__(
-        self, engine: Engine, sampling: Sampling, waiting: deque[_Sequence], limit: int, capacity: int
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        waiting: deque[_Sequence],
+        limit: int,
+        capacity: int,
+        on_token: OnToken | None,
     ) -> None:
         self.engine, self.sampling, self.waiting, self.limit = engine, sampling, waiting, limit
+        self.on_token = on_token
         decoder = engine.decoder
         slots = min(engine.slots, max(1, len(waiting)))
         slots += -slots % engine.multiple
@@ -298,6 +313,8 @@ class _Batch:
             return "stop"
         sequence.ids.append(token)
         sequence.log_probs.append(log_prob)
+        if self.on_token is not None:
+            self.on_token(sequence.prompt, sequence.sample, sequence.ids)
         if self._has_stop_string(sequence.ids):
             return "stop"
         if len(sequence.ids) >= self.sampling.max_new_tokens or sequence.length >= self.limit:
