@@ -96,10 +96,10 @@ def prompts_for(lengths: list[int]) -> list[list[int]]:
 
 def kumi_row(folder: Path, kind: str, batch: int) -> dict[str, Any]:
     """Generate with kumi's engine in this process."""
+    import kumi.inference.engine as engine_module
     import torch
 
-    import kumi.inference.engine as engine_module
-    from kumi.inference.engine import Engine
+    from kumi.inference.batched_decoder import BatchedDecoder
     from kumi.inference.sampling import Sampling
     from kumi.nn.generation_cache import GenerationCache
 
@@ -115,7 +115,7 @@ def kumi_row(folder: Path, kind: str, batch: int) -> dict[str, Any]:
     engine_module.GenerationCache = MeasuredCache  # type: ignore[misc]
     decoder = load_decoder(folder)
     lengths = reply_tokens(kind, batch)
-    prompts, engine = prompts_for(lengths), Engine(decoder, slots=batch)
+    prompts, engine = prompts_for(lengths), BatchedDecoder(decoder, slots=batch)
 
     def replies(count: int, most: int) -> list[list[int]]:
         greedy = kind != "sampled"
@@ -149,7 +149,7 @@ def host_row(_: Path, kind: str, batch: int) -> dict[str, Any]:
     """Measure the CPU seconds of a layer of a decode step, and of the rest of it, where tensors are tiny."""
     import torch
 
-    from kumi.inference.engine import Engine
+    from kumi.inference.batched_decoder import BatchedDecoder
     from kumi.inference.sampling import Sampling
     from kumi.nn.decoder import Decoder
     from kumi.spec import families
@@ -161,7 +161,7 @@ def host_row(_: Path, kind: str, batch: int) -> dict[str, Any]:
         decoder = Decoder(families.from_hf(HOST_MODEL | {"num_hidden_layers": layers}), dtype=torch.float32)
         for parameter in decoder.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
-        engine, sampling = Engine(decoder, slots=batch), Sampling(max_new_tokens=count, temperature=0.0)
+        engine, sampling = BatchedDecoder(decoder, slots=batch), Sampling(max_new_tokens=count, temperature=0.0)
         times = []
         for _ in range(5):
             before = time.process_time()

@@ -6,7 +6,7 @@ from itertools import chain
 
 import torch
 
-from kumi.inference.engine import Engine
+from kumi.inference.batched_decoder import BatchedDecoder
 from kumi.inference.sampling import Sampling
 from kumi.nn.decoder import Decoder
 from kumi.parallel.build import build
@@ -32,7 +32,7 @@ def replies(layout: Layout, family: str, slots: int, samples: int = 2):
     model = build(spec, mesh, PRECISIONS["fp64"], weights=7)
     decoder = unwrap(model)
     assert isinstance(decoder, Decoder)
-    engine = Engine(decoder, slots=slots, mesh=mesh)
+    engine = BatchedDecoder(decoder, slots=slots, mesh=mesh)
     asked = prompts(spec.vocab_size)
     each = [list(engine.generate(asked, sampling, samples=samples)) for sampling in (GREEDY, DRAWN)]
     with torch.no_grad():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import CASES, build_pair
 
-from kumi.inference.engine import Engine
+from kumi.inference.batched_decoder import BatchedDecoder
 from kumi.inference.sampling import Sampling
 
 # One of each kind of mixer, mask, score and position; the other families run with --all.
@@ -63,6 +63,6 @@ def test_greedy_replies_are_those_of_transformers(name):
     expected = [transformers_reply(reference, prompt, use_cache) for prompt in asked]
     for slots in (1, 2, 8):
         sampling = Sampling(max_new_tokens=TOKENS, temperature=0)
-        answers = {reply.prompt: reply for reply in Engine(decoder, slots=slots).generate(asked, sampling)}
+        answers = {reply.prompt: reply for reply in BatchedDecoder(decoder, slots=slots).generate(asked, sampling)}
         assert [answers[index].ids for index in range(len(asked))] == expected
         assert {reply.finish for reply in answers.values()} == {"length"}

@@ -80,7 +80,7 @@ class _Sequence:
         return [*self.prompt_ids, *self.ids]
 
 
-class Engine:
+class BatchedDecoder:
     """Generates with `decoder`.
 
     `slots`: sequences that are decoded at once, on each data-parallel rank.
@@ -165,7 +165,7 @@ class Engine:
 
 
 def check_layout(mesh: Mesh | None) -> None:
-    """Raise LayoutError unless the engine can generate on the layout of `mesh`."""
+    """Raise LayoutError unless generation works on the layout of `mesh`."""
     if mesh is None:
         return
     for axis in ("pp", "cp"):
@@ -177,29 +177,29 @@ def check_layout(mesh: Mesh | None) -> None:
 
 
 class _Batch:
-    """The slots of one call of `Engine.generate`."""
+    """The slots of one call of `BatchedDecoder.generate`."""
 
     def __init__(
         self,
-        engine: Engine,
+        owner: BatchedDecoder,
         sampling: Sampling,
         waiting: deque[_Sequence],
         limit: int,
         capacity: int,
         on_token: OnToken | None,
     ) -> None:
-        self.engine, self.sampling, self.waiting, self.limit = engine, sampling, waiting, limit
+        self.owner, self.sampling, self.waiting, self.limit = owner, sampling, waiting, limit
         self.on_token = on_token
-        decoder = engine.decoder
-        slots = min(engine.slots, max(1, len(waiting)))
-        slots += -slots % engine.multiple
+        decoder = owner.decoder
+        slots = min(owner.slots, max(1, len(waiting)))
+        slots += -slots % owner.multiple
         self.slots = slots
         self.cache = GenerationCache(
-            decoder.spec, slots, capacity, dtype=decoder.compute_dtype, device=engine.device, tp=engine.tp
+            decoder.spec, slots, capacity, dtype=decoder.compute_dtype, device=owner.device, tp=owner.tp
         )
         self.active: list[_Sequence] = []
         self.padding = decoder.vocabulary.padding(decoder.head_weight)
-        mesh = engine.mesh
+        mesh = owner.mesh
         # Experts are exchanged with ranks that have other prompts: all ranks make the same number of passes.
         self.lockstep = mesh if mesh is not None and mesh.layout.ep > 1 else None
         rotations = [layer.attends.rope for layer in decoder.spec.layers if layer.attends is not None]
@@ -227,12 +227,12 @@ class _Batch:
         work = bool(self.waiting or self.active)
         if self.lockstep is None:
             return work
-        return bool(all_reduce_max(torch.tensor(float(work), device=self.engine.device), self.lockstep))
+        return bool(all_reduce_max(torch.tensor(float(work), device=self.owner.device), self.lockstep))
 
     def _pass_nothing(self) -> None:
         """Take part in a forward pass of ranks that still have work, with tokens that belong to no sequence."""
-        ids = torch.zeros(1, self.engine.multiple, dtype=torch.long, device=self.engine.device)
-        self.engine.decoder(ids, cached=CachedTokens(self.cache, PromptStep(())))
+        ids = torch.zeros(1, self.owner.multiple, dtype=torch.long, device=self.owner.device)
+        self.owner.decoder(ids, cached=CachedTokens(self.cache, PromptStep(())))
 
     def _start_prompts(self) -> Iterator[Reply]:
         """Compute waiting prompts in one forward pass, as many as there are free slots, and draw their first tokens."""
@@ -254,11 +254,11 @@ class _Batch:
                 ids += following.tokens
             rows.append(len(prompts) - 1)
         documents = [number for number, prompt in enumerate(prompts) for _ in range(prompt.start, prompt.stop)]
-        padding = -len(ids) % self.engine.multiple
+        padding = -len(ids) % self.owner.multiple
         row = self._tensor([ids + [0] * padding])
         document_ids = self._tensor([documents + [len(prompts)] * padding]) if len(prompts) > 1 or padding else None
         last_tokens = self._tensor([prompt.stop - 1 for prompt in prompts])
-        logits = self.engine.decoder(
+        logits = self.owner.decoder(
             row,
             document_ids=document_ids,
             head_positions=last_tokens,
@@ -273,11 +273,11 @@ class _Batch:
             self.waiting.appendleft(self._leave(index))
         if not self.active:
             return
-        count, padding = len(self.active), -len(self.active) % self.engine.multiple
+        count, padding = len(self.active), -len(self.active) % self.owner.multiple
         lengths = [sequence.length - 1 for sequence in self.active]
         ids = self._tensor([sequence.ids[-1] for sequence in self.active] + [0] * padding)
         positions = self._tensor(lengths + [0] * padding)
-        logits = self.engine.decoder(
+        logits = self.owner.decoder(
             ids[:, None],
             position_ids=positions[:, None],
             cached=CachedTokens(self.cache, TokenStep(positions, max(lengths))),
@@ -294,7 +294,7 @@ class _Batch:
         """Draw the next token of each of `sequences` from `logits` (N, V). Yield the replies that it ends."""
         keys = [position_key(sequence.key, len(sequence.ids)) for sequence in sequences]
         drawn, log_probs = choose_tokens(
-            logits, keys, self.sampling, self.engine.decoder.vocabulary, padding=self.padding
+            logits, keys, self.sampling, self.owner.decoder.vocabulary, padding=self.padding
         )
         ended = {}
         for sequence, token, log_prob in zip(sequences, drawn.tolist(), log_probs.tolist(), strict=True):
@@ -324,10 +324,10 @@ class _Batch:
     def _has_stop_string(self, ids: list[int]) -> bool:
         if not self.sampling.stop_strings:
             return False
-        assert self.engine.decode_text is not None, "`generate` refuses stop strings without it"
+        assert self.owner.decode_text is not None, "`generate` refuses stop strings without it"
         # A token has at least one character or is part of one, of at most four bytes.
         tail = ids[-(4 * max(map(len, self.sampling.stop_strings)) + _STOP_CONTEXT) :]
-        text = self.engine.decode_text(tail)
+        text = self.owner.decode_text(tail)
         return any(stop in text for stop in self.sampling.stop_strings)
 
     def _leave(self, index: int) -> _Sequence:
@@ -340,4 +340,4 @@ class _Batch:
         return sequence
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, device=self.engine.device)
+        return torch.tensor(values, device=self.owner.device)
