@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kumi.api import describe_run, plan_run, tokenizer, train_run
+    from kumi.api import describe_run, generate, plan_run, tokenizer, train_run
     from kumi.convert import load_decoder
     from kumi.train.callbacks import TrainerCallback, TrainerControl, TrainerState
     from kumi.train.run_summary import TrainOutput
@@ -20,6 +20,7 @@ __all__ = [
     "TrainerState",
     "__version__",
     "describe_run",
+    "generate",
     "load_decoder",
     "plan_run",
     "tokenizer",
@@ -33,6 +34,7 @@ _MODULES = {
     "TrainerControl": "kumi.train.callbacks",
     "TrainerState": "kumi.train.callbacks",
     "describe_run": "kumi.api",
+    "generate": "kumi.api",
     "load_decoder": "kumi.convert",
     "plan_run": "kumi.api",
     "tokenizer": "kumi.api",

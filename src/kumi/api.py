@@ -3,6 +3,7 @@
 plan_run(run)       -> Report       the layout that `kumi plan` chooses, with the reasons
 describe_run(run)   -> dict         the output of `kumi describe --json`
 train_run(run)      -> TrainOutput  `kumi train`, with callbacks
+generate(model, prompts) -> list[TextReply]  `kumi generate`
 tokenizer(source)   -> Tokenizer    the tokenizer of a model or run folder
 
 `run` is a run file, or a mapping of its sections; `overrides` set single keys, as on the command line.
@@ -19,6 +20,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kumi.config.load import Overrides, RunFile
     from kumi.data import Tokenizer
+    from kumi.inference.load_model import LoadedModel
+    from kumi.inference.prompt_encoder import Prompt
+    from kumi.inference.text_generator import TextReply
     from kumi.plan.report import Report
     from kumi.train.callbacks import TrainerCallback
     from kumi.train.run_summary import TrainOutput
@@ -95,6 +99,58 @@ def train_run(
 
         train_in_child(config, listener, allow_change, print if verbose else lambda line: None)
     return train_output(config)
+
+
+def generate(
+    model: str | Path | LoadedModel,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+    stop_strings: Sequence[str] = (),
+    num_return_sequences: int = 1,
+    system: str | None = None,
+    chat_template: bool = True,
+    batch_size: int | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    base: str | Path | None = None,
+    checkpoint: str | None = None,
+) -> list[TextReply]:
+    """Return replies to `prompts`, in their order; the samples of a prompt one after another.
+
+    model: a Hugging Face folder or hub id, a run folder, a checkpoint, adapters, or the result of
+        `kumi.inference.load_model.load_model`, which is not loaded again.
+    prompts: one or several, each a text or a conversation: a list of messages with "role" and "content". A text is a
+        message of the user if the model has a chat template and `chat_template` is true, else it is continued.
+    max_new_tokens, temperature, top_k, top_p, min_p: those of the model's generation_config.json where they are None. A
+        temperature of 0 takes the most likely token.
+    stop_strings: texts that end a reply, and are not in it.
+    system: the message that begins each conversation without one.
+    batch_size: sequences that are decoded at once; None for as many as fit, up to 8.
+    dtype, device, base, checkpoint: as of `load_model`.
+
+    Replies are a function of model, prompt, settings and seed, whatever the batch. Raise ConfigError for values out of
+    range and for prompts that the model cannot take, FitError if the model and its cache do not fit the free memory.
+    """
+    from kumi.inference.generation import generate_replies
+    from kumi.inference.generation_settings import Flags
+
+    options = {"dtype": dtype, "device": device, "base": base, "checkpoint": checkpoint}
+    return generate_replies(
+        model,
+        prompts,
+        flags=Flags(max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop_strings)),
+        num_return_sequences=num_return_sequences,
+        system=system,
+        use_template=chat_template,
+        batch_size=batch_size,
+        options={name: value for name, value in options.items() if value is not None},
+    )
 
 
 def tokenizer(source: str | Path) -> Tokenizer:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kumi.bench.cluster_toml import write_new
-from kumi.nn.generate import generate as greedy
+from kumi.inference.batched_decoder import BatchedDecoder
+from kumi.inference.sampling import Sampling
 from kumi.spec import families
 from kumi.spec.ledger import num_params
 
@@ -45,7 +46,9 @@ def test_replies_have_the_lengths_that_their_prompts_decide(folder):
     torch.set_num_threads(1)
     decoder, lengths = generate.load_decoder(folder), [1, 5, 16]
     prompts = generate.prompts_for(lengths)
-    made = [greedy(decoder, prompt, 20, temperature=0, seed=0, stop={generate.END}) for prompt in prompts]
+    sampling = Sampling(max_new_tokens=20, temperature=0, stop_ids=frozenset({generate.END}))
+    replies = {reply.prompt: reply.ids for reply in BatchedDecoder(decoder).generate(prompts, sampling)}
+    made = [replies[number] for number in range(len(prompts))]
     generate.check(made, lengths, prompts, "equal")
     with pytest.raises(AssertionError):
         generate.check([[7], *made[1:]], lengths, prompts, "equal")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,6 @@ from kumi.convert.hf.origin import origin_of
 from kumi.convert.hf.publish import publish
 from kumi.errors import CommunicationError, RefusedError
 from kumi.hub.datasets import fetch_dataset
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-
 from tiny_models import build_reference
 
 # Of the hub's client, about its own use of the library below it.

@@ -11,12 +11,13 @@ from replies import prompts
 
 from kumi.errors import LayoutError, ModelError
 from kumi.inference import batched_decoder
-from kumi.inference.batched_decoder import BatchedDecoder, check_layout
+from kumi.inference.batched_decoder import BatchedDecoder
 from kumi.inference.sampling import Sampling
 from kumi.nn.decoder import Decoder
 from kumi.spec.cache_state import cache_bytes
+from kumi.spec.generation_layout import check_generation_layout
 from kumi.spec.layout import Layout
-from steps import mesh_of, spec_of
+from steps import spec_of
 from weights import init_weights
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0)
@@ -127,16 +128,10 @@ def test_refusals():
     with pytest.raises(ModelError, match="score head"):
         BatchedDecoder(Decoder(spec_of("qwen-score"), device="meta"))
     assert replies("qwen", [], GREEDY) == {}
-    check_layout(None)
-    check_layout(mesh_of(Layout()))
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(cp=2)])
-def test_layouts_without_generation_are_refused(ranks, layout):
-    ranks(2, refuse, layout)
-
-
-def refuse(layout):
+def test_layouts_without_generation_are_refused(layout):
     axis = "pp" if layout.pp > 1 else "cp"
     with pytest.raises(LayoutError, match=rf"layout\.{axis} = 1"):
-        check_layout(mesh_of(layout))
+        check_generation_layout(layout)

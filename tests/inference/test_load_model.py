@@ -5,31 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-
-from tiny_models import reference_of
-
 from kumi.convert import convert
 from kumi.errors import ConfigError, ModelError, RefusedError
 from kumi.inference.load_model import load_model
-
-CHAT = Path(__file__).parents[2] / "examples" / "chat"
+from text_models import CHAT, write_chat_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A Hugging Face folder of a tiny model in bfloat16, with the tokenizer of examples/chat; tests only read it."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    reference_of("Llama", {"vocab_size": 1024}).to(torch.bfloat16).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        shutil.copy(CHAT / name, folder)
-    return folder
+    return write_chat_model(tmp_path_factory.mktemp("model") / "tiny", torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +130,9 @@ def test_refusals(folder, tmp_path):
         load_model(copy)
     reward = tmp_path / "reward"
     reward.mkdir()
-    from transformers import LlamaForSequenceClassification
+    from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    config = reference_of("Llama", {"vocab_size": 1024}).config
-    config.num_labels, config.pad_token_id = 1, 0
+    config = LlamaConfig.from_pretrained(folder, num_labels=1, pad_token_id=0)
     LlamaForSequenceClassification(config).save_pretrained(reward)
     shutil.copy(CHAT / "tokenizer.json", reward)
     with pytest.raises(ModelError, match="is a reward model, whose head gives a score and no text"):

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from kumi.inference.batched_decoder import BatchedDecoder
+from kumi.inference.sampling import Sampling
 from kumi.nn import grouped_gemm, moe
 from kumi.nn.decoder import Decoder
-from kumi.nn.generate import generate
 from kumi.nn.grouped_gemm import grouped_linear
 from kumi.nn.moe import MoE
 from kumi.nn.router import Router, _Route, choose_experts, routers
@@ -226,7 +227,8 @@ def test_a_decoder_starts_and_writes():
     assert decoder.state_dict().keys() == {tensor.name for tensor in ledger.tensors(DECODER)}
     assert not router.e_score_correction_bias.any()
     assert 0.01 < decoder.model.layers["1"].mlp.experts.gate_up_proj.std() < 0.03
-    assert len(generate(decoder, [1, 2, 3], 5, temperature=0.0, seed=0, stop=())) == 5
+    (reply,) = BatchedDecoder(decoder).generate([[1, 2, 3]], Sampling(max_new_tokens=5))
+    assert len(reply.ids) == 5
 
 
 def test_bfloat16_is_close_and_the_router_is_in_float32():

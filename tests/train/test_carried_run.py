@@ -2,18 +2,13 @@
 
 import contextlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from tests.train.conftest import run_file
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-
-from tiny_models import MROPE, QWEN3_VL, reference_of
-
 from kumi.cli import main
 from kumi.convert.files.safetensors_read import spans_in_folder
+from tiny_models import MROPE, QWEN3_VL, reference_of
 
 
 @pytest.fixture

@@ -349,9 +349,14 @@ class ExportSection(Section):
 
 
 class SampleSection(Section):
-    """Sample texts from the model at the end."""
+    """Sample texts from the model, during training and at the end."""
 
     prompts: tuple[str, ...] = Field((), description="Texts to continue.")
+    every: NotNegative = Field(
+        0,
+        description="Steps between samples during training, each a page `samples/step-N.md` inside `train.out`; 0 "
+        "samples at the end only. Needs a layout with pp = 1 and cp = 1.",
+    )
     max_new_tokens: Positive = Field(48, description="Tokens to generate for each.")
     temperature: Number = Field(0.0, ge=0, description="Sampling temperature; 0 always takes the most likely token.")
 

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kumi.errors import LayoutError, ModelError
+from kumi.errors import ModelError
 from kumi.inference.noise import position_key, sequence_key
 from kumi.inference.sampling import Sampling, choose_tokens
 from kumi.nn.attention.cached_attention import PackedPrompt, PromptStep, TokenStep
@@ -29,6 +29,7 @@ from kumi.nn.decoder import Decoder
 from kumi.nn.generation_cache import CachedTokens, GenerationCache
 from kumi.parallel.data_parallel import gathered
 from kumi.parallel.mesh import Mesh, all_reduce_max
+from kumi.spec.generation_layout import check_generation_layout
 
 # Tokens of prompts in one forward pass. A longer prompt is a pass of its own.
 PROMPT_TOKENS = 4096
@@ -98,7 +99,8 @@ class BatchedDecoder:
         max_length: int | None = None,
         decode_text: Callable[[list[int]], str] | None = None,
     ) -> None:
-        check_layout(mesh)
+        if mesh is not None:
+            check_generation_layout(mesh.layout)
         if decoder.spec.head != "lm":
             raise ModelError("the model has a score head, which rates texts and generates none; give a language model")
         self.decoder, self.mesh, self.max_length, self.decode_text = decoder, mesh, max_length, decode_text
@@ -162,18 +164,6 @@ class BatchedDecoder:
         if sampling.stop_strings and self.decode_text is None:
             raise ModelError("stop strings need the model's tokenizer; give `decode_text` or stop ids")
         return limit
-
-
-def check_layout(mesh: Mesh | None) -> None:
-    """Raise LayoutError unless generation works on the layout of `mesh`."""
-    if mesh is None:
-        return
-    for axis in ("pp", "cp"):
-        if getattr(mesh.layout, axis) > 1:
-            raise LayoutError(
-                f"generation needs layout.{axis} = 1, but it is {getattr(mesh.layout, axis)}: use dp, ZeRO, tp and ep, "
-                "or convert the checkpoint and generate on one machine"
-            )
 
 
 class _Batch:

@@ -25,23 +25,28 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model in memory, ready to generate.
+class ModelTexts:
+    """How a model reads and writes text, without its weights.
 
-    decoder: in evaluation mode, without gradients.
     stop_ids: the ids that end a reply, of generation_config.json or the tokenizer.
-    settings, chat, chosen: as in `kumi.inference.model_files.ModelFiles`.
+    name, folder, settings, chat, chosen: as in `kumi.inference.model_files.ModelFiles`.
     """
 
     name: str
     folder: Path
-    decoder: Decoder
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     stop_ids: frozenset[int]
     settings: Mapping[str, Any]
     chat: ChatOptions
     chosen: str
+
+
+@dataclass(frozen=True)
+class LoadedModel(ModelTexts):
+    """A model in memory, ready to generate. `decoder`: in evaluation mode, without gradients."""
+
+    decoder: Decoder
 
 
 def load_model(
@@ -65,19 +70,28 @@ def load_model(
     return load_files(find_model(path, base=base, checkpoint=checkpoint), dtype=dtype, device=device)
 
 
-def load_files(
-    files: ModelFiles, *, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None
-) -> LoadedModel:
-    """Load the weights and the tokenizer of `files`; see `load_model`."""
-    weights = getattr(torch, weight_dtype(files, dtype))
+def read_texts(files: ModelFiles) -> ModelTexts:
+    """Return the tokenizer, the chat template and the stop tokens of `files`. Raise as `find_model` does."""
     tokenizer = load_tokenizer(files.tokenizer_folder)
-    template, stops = find_template(files.chat, files.tokenizer_folder), stop_ids(files, tokenizer)
+    template = find_template(files.chat, files.tokenizer_folder)
+    stops = stop_ids(files, tokenizer)
+    return ModelTexts(files.name, files.folder, tokenizer, template, stops, files.settings, files.chat, files.chosen)
+
+
+def load_files(
+    files: ModelFiles,
+    texts: ModelTexts | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> LoadedModel:
+    """Load the weights of `files`; see `load_model`. `texts`: those of `files`, if they are read already."""
+    weights = getattr(torch, weight_dtype(files, dtype))
+    texts = texts or read_texts(files)
     adapted, source = files.adapted, files.source
     decoder = source.decoder(weights) if adapted is None else merge.unmerged_decoder(adapted, weights)
     decoder = decoder.to(default_device() if device is None else device).eval().requires_grad_(False)
-    return LoadedModel(
-        files.name, files.folder, decoder, tokenizer, template, stops, files.settings, files.chat, files.chosen
-    )
+    return LoadedModel(**vars(texts), decoder=decoder)
 
 
 def default_device() -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 from kumi.config.stored_config import CONFIG_FILE, load_stored_config
 from kumi.convert import kumi_checkpoint, merge
+from kumi.convert.base_digest import base_digest
+from kumi.convert.hf.adapter_write import WEIGHTS as ADAPTER_WEIGHTS
 from kumi.convert.hf.publish import model_folder_of
 from kumi.convert.hf.write_folder import read_generation
 from kumi.convert.merge import AdaptedModel
@@ -16,12 +19,14 @@ from kumi.convert.open_model import Source, is_adapter_folder, open_source
 from kumi.data.chat.template import load_stops
 from kumi.data.tokenizer import Tokenizer
 from kumi.errors import ConfigError, ModelError
-from kumi.files.untrusted import brief
+from kumi.files.untrusted import INDEX, brief, read_bytes
 from kumi.paths import looked_for
 from kumi.spec.data_source import ChatOptions
 from kumi.spec.model import ModelSpec
 from kumi.storage import folders
 
+# The largest file of adapters whose bytes are all in a digest.
+_MAX_ADAPTERS = 8 << 30
 CHECKPOINTS = ("latest", "best")
 
 
@@ -159,3 +164,20 @@ def stop_ids(files: ModelFiles, tokenizer: Tokenizer) -> frozenset[int]:
             )
     texts = load_stops(tokenizer, files.chat) if files.chat.stop_tokens else ()
     return frozenset(numbers) | {tokenizer.backend.token_to_id(text) for text in texts}
+
+
+def weights_digest(files: ModelFiles) -> str:
+    """Return a hash of the weights of `files`, without reading all of them: see `base_digest`."""
+    digests = [_folder_digest(folder) for folder in dict.fromkeys((files.folder, files.source.folder))]
+    return hashlib.sha256("/".join(digests).encode()).hexdigest()
+
+
+def _folder_digest(folder: Path) -> str:
+    if (folder / "config.json").is_file():
+        return base_digest(folder)
+    # A checkpoint's index has the checksums of its tensors; adapters are small.
+    for name, limit in (("index.json", INDEX.size), (ADAPTER_WEIGHTS, _MAX_ADAPTERS)):
+        if (folder / name).is_file():
+            return hashlib.sha256(read_bytes(folder, name, limit=limit)).hexdigest()
+    sizes = sorted(f"{file.relative_to(folder)}:{file.stat().st_size}" for file in folder.rglob("*") if file.is_file())
+    return hashlib.sha256("\n".join(sizes).encode()).hexdigest()

@@ -18,10 +18,9 @@ from kumi.convert.hf.adapter_write import adapter_card, write_adapter
 from kumi.convert.hf.card import check_verified, mark_verified, model_card
 from kumi.convert.hf.passthrough import copy_processor, passthrough_tensors
 from kumi.convert.hf.write_folder import write_hf_folder
-from kumi.data import Store, load_tokenizer
+from kumi.data import Store
 from kumi.errors import KumiError, RefusedError
 from kumi.nn.decoder import Decoder
-from kumi.nn.generate import generate
 from kumi.nn.nf4 import quantize_linears
 from kumi.nn.numerics import use_numerics
 from kumi.spec.numerics import REFERENCE
@@ -31,6 +30,7 @@ from kumi.train.export_probe import PROBE_FILE
 from kumi.train.metrics import read_metrics
 from kumi.train.prepare_data import tokenizer_folder
 from kumi.train.resume import last_checkpoint
+from kumi.train.samples import sample_texts
 from kumi.train.train_state import model_origin, passthrough_source
 
 # Largest difference between the logits of export and trained model, relative to the logits' standard deviation. The
@@ -209,18 +209,7 @@ def _card_contents(run: ResolvedRun, store: Store) -> dict[str, Any]:
 
 
 def _sample(run: ResolvedRun, decoder: Decoder) -> None:
-    sample = run.config.sample
-    if not sample.prompts:
+    if not run.config.sample.prompts:
         return
-    tokenizer = load_tokenizer(tokenizer_folder(run))
-    for prompt in sample.prompts:
-        ids = tokenizer.encode(prompt)
-        new = generate(
-            decoder,
-            ids,
-            sample.max_new_tokens,
-            temperature=sample.temperature,
-            seed=run.config.train.seed,
-            stop={tokenizer.eos_id},
-        )
-        print(f"sample     {prompt!r} -> {tokenizer.decode(new)!r}")
+    for text in sample_texts(decoder, run):
+        print(f"sample     {text.prompt!r} -> {text.text!r}")

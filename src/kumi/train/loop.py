@@ -21,10 +21,12 @@ from kumi.config.run_length import run_mixture
 from kumi.data import Store
 from kumi.errors import OK, DivergedError, NothingTrainedError, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
+from kumi.nn.decoder import Decoder
 from kumi.nn.numerics import use_numerics
 from kumi.parallel.embedding_noise import use_neftune
 from kumi.parallel.mesh import Mesh, all_reduce_sum, build_mesh, close_distributed, init_distributed
 from kumi.parallel.optim import build_optimizer
+from kumi.parallel.stage_modules import unwrap
 from kumi.parallel.state_tensors import fill_pieces, optimizer_pieces
 from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
@@ -49,6 +51,7 @@ from kumi.train.reference_sums import lacks_references, make_references, open_re
 from kumi.train.resume import last_checkpoint, restore_state
 from kumi.train.run_folder import checkpoint_root
 from kumi.train.run_models import build_policy, build_reference
+from kumi.train.samples import sample_texts, write_samples
 from kumi.train.step import read_step, train_step
 from kumi.train.step_report import Reporter
 from kumi.train.train_state import RankState, TrainState, checkpoint_meta, checkpoint_pieces
@@ -161,6 +164,9 @@ def _train_steps(
             result = evaluate(rank_state)
             reporter.evaluation(state.step, result)
             improved = best is not None and best.add(state.step, result.values().get(best.metric))
+        if config.sample.prompts and _is_due(state.step, config.sample.every):
+            reporter.flush()
+            _sample(rank_state, state.step, reporter)
         ended = best is not None and 0 < patience <= best.since
         if last or ended or improved or _is_due(state.step, config.checkpoint.every):
             reporter.flush()
@@ -176,6 +182,15 @@ def _train_steps(
             )
             return OK
     return OK
+
+
+def _sample(rank_state: RankState, step: int, reporter: Reporter) -> None:
+    """Write the page of samples of this step, on rank 0."""
+    decoder = unwrap(rank_state.model)
+    assert isinstance(decoder, Decoder), "check_run refuses layouts with stages"
+    samples = sample_texts(decoder, rank_state.run, rank_state.mesh)
+    if rank_state.mesh.rank == 0:
+        reporter.note(f"samples    {write_samples(rank_state.run.out, step, samples)}")
 
 
 def _best_so_far(rank_state: RankState) -> BestSoFar | None:

@@ -43,6 +43,7 @@ RUN_FILES = (
     "sources.json",
     "metrics.jsonl",
     "logs",
+    "samples",
     "hf",
     "hf.unverified",
     "adapter",

@@ -1,0 +1,104 @@
+"""Prompts to token ids: conversations with the model's chat template, and plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kumi.data.chat.control_tokens import ControlTokens
+from kumi.data.chat.encode import ConversationEncoder
+from kumi.data.chat.masked import RowRefused
+from kumi.data.chat.sandbox import Renderer
+from kumi.data.chat.template import ChatTemplate, load_tokens
+from kumi.data.formats import Format, PlainText, to_example
+from kumi.data.tokenizer import Tokenizer
+from kumi.errors import ConfigError
+from kumi.spec.data_source import ChatOptions
+
+# A text, or messages with "role" and "content", as transformers' pipelines take them.
+Prompt = str | Sequence[Mapping[str, Any]]
+
+_ROWS = Format("prompt", forced=True)
+
+
+class PromptEncoder:
+    """Encodes prompts as the model was trained to read them.
+
+    template: the chat template; None for plain text, which gets the tokenizer's own beginning, as in transformers.
+    stop_ids: the given ones, and the token that ends a turn of the template.
+    system: a message that begins each conversation without one of its own.
+
+    With a template, spellings of control tokens in messages stay text: nobody's message ends its turn. Plain text may
+    spell them. Raise ConfigError for a system message without a template, and for a template that cannot be used.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        stop_ids: frozenset[int],
+        options: ChatOptions | None = None,
+        system: str | None = None,
+    ) -> None:
+        if template is None and system is not None:
+            raise ConfigError(
+                f"{tokenizer.folder}: a system message needs a chat template, and the tokenizer has none or it is "
+                "turned off; put the text into the prompt"
+            )
+        self._tokenizer, self._system, self._encoder = tokenizer, system, None
+        self.stop_ids = stop_ids
+        if template is None:
+            return
+        options = options or ChatOptions()
+        renderer = Renderer(
+            template,
+            load_tokens(tokenizer.folder),
+            options.template_kwargs,
+            options.date,
+            timeout_s=options.timeout_s,
+            memory_gib=options.memory_gib,
+        )
+        self.stop_ids |= _turn_end(renderer, tokenizer, template)
+        added = tokenizer.backend.get_added_tokens_decoder()
+        stops = [added[number].content for number in sorted(self.stop_ids) if number in added]
+        self._encoder = ConversationEncoder(renderer, tokenizer, stops, options.turns)
+
+    def encode(self, prompt: Prompt, row: Mapping[str, Any] | None = None, where: str = "the prompt") -> list[int]:
+        """Return the ids of a prompt: with a template, up to the beginning of the reply.
+
+        row: further columns, such as "tools" and "chat_template_kwargs". Raise ConfigError, which begins with `where`,
+        for a prompt that cannot be read or rendered, or that is messages for a model without template.
+        """
+        if self._encoder is None:
+            if not isinstance(prompt, str):
+                raise ConfigError(
+                    f"{where}: has messages, but {self._tokenizer.folder} has no chat template or it is turned off; "
+                    "give text"
+                )
+            return list(self._tokenizer.backend.encode(prompt).ids)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(item) for item in prompt]
+        if self._system is not None and (not messages or messages[0].get("role") not in ("system", "developer")):
+            messages.insert(0, {"role": "system", "content": self._system})
+        try:
+            example = to_example(_ROWS, {**(row or {}), "prompt": messages}, where, 0)
+            assert not isinstance(example.sides[0], PlainText), "messages are a conversation"
+            [unit] = self._encoder.encode(example)
+        except RowRefused as refused:
+            raise ConfigError(f"{where}: {refused.reason}; change it, or turn the chat template off") from None
+        return list(unit.sequences[0].ids)
+
+
+def _turn_end(renderer: Renderer, tokenizer: Tokenizer, template: ChatTemplate) -> frozenset[int]:
+    """Return the special token that the template writes after a reply, if there is one."""
+    reply = "kumi"
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": reply}]
+    try:
+        text = renderer.render(messages)
+    except RowRefused:  # a template that needs more than these messages
+        return frozenset()
+    end = text.rfind(reply)
+    controls = ControlTokens(tokenizer, template.text, ())
+    match = None if end < 0 else controls.special.match(text[end + len(reply) :].lstrip())
+    number = None if match is None else tokenizer.backend.token_to_id(match[0])
+    return frozenset() if number is None else frozenset({number})

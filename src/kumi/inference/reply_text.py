@@ -1,0 +1,55 @@
+"""The text of a reply: as a whole, and as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kumi.data.tokenizer import Tokenizer
+
+# Tokens before a reply with which it is decoded: some tokenizers drop the space before the first word of a text.
+_CONTEXT = 8
+# Stands for the bytes of an incomplete character.
+_REPLACEMENT = "\ufffd"
+
+
+def decoder_of(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """Return a function from ids to text without special tokens, as transformers' pipelines show replies."""
+    backend = tokenizer.backend
+    return lambda ids: str(backend.decode(list(ids), skip_special_tokens=True))
+
+
+def reply_text(
+    decode: Callable[[Sequence[int]], str], prompt: Sequence[int], ids: Sequence[int], stop_strings: Sequence[str] = ()
+) -> str:
+    """Return the text of the reply `ids` to the ids of a prompt, up to the first of `stop_strings` in it."""
+    before = list(prompt[-_CONTEXT:])
+    start, whole = decode(before), decode([*before, *ids])
+    text = whole[len(start) :] if whole.startswith(start) else decode(ids)
+    ends = [place for stop in stop_strings if (place := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+class TextStream:
+    """The text of one reply as it grows; text that later tokens may still change waits."""
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stop_strings: Sequence[str] = ()
+    ) -> None:
+        self._decode, self._prompt, self._stops = decode, prompt, stop_strings
+        self.text = ""
+
+    def grow(self, ids: Sequence[int], *, ended: bool = False) -> str:
+        """Return the new text of the reply `ids`, which begin with those of the last call."""
+        text = reply_text(self._decode, self._prompt, ids, self._stops)
+        if not ended:
+            text = text.rstrip(_REPLACEMENT)
+            text = text[: len(text) - self._stop_begun(text)]
+        if not text.startswith(self.text):  # the tokenizer joins what is shown already with later text
+            return ""
+        new, self.text = text[len(self.text) :], text
+        return new
+
+    def _stop_begun(self, text: str) -> int:
+        """Return the length of the longest end of `text` with which a stop string begins."""
+        lengths = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        return max(lengths, default=0)

@@ -1,0 +1,32 @@
+"""The layouts on which a model can generate."""
+
+from __future__ import annotations
+
+from math import prod
+
+from kumi.errors import LayoutError
+from kumi.spec.layout import Layout
+from kumi.spec.ledger import params
+from kumi.spec.model import ModelSpec
+from kumi.spec.precision import ITEMSIZE, Precision
+from kumi.spec.sharding import local_shape
+
+
+def check_generation_layout(layout: Layout, needs: str = "generation") -> None:
+    """Raise LayoutError unless replies can be generated on `layout`: with dp, ZeRO, tp and ep.
+
+    A pipeline would idle in all stages but one, and a token has no sequence to split over cp. `needs` names the reason
+    in the message.
+    """
+    for axis, degree in (("pp", layout.pp), ("cp", layout.cp)):
+        if degree > 1:
+            raise LayoutError(
+                f"{needs} needs layout.{axis} = 1, but it is {degree}: use dp, ZeRO, tp and ep, or convert the "
+                "checkpoint and generate on one machine"
+            )
+
+
+def gathered_bytes(model: ModelSpec, layout: Layout, precision: Precision) -> int:
+    """Return the bytes of the weights of a rank of tp and ep, gathered over ZeRO's ranks in the compute dtype."""
+    numel = sum(prod(local_shape(param, layout, 0, sharded=False)) for param in params(model))
+    return numel * ITEMSIZE[precision.compute]

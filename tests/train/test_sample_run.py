@@ -1,0 +1,73 @@
+"""Samples during training: a page every k steps, the same on every layout, and refused where none can be drawn."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from tests.train.conftest import losses, run_file
+
+from kumi.cli import main
+from kumi.train.run_folder import RUN_FILES
+
+SAMPLE = {
+    "prompts": ["the model", "```\n# no heading\x1b[2J", "a token"],
+    "every": 2,
+    "max_new_tokens": 6,
+    "temperature": 0.9,
+}
+
+
+def trained(small, folder, **changes) -> Path:
+    """Train four steps in `folder` with samples after every second one; return the run folder."""
+    small.copy(folder)
+    path = run_file(folder, sample=SAMPLE, train={"steps": 4, "out": "sampled"}, precision={"kind": "fp64"}, **changes)
+    with contextlib.chdir(folder):
+        assert main(["train", str(path)]) == 0
+    return folder / "sampled"
+
+
+@pytest.fixture(scope="module")
+def alone(small, tmp_path_factory) -> Path:
+    return trained(small, tmp_path_factory.mktemp("alone"))
+
+
+def test_a_page_every_two_steps_in_which_nothing_is_markup(alone):
+    pages = {path.name: path.read_text() for path in (alone / "samples").iterdir()}
+    assert sorted(pages) == ["step-2.md", "step-4.md"]
+    assert pages["step-2.md"] != pages["step-4.md"].replace("step 4", "step 2")
+    page = pages["step-4.md"]
+    assert page.startswith("# Samples after step 4\n\n## Prompt 1\n\n```text\nthe model\n```\n\nReply (")
+    assert "````text\n```\n# no heading\\x1b[2J\n````" in page
+    assert "nats a token" in page
+    assert {path.name for path in alone.iterdir()} <= set(RUN_FILES)
+
+
+def test_samples_change_nothing_of_the_training(small, alone, tmp_path):
+    small.copy(tmp_path)
+    path = run_file(tmp_path, train={"steps": 4, "out": "plain"}, precision={"kind": "fp64"})
+    with contextlib.chdir(tmp_path):
+        assert main(["train", str(path)]) == 0
+    assert losses(tmp_path / "plain") == losses(alone)
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp_shard": 2, "zero": 3}, pytest.param({"tp": 2}, marks=pytest.mark.exhaustive)], ids=["zero-3", "tp"]
+)
+def test_pages_of_two_ranks_are_those_of_one(small, alone, tmp_path, layout):
+    out = trained(small, tmp_path, cluster={"devices_per_node": 2}, layout=layout)
+    for name in ("step-2.md", "step-4.md"):
+        assert (out / "samples" / name).read_text() == (alone / "samples" / name).read_text()
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp"])
+def test_a_layout_without_generation_is_refused_before_anything_is_written(small, tmp_path, capsys, axis):
+    small.copy(tmp_path)
+    path = run_file(
+        tmp_path, sample=SAMPLE, train={"steps": 4, "out": "sampled"}, cluster={"devices_per_node": 2}, layout={axis: 2}
+    )
+    with contextlib.chdir(tmp_path):
+        assert main(["train", str(path)]) == 2
+    assert f"sample.every=2 needs layout.{axis} = 1, but it is 2" in capsys.readouterr().err
+    assert not (tmp_path / "sampled").exists()
