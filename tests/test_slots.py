@@ -15,7 +15,7 @@ from steps import SPECS, mesh_of
 
 # Class -> the functions that a layout may replace.
 SLOTS = {
-    "Decoder": {"make_attention", "make_lengths", "logits", "log_probs", "weighted_sum", "scores"},
+    "Decoder": {"make_attention", "make_lengths", "logits", "head_product", "log_probs", "weighted_sum", "scores"},
     "RMSNorm": {"function"},
     "LayerNorm": set(),
     "MLP": {"function"},

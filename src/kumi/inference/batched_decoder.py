@@ -27,6 +27,7 @@ from kumi.inference.sampling import Sampling, choose_tokens
 from kumi.nn.attention.cached_attention import PackedPrompt, PromptStep, TokenStep
 from kumi.nn.decoder import Decoder
 from kumi.nn.generation_cache import CachedTokens, GenerationCache
+from kumi.nn.packed_products import packed_products
 from kumi.parallel.data_parallel import gathered
 from kumi.parallel.mesh import Mesh, all_reduce_max
 from kumi.spec.generation_layout import check_generation_layout
@@ -134,7 +135,7 @@ class BatchedDecoder:
         self.decoder.eval()
         context = nullcontext() if self.mesh is None else gathered(self.decoder, self.mesh)
         try:
-            with context:
+            with context, packed_products(self.decoder, self.slots):
                 yield from _Batch(self, sampling, waiting, limit, capacity, on_token).run()
         finally:
             self.decoder.train(training)

@@ -112,6 +112,8 @@ def clamped_swiglu(limit: float, alpha: float) -> Gate:
 
 def apply_gate(gate: Tensor, up: Tensor, how: Gate) -> Tensor:
     """Return the result of the gate `how` for `gate` and `up`. Only these two are kept for the backward pass."""
+    if not torch.is_grad_enabled():
+        return how.value(gate, up)
     out: Tensor = _ApplyGate.apply(gate, up, how)  # type: ignore[no-untyped-call]
     return out
 

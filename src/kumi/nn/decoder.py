@@ -186,6 +186,7 @@ class Decoder(nn.Module):
     `make_lengths(tokens, document_ids)`: returns the document length of each token.
     `embedding_noise(x, position_ids, document_ids)`: returns the token embeddings `x` with noise; None for no noise.
     `vocabulary`: the part of the vocabulary on this rank.
+    `head_product`: multiplies hidden states with the head in a cached pass; generation replaces it on a CPU.
     `logits`, `log_probs`, `weighted_sum`, `scores`: functions of the final hidden states (T, D) and the head's weight;
     the result of `logits` is not yet scaled and capped by `shaping`.
     """
@@ -219,6 +220,7 @@ class Decoder(nn.Module):
         self.vocabulary = FULL_VOCABULARY
         self.shaping = Shaping(spec.logit_scale, spec.logit_softcap)
         self.logits = logits
+        self.head_product: Callable[..., Tensor] = F.linear
         self.log_probs = partial(logprob.log_probs, shaping=self.shaping)
         self.weighted_sum = partial(logprob.weighted_sum, shaping=self.shaping)
         self.scores: Callable[[Tensor, Tensor], Tensor] = reward_scores
@@ -308,7 +310,7 @@ class Decoder(nn.Module):
         if cached is not None:
             tokens = self.vocabulary.gather(flat)
             tokens = tokens if head_positions is None else tokens[head_positions]
-            return self.shaping.shape(logits(tokens, weight))
+            return self.shaping.shape(self.head_product(tokens, weight.to(tokens.dtype)))
         if self.spec.head == "score":
             assert token_weights is None, "a score head has no log-probs to weight; give `loss`"
             values = self.scores(flat, weight).view(shape)

@@ -43,6 +43,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
     """Return x / rms(x) * weight over the last dim of `x`."""
     # The fused kernel of other devices needs the weight in the dtype of `x`, which is too coarse for 1 + weight.
     if x.device.type == "cpu" or zero_centered:
+        if not torch.is_grad_enabled():
+            return _normalized(x, weight, eps, zero_centered)[0]
         normed: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
         return normed
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
@@ -95,12 +97,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        values = x.to(wide(x.dtype))
-        square = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_()
-        scale = square.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+        normed, scale = _normalized(x, weight, eps, zero_centered)
         ctx.save_for_backward(x, weight, scale)
         ctx.zero_centered = zero_centered
-        normed: Tensor = (values * scale).mul_(_factor(weight, values.dtype, zero_centered)).to(x.dtype)
         return normed
 
     @staticmethod
@@ -118,6 +117,14 @@ class _RMSNorm(torch.autograd.Function):
         )
         centred = torch.mv(grad.reshape(-1, size), gain).view_as(scale).mul_(scale).mul_(1 / size)
         return grad_x.add_(centred).to(x.dtype), grad_weight.to(weight.dtype), None, None
+
+
+def _normalized(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    """Return x / rms(x) * weight, and 1 / rms(x)."""
+    values = x.to(wide(x.dtype))
+    square = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_()
+    scale = square.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return (values * scale).mul_(_factor(weight, values.dtype, zero_centered)).to(x.dtype), scale
 
 
 def _factor(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:

@@ -48,6 +48,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleave: bool = False) -> 
 
     The pairs are dims i and i + R/2, or 2i and 2i + 1 with `interleave`. `cos` and `sin` come from `cos_sin`.
     """
+    if not torch.is_grad_enabled():
+        return _rotated(x, cos, sin, interleave)
     rotated: Tensor = _Rotate.apply(x, cos, sin, interleave)  # type: ignore[no-untyped-call]
     return rotated
 

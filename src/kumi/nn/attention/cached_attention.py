@@ -55,10 +55,25 @@ class TokenStep:
         """The slots, (N,)."""
         return torch.arange(len(self.lengths), device=self.lengths.device)
 
+    @cached_property
+    def masks(self) -> dict[tuple[int, torch.dtype], Tensor]:
+        """The results of `mask`, which all layers with the same capacity share."""
+        return {}
+
     def visible(self, capacity: int) -> Tensor:
         """Return True (N, 1, 1, L) at the positions in use of slots with `capacity` positions."""
         used = min(self.longest + 1, capacity)
         return (torch.arange(used, device=self.lengths.device) <= self.lengths[:, None])[:, None, None]
+
+    def mask(self, capacity: int, dtype: torch.dtype) -> Tensor:
+        """Return 0 where `visible` is True, and -inf elsewhere: kernels are slower with a mask of bools."""
+        key = capacity, dtype
+        if key not in self.masks:
+            visible = self.visible(capacity)
+            self.masks[key] = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+                ~visible, -torch.inf
+            )
+        return self.masks[key]
 
 
 Step = PromptStep | TokenStep
@@ -97,14 +112,14 @@ class AttentionCache:
         capacity, count = keys.shape[2], len(q)
         place = step.lengths % capacity
         keys[step.rows, :, place], values[step.rows, :, place] = k[:, 0], v[:, 0]
-        visible = step.visible(capacity)
-        used = visible.shape[-1]
+        used = min(step.longest + 1, capacity)
         queries = q.view(count, k.shape[2], -1, q.shape[3])
         seen = keys[:count, :, :used], values[:count, :, :used]
         if sinks is None and scores.fused:
-            out = F.scaled_dot_product_attention(queries, *seen, attn_mask=visible, scale=scores.scale)
+            mask = step.mask(capacity, q.dtype)
+            out = F.scaled_dot_product_attention(queries, *seen, attn_mask=mask, scale=scores.scale)
         else:
-            out = _custom_attention(queries, *seen, visible, step, sinks, scores)
+            out = _custom_attention(queries, *seen, step.visible(capacity), step, sinks, scores)
         return out.reshape(count, 1, q.shape[2], -1)
 
     def copy(self, source: int, target: int) -> None:
