@@ -123,6 +123,16 @@ def test_the_largest_batch_fills_the_memory():
     assert largest_batch(small, Layout(), 4096) == 0
 
 
+def test_a_cpu_has_packed_copies_of_float32_matrices():
+    job = _job("qwen3-8b", replace(H100, kind="cpu", memory=10**12))
+    layers = sum(p.numel for op in ops(job.model) if op.kind == "linear" for p in op.params)
+    packed = 4 * (layers + 151_936 * 4096)
+    eager = replace(job, compute="float32", graphs=False)
+    assert inference_memory(eager, Layout(), 1, 10).weights == weight_bytes(eager, Layout()) + packed
+    for other in (replace(eager, graphs=True), replace(eager, compute="bfloat16")):
+        assert inference_memory(other, Layout(), 1, 10).weights == weight_bytes(other, Layout())
+
+
 def test_the_recorded_steps_do_not_wait_for_the_host():
     job = _job("qwen3-8b")
     eager = replace(job, graphs=False)

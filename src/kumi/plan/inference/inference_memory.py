@@ -26,7 +26,7 @@ _LOGIT_COPIES = 3
 class InferenceMemory:
     """Bytes of a device in generation.
 
-    - `weights`: parameters and buffers.
+    - `weights`: parameters and buffers, and the copy that kumi's engine packs of float32 matrices on a CPU.
     - `cache`: of all sequences of a replica.
     - `workspace`: activations of the largest forward pass over prompts, and logits.
     - `reserved`: libraries, and holes in the heap of a CPU process.
@@ -46,7 +46,7 @@ def inference_memory(job: InferenceJob, layout: Layout, batch: int, context: int
     """Return the bytes of a device that generates `batch` sequences per replica of up to `context` tokens each."""
     workspace = _prompt_bytes(job, layout, context) + batch * _token_bytes(job, layout)
     return InferenceMemory(
-        weight_bytes(job, layout),
+        weight_bytes(job, layout) + packed_bytes(job, layout),
         cache_bytes(job.model, batch, context, job.cache_dtype, layout.tp),
         workspace,
         _reserved(job, workspace),
@@ -78,6 +78,18 @@ def weight_bytes(job: InferenceJob, layout: Layout) -> int:
     """Return the bytes of parameters and buffers on a rank; buffers are in float32."""
     return sum(_bytes(buffer, "float32", layout) for buffer in buffers(job.model)) + sum(
         _op_bytes(job, op, layout) for op in ops(job.model)
+    )
+
+
+def packed_bytes(job: InferenceJob, layout: Layout) -> int:
+    """Return the bytes of the matrices that `kumi.nn.packed_products` packs: all of float32 on a CPU, but experts."""
+    if job.cluster.device.kind != "cpu" or job.compute != "float32" or job.graphs:
+        return 0
+    matrices = (op for op in ops(job.model) if op.kind in ("linear", "log_prob") and not op.experts)
+    return sum(
+        ITEMSIZE["float32"] * local_size(op.source, layout.tp) * local_size(op.target, layout.tp)
+        for op in matrices
+        if not any(param.quantized for param in op.params)
     )
 
 
