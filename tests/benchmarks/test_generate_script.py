@@ -1,5 +1,6 @@
 """The benchmark of generation: its model counts, its lengths are those asked for, and plans need no run."""
 
+import json
 from pathlib import Path
 
 import generate
@@ -72,3 +73,14 @@ def test_the_plan_of_a_row(folder):
     assert generate.planned(file, "mixed", 8)["seconds"] > 3 * plan["seconds"]
     # 39 kernels of 10 us.
     assert generate.planned_host(file) == pytest.approx(39 * 10e-6, rel=0.05)
+
+
+def test_the_page_has_the_committed_figures():
+    root = Path(__file__).parents[2]
+    committed = json.loads((root / "benchmarks" / "results" / "generate.json").read_text(encoding="utf-8"))
+    page = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for row in committed["rows"]:
+        assert row["cache_bytes"] == row["planned_cache_bytes"]
+        speeds = f"| {row['row']} | {row['kumi']:,.0f} | {row['transformers']:,.0f} | {row['ratio']:.2f} |"
+        assert speeds in page
+        assert f"| {row['seconds']:.2f} | {row['planned_seconds']:.2f} |" in page
