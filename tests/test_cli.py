@@ -64,6 +64,20 @@ def test_verbs_and_flags_are_frozen():
             "-h",
         ],
         "train": ["--allow-change", "--dry-run", "--help", "--json", "--rank", "-h"],
+        "eval": [
+            "--base",
+            "--checkpoint",
+            "--data",
+            "--dtype",
+            "--help",
+            "--json",
+            "--layout",
+            "--max-length",
+            "--out",
+            "--tasks",
+            "--text-key",
+            "-h",
+        ],
         "convert": [
             "--base",
             "--config",
@@ -110,7 +124,9 @@ def test_config_keys_are_frozen():
     assert keys == frozen
 
 
-@pytest.mark.parametrize("verb", ["init", "describe", "plan", "data", "train", "convert", "vocab", "push", "bench"])
+@pytest.mark.parametrize(
+    "verb", ["init", "describe", "plan", "data", "train", "eval", "convert", "vocab", "push", "bench"]
+)
 def test_every_verb_has_help_with_an_example(verb, capsys):
     with pytest.raises(SystemExit) as ended:
         main([verb, "--help"])

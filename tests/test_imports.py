@@ -37,6 +37,7 @@ ORDER = [
     "dryrun",
     "inference",
     "launch",
+    "evaluation",
     "train",
     "bench",
     "api",

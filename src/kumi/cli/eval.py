@@ -1,0 +1,113 @@
+"""`kumi eval`: score models on texts and tasks."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kumi.cli.arguments import add_verb, positive
+from kumi.errors import OK, ConfigError
+
+if TYPE_CHECKING:
+    from kumi.config.task_section import TaskSection
+
+
+def add(verbs: Any) -> None:
+    """Declare the verb's arguments."""
+    parser = add_verb(
+        verbs, "eval", "Score models on texts and tasks", "kumi eval runs/quickstart/hf --data held-out.jsonl"
+    )
+    parser.add_argument(
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help="a Hugging Face folder or hub id, a checkpoint, a run folder or adapters",
+    )
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="perplexity and bits per byte of a JSONL or text file",
+    )
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="column of the text in --data; default: text")
+    parser.add_argument("--tasks", action="append", default=[], metavar="FILE.toml", help="a file with [[tasks]]")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="keep results and scores there; the same command again goes on with them"
+    )
+    parser.add_argument("--layout", metavar="TEXT", help="ranks of this machine, such as tp=2,dp_replicate=2")
+    parser.add_argument("--dtype", metavar="NAME", help="float32, bfloat16, float16 or float64; default: as stored")
+    parser.add_argument(
+        "--max-length", type=positive, metavar="N", help="tokens that the model reads at most; default: config.json's"
+    )
+    parser.add_argument("--base", metavar="FOLDER", help="the base model of adapters, if it has moved")
+    parser.add_argument(
+        "--checkpoint", choices=["latest", "best"], default="latest", help="which checkpoint of a run folder"
+    )
+    parser.set_defaults(run_verb=run)
+
+
+def run(arguments: Namespace) -> int:
+    """Evaluate the models and print a table. Return the exit code."""
+    tasks = _tasks(arguments)
+    from kumi.evaluation.run_evaluation import Evaluation, evaluate_models
+
+    evaluation = Evaluation(
+        tasks,
+        None if arguments.out is None else Path(arguments.out),
+        arguments.layout,
+        arguments.dtype,
+        arguments.max_length,
+        arguments.base,
+        arguments.checkpoint,
+    )
+    code, results = evaluate_models(arguments.models, evaluation)
+    if code != OK or os.environ.get("RANK", "0") != "0":
+        return code
+    if arguments.json:
+        arguments.write_json({"models": results})
+    else:
+        _print(results)
+    return OK
+
+
+def _tasks(arguments: Namespace) -> list[TaskSection]:
+    """Return the tasks of --data and --tasks. Raise ConfigError if there are none, or two of the same name."""
+    from kumi.config.task_file import load_tasks
+    from kumi.config.task_section import TaskSection, check_unique
+
+    tasks = [
+        TaskSection(name=_name(file), kind="perplexity", path=file, text_key=arguments.text_key)
+        for file in arguments.data
+    ]
+    tasks += [task for file in arguments.tasks for task in load_tasks(file)]
+    if not tasks:
+        raise ConfigError("eval: there is nothing to evaluate; give --data FILE or --tasks FILE.toml")
+    try:
+        check_unique(tasks)
+    except ValueError as error:
+        raise ConfigError(f"eval: {error}, in a file of --tasks") from None
+    return tasks
+
+
+def _name(file: str) -> str:
+    """Return the name of the task for a file of --data: that of the file, without its folder."""
+    return "".join(character if character.isalnum() or character in "_.-" else "_" for character in Path(file).name)
+
+
+def _print(results: list[dict[str, Any]]) -> None:
+    from kumi.evaluation.result_table import result_table, results_from_plain
+    from kumi.report.run_description import make_console
+
+    models = [result["model"] for result in results]
+    make_console().print(result_table(models, [results_from_plain(result["tasks"]) for result in results]))
+    for result in results:
+        if result["chosen"]:
+            print(f"{result['model']}: {result['chosen']}")
+        if result["shortened"]:
+            print(
+                f"{result['model']}: {result['shortened']} contexts are longer than {result['max_length']} tokens and "
+                "lost their beginning"
+            )

@@ -1,0 +1,87 @@
+"""An evaluation task: in [eval] of a run file, or in a file of tasks for `kumi eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+
+from pydantic import Field, field_validator, model_validator
+
+from kumi.config.section import Positive, Section, Switch, Text
+
+TASK_KINDS = ("perplexity", "multiple_choice", "exact_match")
+
+# The key of a task -> the kinds that use it.
+_USED_BY = {
+    "text_key": ("perplexity",),
+    "prompt": ("multiple_choice", "exact_match"),
+    "choices_key": ("multiple_choice",),
+    "answer_key": ("multiple_choice", "exact_match"),
+    "separator": ("multiple_choice",),
+    "chat": ("exact_match",),
+    "stop": ("exact_match",),
+    "max_new_tokens": ("exact_match",),
+}
+
+if TYPE_CHECKING:
+    TaskKind: TypeAlias = str
+else:
+    TaskKind = Literal[TASK_KINDS]
+
+
+class TaskSection(Section):
+    """One evaluation task. A key is used by the kinds that are named beside it."""
+
+    name: Annotated[Text, Field(pattern=r"^[\w.-]+$")] = Field(
+        description="Name of the task, in tables and metrics: letters, digits, '_', '.', '-'.", examples=["quiz"]
+    )
+    kind: TaskKind = Field(
+        description="'perplexity' of texts; 'multiple_choice' by the log-probs of the choices; 'exact_match' of a "
+        "greedy reply with the answer.",
+        examples=["multiple_choice"],
+    )
+    path: Text = Field(
+        description="File of the task: JSONL, JSON, parquet, or text for perplexity.", examples=["quiz.jsonl"]
+    )
+    text_key: Text = Field("text", description="perplexity: column of the text.")
+    prompt: Text = Field(
+        "{question}",
+        description="multiple_choice, exact_match: text before the reply; {column} is replaced by the row's column.",
+    )
+    choices_key: Text = Field("choices", description="multiple_choice: column with the list of choices.")
+    answer_key: Text = Field(
+        "answer",
+        description="multiple_choice: column with the index of the right choice, from 0, or its text. exact_match: "
+        "column with the answer, or a list of answers.",
+    )
+    separator: str = Field(" ", description="multiple_choice: text between the prompt and a choice.")
+    chat: Switch = Field(
+        False, description="exact_match: render the prompt as a user's message with the chat template."
+    )
+    stop: tuple[Text, ...] = Field((), description="exact_match: texts that end the reply.")
+    max_new_tokens: Positive = Field(64, description="exact_match: tokens of a reply at most.")
+
+    @field_validator("path")
+    @classmethod
+    def _check_suffix(cls, path: str) -> str:
+        if not Path(path).suffix:
+            raise ValueError(f"{path!r} has no suffix that names its format; name a file such as quiz.jsonl")
+        return path
+
+    @model_validator(mode="after")
+    def _check_used(self) -> TaskSection:
+        for key in sorted(self.model_fields_set & set(_USED_BY)):
+            if self.kind not in _USED_BY[key]:
+                raise ValueError(
+                    f"{key} is not used by kind={self.kind!r}, only by {' and '.join(_USED_BY[key])}; remove it"
+                )
+        return self
+
+
+def check_unique(tasks: Sequence[TaskSection]) -> None:
+    """Raise ValueError if two of `tasks` have the same name."""
+    names = [task.name for task in tasks]
+    double = sorted({name for name in names if names.count(name) > 1})
+    if double:
+        raise ValueError(f"two tasks have the name {double[0]!r}; give each its own")

@@ -1,0 +1,223 @@
+"""A model on the ranks of a layout, as one rank sees it: it scores and generates, whatever the layout.
+
+    model = EvaluatedModel(decoder, mesh, max_length=4096)
+    result = lead(model, work)      # on rank 0 work(model), None on the others
+
+Rank 0 alone has data, tokenizer and tasks. It broadcasts units of work to the others, which wait for them in `lead`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kumi.data.binfile import Array
+from kumi.evaluation.score_requests import PackedBatch, Request, Score, pack_requests, shorten
+from kumi.inference.engine import Engine, Reply, check_layout
+from kumi.inference.sampling import Sampling
+from kumi.nn.decoder import Decoder
+from kumi.nn.logit_chunks import TokenScores
+from kumi.objectives import OBJECTIVES
+from kumi.parallel import pipeline
+from kumi.parallel.mesh import Mesh, all_reduce_sum
+from kumi.parallel.ring_attention import positions_of_rank
+from kumi.parallel.run_microbatches import decoder_inputs, evaluating, shard_batch
+from kumi.parallel.stage_modules import unwrap
+
+# Receives the numbers of requests and their scores, as soon as they are known.
+Record = Callable[[Sequence[int], Sequence[Score]], None]
+T = TypeVar("T")
+# Positions of a batch of one rank. On a CPU, rows in one batch gain little.
+_TOKENS = {"cpu": 2048, "cuda": 16384}
+# Sequences that a rank decodes at once, and prompts of a rank in a unit of work: their replies are recorded together.
+_SLOTS, _PROMPTS = 32, 128
+
+
+@dataclass(frozen=True)
+class _ScoreUnit:
+    """Batches to score, which the stages of a pipeline compute at the same time."""
+
+    batches: Sequence[dict[str, Array]]
+
+
+@dataclass(frozen=True)
+class _GenerateUnit:
+    """Prompts to answer."""
+
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+
+
+class EvaluatedModel:
+    """The model on this rank.
+
+    max_length: tokens that the model reads at most; longer contexts lose their first tokens.
+    shortened: requests so far that have lost some.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        *,
+        max_length: int,
+        tokens: int | None = None,
+        decode_text: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        """`module`: a result of `kumi.parallel.build`. `tokens`: positions of a batch of one data-parallel rank.
+        `decode_text`: returns the text of token ids, for stop strings; every rank needs it."""
+        self.module, self.mesh, self.max_length = module, mesh, max_length
+        self.decode_text = decode_text
+        self.tokens = tokens or _TOKENS.get(mesh.device.type, _TOKENS["cuda"])
+        self.shortened = 0
+        # A rank that fails within a unit leaves the others inside of its collectives, where no message reaches them.
+        self.is_broken = False
+
+    def score(self, requests: Sequence[Request], record: Record | None = None) -> list[Score]:
+        """Return the scores of `requests`, on rank 0; the other ranks are in `lead`.
+
+        Equal requests are computed once. `record` is called after every unit of work with its scores.
+        """
+        numbers: dict[Request, list[int]] = {}
+        for number, request in enumerate(requests):
+            numbers.setdefault(request, []).append(number)
+        unique = [shorten(request, self.max_length) for request in numbers]
+        same = list(numbers.values())
+        self.shortened += sum(new is not old for new, old in zip(unique, numbers, strict=True))
+        result: list[Score | None] = [None] * len(requests)
+        for batches in self._units(unique):
+            tables = self._run(_ScoreUnit([dict(batch.columns) for batch in batches]))
+            complete: dict[int, Score] = {}
+            for batch, (log_probs, top) in zip(batches, tables, strict=True):
+                for unit, score in batch.scores(log_probs, top):
+                    complete |= dict.fromkeys(same[unit], score)
+            for number, score in complete.items():
+                result[number] = score
+            if record is not None:
+                record(list(complete), list(complete.values()))
+        return [score for score in result if score is not None]
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        record: Callable[[Sequence[Reply]], None] | None = None,
+    ) -> list[Reply]:
+        """Return the reply to each of `prompts`, on rank 0; the other ranks are in `lead`.
+
+        `record` is called after every unit of work with its replies. Raise LayoutError for pp and cp.
+        """
+        check_layout(self.mesh)
+        size, result = _PROMPTS * self.mesh.layout.dp, []
+        for start in range(0, len(prompts), size):
+            replies = self._run(_GenerateUnit(prompts[start : start + size], sampling))
+            unit = [replace(reply, prompt=start + reply.prompt) for reply in replies]
+            if record is not None:
+                record(unit)
+            result += unit
+        return result
+
+    def _units(self, requests: Sequence[Request]) -> Iterator[list[PackedBatch]]:
+        """Yield the batches of each unit of work."""
+        layout = self.mesh.layout
+        # A context-parallel rank has two pieces of a row, a tensor-parallel rank a part of the tokens.
+        multiple = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
+        batches = pack_requests(requests, tokens=self.tokens, ranks=layout.dp, multiple=multiple)
+        while group := list(islice(batches, 1 if layout.pp == 1 else 4 * layout.pp)):
+            yield group
+
+    def _run(self, unit: Any) -> Any:
+        """Broadcast `unit` from rank 0 and return its result."""
+        _send(self.mesh, unit)
+        return self.execute(unit)
+
+    def execute(self, unit: Any) -> Any:
+        """Do this rank's part of `unit`. Every rank must call it; the result is complete on all."""
+        self.is_broken = True
+        with evaluating(self.module):
+            generates = isinstance(unit, _GenerateUnit)
+            result = self._replies(unit) if generates else self._scores(unit.batches)
+        self.is_broken = False
+        return result
+
+    def _scores(self, batches: Sequence[dict[str, Array]]) -> list[tuple[Array, Array]]:
+        """Return the log-probs and the flags of the most probable tokens (B, S) of each of `batches`."""
+        mesh, objective = self.mesh, OBJECTIVES["lm"]()
+        inputs = []
+        for batch in batches:
+            rows = self._own_rows(len(batch["input_ids"]))
+            own = {name: torch.from_numpy(column[rows]) for name, column in batch.items()}
+            inputs.append({**decoder_inputs(shard_batch(objective, own, mesh)), "statistics": ("top",)})
+        outputs = pipeline.forward_microbatches(self.module, mesh, inputs)
+        shapes = [batch["input_ids"].shape for batch in batches]
+        tables = [torch.zeros(2, *shape, dtype=torch.float64, device=mesh.device) for shape in shapes]
+        # Ranks without the head have no outputs. All ranks of a tensor-parallel group have the same.
+        if mesh.index("tp") == 0:
+            for table, scores in zip(tables, outputs):
+                self._place(table, scores)
+        total = all_reduce_sum(torch.cat([table.flatten() for table in tables]), mesh).cpu().numpy()
+        sizes = np.cumsum([table.numel() for table in tables])[:-1]
+        parts = [part.reshape(2, *shape) for part, shape in zip(np.split(total, sizes), shapes, strict=True)]
+        return [(part[0], part[1] > 0) for part in parts]
+
+    def _replies(self, unit: _GenerateUnit) -> list[Reply]:
+        """Return the replies to the prompts of `unit`, in their order."""
+        mesh = None if self.mesh.is_single else self.mesh
+        decoder = unwrap(self.module)
+        assert isinstance(decoder, Decoder)
+        engine = Engine(decoder, slots=_SLOTS, mesh=mesh, decode_text=self.decode_text)
+        replies = list(engine.generate(unit.prompts, unit.sampling))
+        if mesh is not None:
+            # Ranks of a tensor-parallel group have the same replies.
+            own = replies if self.mesh.index("tp") == 0 else []
+            parts: list[list[Reply]] = [[] for _ in range(mesh.rank_info.world_size)]
+            dist.all_gather_object(parts, own)
+            replies = [reply for part in parts for reply in part]
+        return sorted(replies, key=lambda reply: reply.prompt)
+
+    def _own_rows(self, count: int) -> slice:
+        """Return this data-parallel rank's rows of a batch of `count`."""
+        share, index = count // self.mesh.layout.dp, self.mesh.layout.dp_index(self.mesh.rank)
+        return slice(index * share, (index + 1) * share)
+
+    def _place(self, table: Tensor, scores: TokenScores) -> None:
+        """Write this rank's `scores` to its rows and positions of `table` (2, B, S)."""
+        layout, (_, count, length) = self.mesh.layout, table.shape
+        positions = torch.arange(length)
+        if layout.cp > 1:
+            positions = positions_of_rank(length, layout.cp, self.mesh.index("cp"))
+        assert scores.top is not None
+        both = torch.stack([scores.log_probs.double(), scores.top.double()])
+        table[:, self._own_rows(count)] = table[:, self._own_rows(count)].index_copy(2, positions.to(both.device), both)
+
+
+def lead(model: EvaluatedModel, work: Callable[[EvaluatedModel], T]) -> T | None:
+    """Return work(model) on rank 0, while the other ranks compute its units; None on these. Every rank must call it."""
+    if model.mesh.rank != 0:
+        while (unit := _receive(model.mesh)) is not None:
+            model.execute(unit)
+        return None
+    try:
+        return work(model)
+    finally:
+        if not model.is_broken:
+            _send(model.mesh, None)
+
+
+def _send(mesh: Mesh, unit: Any) -> None:
+    """Broadcast `unit` from rank 0. The ranks of a run trust each other, so pickling is safe."""
+    if not mesh.is_single:
+        dist.broadcast_object_list([unit], src=0, device=torch.device("cpu"))
+
+
+def _receive(mesh: Mesh) -> Any:
+    unit = [None]
+    dist.broadcast_object_list(unit, src=0, device=torch.device("cpu"))
+    return unit[0]

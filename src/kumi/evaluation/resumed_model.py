@@ -1,0 +1,80 @@
+"""A model whose scores are recorded: known ones are read, new ones appended as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kumi.evaluation.evaluated_model import EvaluatedModel
+from kumi.evaluation.recorded_scores import RecordedScores, request_key
+from kumi.evaluation.score_requests import Request, Score
+from kumi.inference.engine import Reply
+from kumi.inference.sampling import Sampling
+from kumi.progress import show_progress
+
+
+class ResumedModel:
+    """`model` with `recorded` scores; None keeps them for this run only.
+
+    title: of the progress bar.
+    check: called after every unit of work; it may raise to end the evaluation.
+    """
+
+    def __init__(
+        self,
+        model: EvaluatedModel,
+        recorded: RecordedScores | None = None,
+        *,
+        title: str = "evaluating",
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model, self.recorded, self.title, self.check = model, recorded, title, check
+
+    @property
+    def max_length(self) -> int:
+        return self.model.max_length
+
+    def score(self, requests: Sequence[Request]) -> list[Score]:
+        """Return the scores of `requests`."""
+        stored = {} if self.recorded is None else self.recorded.values
+        keys = [request_key("score", request.context, request.continuation) for request in requests]
+        missing = [number for number, key in enumerate(keys) if key not in stored]
+        result = [Score(*stored[key]) if key in stored else None for key in keys]
+        done = len(requests) - len(missing)
+        with show_progress(self.title, len(requests), lambda count: f"{count:.0f} requests") as update:
+
+            def record(numbers: Sequence[int], scores: Sequence[Score]) -> None:
+                nonlocal done
+                if self.recorded is not None:
+                    new = {keys[missing[number]]: score for number, score in zip(numbers, scores, strict=True)}
+                    self.recorded.add(list(new), list(new.values()))
+                done += len(numbers)
+                update(done)
+                self.check()
+
+            for number, score in zip(missing, self.model.score([requests[n] for n in missing], record), strict=True):
+                result[number] = score
+        return [score for score in result if score is not None]
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+        """Return the token ids of the reply to each of `prompts`."""
+        stored = {} if self.recorded is None else self.recorded.values
+        settings = repr(replace(sampling, stop_ids=frozenset())) + repr(sorted(sampling.stop_ids))
+        keys = [request_key("generate", prompt, settings) for prompt in prompts]
+        missing = [number for number, key in enumerate(keys) if key not in stored]
+        result: list[list[int]] = [list(stored.get(key, ())) for key in keys]
+        done = len(prompts) - len(missing)
+        with show_progress(self.title, len(prompts), lambda count: f"{count:.0f} replies") as update:
+
+            def record(replies: Sequence[Reply]) -> None:
+                nonlocal done
+                if self.recorded is not None:
+                    new = {keys[missing[reply.prompt]]: reply.ids for reply in replies}
+                    self.recorded.add(list(new), list(new.values()))
+                done += len(replies)
+                update(done)
+                self.check()
+
+            for reply in self.model.generate([prompts[number] for number in missing], sampling, record):
+                result[missing[reply.prompt]] = reply.ids
+        return result

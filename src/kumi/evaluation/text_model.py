@@ -1,0 +1,113 @@
+"""Score and generate texts: requests of tasks in the tokens of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from kumi.data.tokenizer import Tokenizer
+from kumi.evaluation.rolling_windows import rolling_windows
+from kumi.evaluation.score_requests import Request, Score
+from kumi.inference.sampling import Sampling
+
+# Messages of a conversation -> its text up to the reply.
+RenderChat = Callable[[Sequence[Mapping[str, Any]]], str]
+
+
+class TokenModel(Protocol):
+    """A model of token ids, such as `kumi.evaluation.resumed_model.ResumedModel`."""
+
+    @property
+    def max_length(self) -> int: ...
+
+    def score(self, requests: Sequence[Request]) -> list[Score]: ...
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model of texts.
+
+    render_chat: None for a model without a chat template.
+    stop_ids: ids that end a reply.
+    """
+
+    model: TokenModel
+    tokenizer: Tokenizer
+    render_chat: RenderChat | None = None
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def prefix_id(self) -> int:
+        """The token before a text without context: bos, or eos for a tokenizer without bos."""
+        return self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+
+    def encode(self, text: str, *, special: bool | None = None) -> list[int]:
+        """Return the ids of `text`, with the special tokens that the tokenizer adds, such as bos.
+
+        `special`: False to add none. By default none are added to a text that spells the prefix token already, as one
+        that a chat template has rendered.
+        """
+        if special is None:
+            special = not text.startswith(self.tokenizer.decode([self.prefix_id]))
+        ids: list[int] = self.tokenizer.backend.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def pair(self, context: str, continuation: str) -> Request:
+        """Return the request for `continuation` after `context`.
+
+        Both are encoded together, so that the tokens are those of the whole text; spaces at the end of the context
+        count to the continuation. Source: lm-evaluation-harness, `TemplateLM._encode_pair`.
+        """
+        if not context:
+            ids = self.encode(continuation, special=False)
+            return Request((self.prefix_id,), tuple(ids)) if ids[0] != self.prefix_id else _split(ids, 1)
+        stripped = context.rstrip()
+        continuation = context[len(stripped) :] + continuation
+        return _split(self.encode(stripped + continuation), len(self.encode(stripped)))
+
+    def score_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
+        """Return the score of each continuation after its context."""
+        return self.model.score([self.pair(*texts) for texts in pairs])
+
+    def score_documents(
+        self, texts: Sequence[str], *, stride: int | None = None, special: bool | None = False
+    ) -> list[tuple[float, int]]:
+        """Return the log-prob of each text and its number of tokens, in windows of the model's context.
+
+        `stride`: of the windows; by default half of the context. `special`: as in `encode`.
+        """
+        length = self.model.max_length
+        ids = [self.encode(text, special=special) for text in texts]
+        windows = [list(self._windows(document, stride or max(1, length // 2))) for document in ids]
+        scores = iter(self.model.score([window for document in windows for window in document]))
+        sums = [sum(next(scores).log_prob for _ in document) for document in windows]
+        return list(zip(sums, map(len, ids), strict=True))
+
+    def _windows(self, ids: Sequence[int], stride: int) -> Iterator[Request]:
+        return rolling_windows(ids, self.prefix_id, self.model.max_length, stride)
+
+    def replies(self, prompts: Sequence[str], sampling: Sampling) -> list[str]:
+        """Return the reply to each prompt, up to the first of the stop strings. Special tokens are left out.
+
+        Prompts that leave no room for `max_new_tokens` lose their first tokens.
+        """
+        room = max(1, self.model.max_length - sampling.max_new_tokens)
+        ids = [(self.encode(prompt) or [self.prefix_id])[-room:] for prompt in prompts]
+        sampling = replace(sampling, stop_ids=sampling.stop_ids | self.stop_ids)
+        texts = [
+            str(self.tokenizer.backend.decode(reply, skip_special_tokens=True))
+            for reply in self.model.generate(ids, sampling)
+        ]
+        return [_before(text, sampling.stop_strings) for text in texts]
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """Return `text` up to the first of `stops` in it."""
+    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
+
+
+def _split(ids: Sequence[int], at: int) -> Request:
+    return Request(tuple(ids[:at]), tuple(ids[at:]))
