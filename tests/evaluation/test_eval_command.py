@@ -45,9 +45,8 @@ def test_perplexity_is_that_of_the_logits(model_folder, task_folder, capsys):
     model = load_model(model_folder, dtype="float64")
     texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
     total, tokens = 0.0, 0
-    prefix = model.tokenizer.bos_id if model.tokenizer.bos_id is not None else model.tokenizer.eos_id
     for text in texts:
-        ids = [prefix, *model.tokenizer.encode(text)]
+        ids = [model.tokenizer.eos_id, *model.tokenizer.encode(text)]
         tokens += len(ids) - 1
         # The first window reads 32 tokens, each further one the 16 new ones and 16 before them.
         ends = [min(33, len(ids)), *(min(end, len(ids)) for end in range(49, len(ids) + 16, 16))]
@@ -177,7 +176,7 @@ def test_wrong_task_files_are_refused(text, message, tmp_path, capsys):
 
 def test_nothing_to_evaluate_is_refused(capsys):
     assert main(["eval", "nowhere"]) == 2
-    assert "give --data FILE or --tasks FILE.toml" in capsys.readouterr().err
+    assert "give --data FILE, --tasks FILE.toml or --lm-eval NAMES" in capsys.readouterr().err
 
 
 def test_a_stopped_evaluation_goes_on_where_it_was(model_folder, task_folder, tmp_path, capsys, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from kumi.errors import OK, ConfigError
 
 if TYPE_CHECKING:
     from kumi.config.task_section import TaskSection
+    from kumi.evaluation.harness import HarnessTasks
 
 
 def add(verbs: Any) -> None:
@@ -34,6 +36,18 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("--text-key", default="text", metavar="KEY", help="column of the text in --data; default: text")
     parser.add_argument("--tasks", action="append", default=[], metavar="FILE.toml", help="a file with [[tasks]]")
+    parser.add_argument("--lm-eval", metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
+    parser.add_argument("--include-path", metavar="FOLDER", help="with --lm-eval: a folder with further tasks")
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="with --lm-eval: examples before each question")
+    parser.add_argument("--limit", type=positive, metavar="N", help="with --lm-eval: rows of each task at most")
+    parser.add_argument(
+        "--apply-chat-template", action="store_true", help="with --lm-eval: render prompts with the chat template"
+    )
+    parser.add_argument(
+        "--trust-task-code",
+        action="store_true",
+        help="with --lm-eval: run the code of tasks, for folders that you trust",
+    )
     parser.add_argument(
         "--out", metavar="FOLDER", help="keep results and scores there; the same command again goes on with them"
     )
@@ -51,11 +65,14 @@ def add(verbs: Any) -> None:
 
 def run(arguments: Namespace) -> int:
     """Evaluate the models and print a table. Return the exit code."""
-    tasks = _tasks(arguments)
+    tasks, harness = _tasks(arguments), _harness(arguments)
+    if not tasks and harness is None:
+        raise ConfigError("eval: there is nothing to evaluate; give --data FILE, --tasks FILE.toml or --lm-eval NAMES")
     from kumi.evaluation.run_evaluation import Evaluation, evaluate_models
 
     evaluation = Evaluation(
         tasks,
+        harness,
         None if arguments.out is None else Path(arguments.out),
         arguments.layout,
         arguments.dtype,
@@ -74,7 +91,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _tasks(arguments: Namespace) -> list[TaskSection]:
-    """Return the tasks of --data and --tasks. Raise ConfigError if there are none, or two of the same name."""
+    """Return the tasks of --data and --tasks. Raise ConfigError if two have the same name."""
     from kumi.config.task_file import load_tasks
     from kumi.config.task_section import TaskSection, check_unique
 
@@ -83,13 +100,34 @@ def _tasks(arguments: Namespace) -> list[TaskSection]:
         for file in arguments.data
     ]
     tasks += [task for file in arguments.tasks for task in load_tasks(file)]
-    if not tasks:
-        raise ConfigError("eval: there is nothing to evaluate; give --data FILE or --tasks FILE.toml")
     try:
         check_unique(tasks)
     except ValueError as error:
         raise ConfigError(f"eval: {error}, in a file of --tasks") from None
     return tasks
+
+
+def _harness(arguments: Namespace) -> HarnessTasks | None:
+    """Return the tasks of --lm-eval. Raise ConfigError for its flags without it, and unless lm-eval is installed."""
+    if arguments.lm_eval is None:
+        flags = ("include_path", "num_fewshot", "limit", "apply_chat_template", "trust_task_code")
+        for flag in flags:
+            if getattr(arguments, flag) not in (None, False):
+                name = flag.replace("_", "-")
+                raise ConfigError(f"eval: --{name} has no effect without --lm-eval; add it, or remove --{name}")
+        return None
+    if find_spec("lm_eval") is None:
+        raise ConfigError("eval: --lm-eval needs lm-evaluation-harness; install it with pip install 'kumi[eval]'")
+    from kumi.evaluation.harness import HarnessTasks
+
+    return HarnessTasks(
+        tuple(name for name in arguments.lm_eval.split(",") if name),
+        None if arguments.include_path is None else Path(arguments.include_path),
+        arguments.num_fewshot,
+        arguments.limit,
+        arguments.apply_chat_template,
+        arguments.trust_task_code,
+    )
 
 
 def _name(file: str) -> str:

@@ -83,15 +83,17 @@ class EvaluatedModel:
     def score(self, requests: Sequence[Request], record: Record | None = None) -> list[Score]:
         """Return the scores of `requests`, on rank 0; the other ranks are in `lead`.
 
-        Equal requests are computed once. `record` is called after every unit of work with its scores.
+        Equal requests are computed once; no tokens have a log-prob of 0. `record` is called after every unit of work
+        with its scores.
         """
         numbers: dict[Request, list[int]] = {}
         for number, request in enumerate(requests):
-            numbers.setdefault(request, []).append(number)
+            if request.continuation:
+                numbers.setdefault(request, []).append(number)
         unique = [shorten(request, self.max_length) for request in numbers]
         same = list(numbers.values())
         self.shortened += sum(new is not old for new, old in zip(unique, numbers, strict=True))
-        result: list[Score | None] = [None] * len(requests)
+        result = [Score(0.0, True)] * len(requests)
         for batches in self._units(unique):
             tables = self._run(_ScoreUnit([dict(batch.columns) for batch in batches]))
             complete: dict[int, Score] = {}
@@ -102,7 +104,7 @@ class EvaluatedModel:
                 result[number] = score
             if record is not None:
                 record(list(complete), list(complete.values()))
-        return [score for score in result if score is not None]
+        return result
 
     def generate(
         self,

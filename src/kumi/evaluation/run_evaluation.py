@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kumi.config.task_section import TaskSection
 from kumi.convert.convert import parse_layout
@@ -34,6 +34,9 @@ from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.parallel.mesh import build_mesh, close_distributed, init_distributed
 from kumi.spec.layout import Layout
 
+if TYPE_CHECKING:
+    from kumi.evaluation.harness import HarnessTasks
+
 # Seconds that ranks wait for a unit of work: rank 0 may read large files before the first, and its death ends them all.
 _PATIENCE_S = 86400.0
 RESULTS = "results.json"
@@ -43,6 +46,7 @@ RESULTS = "results.json"
 class Evaluation:
     """The tasks, and how models compute them.
 
+    harness: tasks of lm-evaluation-harness; None for none.
     out: folder of the results and of the scores so far; None keeps none.
     layout: such as "tp=2"; None for one rank.
     dtype: of weights and activations; None for that of a model's files.
@@ -51,6 +55,7 @@ class Evaluation:
     """
 
     tasks: Sequence[TaskSection]
+    harness: HarnessTasks | None = None
     out: Path | None = None
     layout: str | None = None
     dtype: str | None = None
@@ -144,6 +149,12 @@ def _run_tasks(
         for task in evaluation.tasks:
             resumed = ResumedModel(model, recorded, title=f"{name}: {task.name}", check=check)
             results.append(run_task(task, TextModel(resumed, tokenizer, renderer, stops)))
+        if evaluation.harness is not None:
+            from kumi.evaluation.harness import run_harness
+
+            resumed = ResumedModel(model, recorded, title=f"{name}: lm-eval", check=check)
+            text_model = TextModel(resumed, tokenizer, renderer, stops)
+            results += run_harness(evaluation.harness, text_model, f"{name}-{files.tokenizer_folder}")
     return _plain(name, files, dtype, model, digest) | {"tasks": plain_results(results)}
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
+from kumi.data.chat.template import load_tokens
 from kumi.data.tokenizer import Tokenizer
 from kumi.evaluation.rolling_windows import rolling_windows
 from kumi.evaluation.score_requests import Request, Score
@@ -39,10 +41,15 @@ class TextModel:
     render_chat: RenderChat | None = None
     stop_ids: frozenset[int] = field(default_factory=frozenset)
 
-    @property
+    @cached_property
     def prefix_id(self) -> int:
-        """The token before a text without context: bos, or eos for a tokenizer without bos."""
-        return self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+        """The token before a text without context: the tokenizer's bos, or eos for one without bos.
+
+        A bos_token_id of config.json alone does not count, as in lm-evaluation-harness: Qwen's names a token with which
+        no text begins.
+        """
+        bos = load_tokens(self.tokenizer.folder).get("bos_token")
+        return self.tokenizer.eos_id if bos is None else int(self.tokenizer.backend.token_to_id(bos))
 
     def encode(self, text: str, *, special: bool | None = None) -> list[int]:
         """Return the ids of `text`, with the special tokens that the tokenizer adds, such as bos.
@@ -62,11 +69,17 @@ class TextModel:
         count to the continuation. Source: lm-evaluation-harness, `TemplateLM._encode_pair`.
         """
         if not context:
-            ids = self.encode(continuation, special=False)
-            return Request((self.prefix_id,), tuple(ids)) if ids[0] != self.prefix_id else _split(ids, 1)
+            return self._split(self.encode(continuation, special=False), 0)
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
-        return _split(self.encode(stripped + continuation), len(self.encode(stripped)))
+        return self._split(self.encode(stripped + continuation), len(self.encode(stripped)))
+
+    def _split(self, ids: Sequence[int], at: int) -> Request:
+        """Return the request for `ids` from `at`, after the prefix token if nothing is before them."""
+        if at == 0 and ids[:1] != [self.prefix_id]:
+            return Request((self.prefix_id,), tuple(ids))
+        at = max(at, 1)
+        return Request(tuple(ids[:at]), tuple(ids[at:]))
 
     def score_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
         """Return the score of each continuation after its context."""
@@ -107,7 +120,3 @@ class TextModel:
 def _before(text: str, stops: Sequence[str]) -> str:
     """Return `text` up to the first of `stops` in it."""
     return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
-
-
-def _split(ids: Sequence[int], at: int) -> Request:
-    return Request(tuple(ids[:at]), tuple(ids[at:]))
