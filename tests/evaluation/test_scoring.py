@@ -10,6 +10,7 @@ import torch
 from kumi.errors import ConfigError
 from kumi.evaluation.evaluated_model import EvaluatedModel, lead
 from kumi.evaluation.score_requests import ROW_TOKENS, Request, pack_requests, shorten
+from kumi.inference.sampling import Sampling
 from kumi.nn.decoder import Decoder
 from kumi.parallel.build import build
 from kumi.parallel.mesh import Mesh, RankInfo
@@ -156,3 +157,19 @@ def test_rows_are_full_and_each_request_is_in_one_of_them():
     packed = list(pack_requests(short, tokens=8 * ROW_TOKENS))
     used = sum((batch.columns["input_ids"] != 0).sum() for batch in packed)
     assert used / sum(batch.columns["input_ids"].size for batch in packed) > 0.9
+
+
+def _generate_on(layout: Layout) -> list[list[int]] | None:
+    mesh = mesh_of(layout)
+    model = EvaluatedModel(build(SPECS["qwen"], mesh, PRECISIONS["fp64"], weights=7), mesh, max_length=MAX_LENGTH)
+    prompts = [request.context for request in _requests(5)]
+    sampling = Sampling(max_new_tokens=6, temperature=0.0)
+    return lead(model, lambda model: [reply.ids for reply in model.generate(prompts, sampling)])
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_replicate=2), Layout(dp_shard=2, zero=3), Layout(tp=2)])
+def test_every_layout_replies_as_one_process(layout):
+    """Replies are in the order of prompts, also where data-parallel ranks divide them."""
+    expected = run_ranks(1, _generate_on, Layout())[0]
+    assert len({tuple(reply) for reply in expected}) > 1
+    assert run_ranks(2, _generate_on, layout) == [expected, None]
