@@ -64,6 +64,28 @@ def test_verbs_and_flags_are_frozen():
             "-h",
         ],
         "train": ["--allow-change", "--dry-run", "--help", "--json", "--rank", "-h"],
+        "generate": [
+            "--base",
+            "--batch-size",
+            "--checkpoint",
+            "--dtype",
+            "--help",
+            "--json",
+            "--max-new-tokens",
+            "--min-p",
+            "--no-chat-template",
+            "--num-return-sequences",
+            "--out",
+            "--prompt",
+            "--prompts",
+            "--seed",
+            "--stop",
+            "--system",
+            "--temperature",
+            "--top-k",
+            "--top-p",
+            "-h",
+        ],
         "eval": [
             "--apply-chat-template",
             "--base",
@@ -131,7 +153,7 @@ def test_config_keys_are_frozen():
 
 
 @pytest.mark.parametrize(
-    "verb", ["init", "describe", "plan", "data", "train", "eval", "convert", "vocab", "push", "bench"]
+    "verb", ["init", "describe", "plan", "data", "train", "generate", "eval", "convert", "vocab", "push", "bench"]
 )
 def test_every_verb_has_help_with_an_example(verb, capsys):
     with pytest.raises(SystemExit) as ended:

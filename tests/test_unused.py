@@ -21,7 +21,6 @@ ALLOWED = {
     "PyTorch's fake tensors read it": ["allow_non_fake_inputs", "_resize"],
     "FSDP2 reads it": ["param_dtype"],
     "lm-evaluation-harness calls it": [
-        "backend",
         "eot_token_id",
         "prefix_token_id",
         "tokenizer_name",
@@ -30,8 +29,6 @@ ALLOWED = {
         "loglikelihood_rolling",
         "generate_until",
         "disable_tqdm",
-        "apply_chat_template",
-        "chat_template",
     ],
     "a record in a file that kumi writes has it": [
         "mtime",
@@ -45,6 +42,7 @@ ALLOWED = {
     ],
     "documented for programs that import kumi": [
         "export_tensors",
+        "load_model",
         "is_local_process_zero",
         "is_world_process_zero",
         "on_*",

@@ -130,7 +130,8 @@ def test_standard_errors():
     assert exponential(ratio([1e4], [1])) is None
 
 
-def test_several_models_stand_side_by_side(model_folder, task_folder, capsys):
+def test_several_models_stand_side_by_side(model_folder, task_folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # the columns have the paths of the models
     words = ["eval", str(model_folder), str(model_folder), "--tasks", str(task_folder / "tasks.toml")]
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -82,6 +82,7 @@ REASONS: dict[str, list[str]] = {
         "train/child_process.py main _follow",
         "launch/rank_process.py _redirect_output",
         "train/measure_numerics.py _measure_in_subprocess",
+        "evaluation/run_evaluation.py _evaluate evaluate_rank",
     ],
     "the launcher's own temporary folder, which nobody else may write to": [
         "launch/control_folder.py control_folder _remove_stale announce_rank read_pids release_ranks report_failure "

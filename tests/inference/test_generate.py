@@ -166,14 +166,14 @@ def test_a_model_that_does_not_fit_is_refused_with_the_batch_that_does(folder, m
     options = {"most": 8, "batch_size": None}
     batch, need = planned_memory.fitting_batch(*arguments, 2**40, **options)
     assert batch == 8
-    one = planned_memory.fitting_batch(*arguments, 2**40, **{**options, "batch_size": 1})[1]
-    batch, _ = planned_memory.fitting_batch(*arguments, (need.total + one.total) // 2, **options)
+    single = planned_memory.fitting_batch(*arguments, 2**40, **{**options, "batch_size": 1})[1]
+    batch, _ = planned_memory.fitting_batch(*arguments, (need.total + single.total) // 2, **options)
     assert 1 <= batch < 8
     with pytest.raises(FitError, match=f"use --batch-size {batch}$"):
-        planned_memory.fitting_batch(*arguments, (need.total + one.total) // 2, **{**options, "batch_size": 8})
+        planned_memory.fitting_batch(*arguments, (need.total + single.total) // 2, **{**options, "batch_size": 8})
     with pytest.raises(FitError, match="not even one sequence fits"):
-        planned_memory.fitting_batch(*arguments, one.weights, **options)
-    monkeypatch.setattr(planned_memory, "free_memory", lambda: one.weights)
+        planned_memory.fitting_batch(*arguments, single.weights, **options)
+    monkeypatch.setattr(planned_memory, "free_memory", lambda: single.weights)
     assert main(["generate", str(folder), "--prompt", "hello"]) == 4
 
 

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from kumi.data.binfile import Array
 from kumi.evaluation.score_requests import PackedBatch, Request, Score, pack_requests, shorten
-from kumi.inference.engine import Engine, Reply, check_layout
+from kumi.inference.batched_decoder import BatchedDecoder, Reply
 from kumi.inference.sampling import Sampling
 from kumi.nn.decoder import Decoder
 from kumi.nn.logit_chunks import TokenScores
 from kumi.objectives import OBJECTIVES
 from kumi.parallel import pipeline
 from kumi.parallel.mesh import Mesh, all_reduce_sum
+from kumi.spec.generation_layout import check_generation_layout
 from kumi.parallel.ring_attention import positions_of_rank
 from kumi.parallel.run_microbatches import decoder_inputs, evaluating, shard_batch
 from kumi.parallel.stage_modules import unwrap
@@ -116,7 +117,7 @@ class EvaluatedModel:
 
         `record` is called after every unit of work with its replies. Raise LayoutError for pp and cp.
         """
-        check_layout(self.mesh)
+        check_generation_layout(self.mesh.layout)
         size, result = _PROMPTS * self.mesh.layout.dp, []
         for start in range(0, len(prompts), size):
             replies = self._run(_GenerateUnit(prompts[start : start + size], sampling))
@@ -174,8 +175,8 @@ class EvaluatedModel:
         mesh = None if self.mesh.is_single else self.mesh
         decoder = unwrap(self.module)
         assert isinstance(decoder, Decoder)
-        engine = Engine(decoder, slots=_SLOTS, mesh=mesh, decode_text=self.decode_text)
-        replies = list(engine.generate(unit.prompts, unit.sampling))
+        batch = BatchedDecoder(decoder, slots=_SLOTS, mesh=mesh, decode_text=self.decode_text)
+        replies = list(batch.generate(unit.prompts, unit.sampling))
         if mesh is not None:
             # Ranks of a tensor-parallel group have the same replies.
             own = replies if self.mesh.index("tp") == 0 else []

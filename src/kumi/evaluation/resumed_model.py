@@ -8,7 +8,7 @@ from dataclasses import replace
 from kumi.evaluation.evaluated_model import EvaluatedModel
 from kumi.evaluation.recorded_scores import RecordedScores, request_key
 from kumi.evaluation.score_requests import Request, Score
-from kumi.inference.engine import Reply
+from kumi.inference.batched_decoder import Reply
 from kumi.inference.sampling import Sampling
 from kumi.progress import show_progress
 

@@ -17,6 +17,7 @@ from kumi.data.row_files import read_rows
 from kumi.data.sources import file_format
 from kumi.errors import ConfigError, DataError, RefusedError
 from kumi.files.output import open_append
+from kumi.files.untrusted import strict_json
 from kumi.inference.prompt_encoder import Prompt
 from kumi.inference.text_generator import TextReply
 from kumi.paths import looked_for
@@ -120,7 +121,7 @@ class ReplyFile:
 
     def _add(self, number: int, raw: bytes) -> None:
         try:
-            record = json.loads(raw)
+            record = strict_json(raw)
             line, sample = int(record["line"]), int(record["sample"])
             digest, settings = str(record["prompt_digest"]), str(record["settings_digest"])
         except (ValueError, KeyError, TypeError):
