@@ -87,7 +87,8 @@ def run_file(page):
 
 
 def test_the_readme_s_commands_run_in_order(tmp_path):
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "first-run.toml").write_text(run_file(ROOT / "docs" / "guides" / "first-run.md"))
     texts = [{"text": page.read_text()} for page in PAGES]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
