@@ -27,10 +27,10 @@ from kumi.nn.logit_chunks import TokenScores
 from kumi.objectives import OBJECTIVES
 from kumi.parallel import pipeline
 from kumi.parallel.mesh import Mesh, all_reduce_sum
-from kumi.spec.generation_layout import check_generation_layout
 from kumi.parallel.ring_attention import positions_of_rank
 from kumi.parallel.run_microbatches import decoder_inputs, evaluating, shard_batch
 from kumi.parallel.stage_modules import unwrap
+from kumi.spec.generation_layout import check_generation_layout
 
 # Receives the numbers of requests and their scores, as soon as they are known.
 Record = Callable[[Sequence[int], Sequence[Score]], None]
