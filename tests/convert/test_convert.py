@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny_models import CASES
 
 from grids import sampled
 from kumi import load_decoder
@@ -16,6 +15,7 @@ from kumi.convert import convert, verify
 from kumi.convert.hf import write_folder
 from kumi.convert.open_model import open_source
 from kumi.errors import ConfigError, ModelError, RefusedError
+from tiny_models import CASES
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

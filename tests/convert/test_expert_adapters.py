@@ -7,11 +7,11 @@ import json
 import warnings
 
 import pytest
-import tiny_models
 import torch
 import transformers
 from test_lora_adapter import TOKENS, adapted, with_peft, written
 
+import tiny_models
 from kumi.convert import merge
 from kumi.convert.hf.adapter_read import initial_adapter_params, read_adapters
 from kumi.convert.hf.adapter_write import CONFIG

@@ -7,12 +7,12 @@ import warnings
 from dataclasses import replace
 
 import pytest
-import tiny_models
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from test_lora_adapter import FAMILIES, TOKENS, adapted, with_peft, written
 
+import tiny_models
 from kumi.convert import merge
 from kumi.convert.hf.adapter_read import adapters_reader, read_full_modules
 from kumi.convert.hf.adapter_write import CONFIG, PREFIX, WEIGHTS

@@ -7,11 +7,11 @@ import warnings
 from dataclasses import replace
 
 import pytest
-import tiny_models
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import tiny_models
 from kumi.convert import merge
 from kumi.convert.hf.adapter_read import initial_adapter_params, read_adapters
 from kumi.convert.hf.adapter_write import CONFIG, WEIGHTS, modules, write_adapter

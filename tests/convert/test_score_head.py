@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_models import CASES as TINY
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from grids import sampled
@@ -24,6 +23,7 @@ from kumi.nn.decoder import Decoder
 from kumi.spec import families
 from kumi.spec.families._shared.classifiers import CLASSIFIERS
 from kumi.spec.ledger import params
+from tiny_models import CASES as TINY
 
 # A tiny model of each family with a classifier, and variants: tied heads, and scales or caps of logits.
 TESTED = ["llama-tied", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "qwen3-moe"]

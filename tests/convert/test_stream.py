@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import CASES
 
 from kumi.cli import main
 from kumi.convert import convert, kumi_checkpoint
@@ -19,6 +18,7 @@ from kumi.spec.ledger import tensors as tensors_of
 from kumi.spec.shard_slices import slices
 from kumi.spec.sharding import rank_params
 from kumi.storage import checkpoint
+from tiny_models import CASES
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

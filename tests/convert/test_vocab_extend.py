@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from tiny_models import build_reference
 from vocabularies import END, NEW, OLD, byte_level, sentence_piece, template, unigram, word_piece
 
 from kumi import load_decoder
@@ -19,6 +18,7 @@ from kumi.convert.open_model import open_source
 from kumi.convert.vocab import Request, extend
 from kumi.data import load_tokenizer
 from kumi.errors import ConfigError, KumiError, ModelError, RefusedError
+from tiny_models import build_reference
 from weights import read_tensors
 
 TABLES = {"model.embed_tokens.weight", "lm_head.weight"}

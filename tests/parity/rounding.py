@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
+
 from tiny_models import in_float64
 
 UNIT = 2.0**-24

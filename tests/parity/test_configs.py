@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import transformers
-from tiny_models import CASES, SIZES, WITHOUT, config_of
 
 from kumi.spec import families
+from tiny_models import CASES, SIZES, WITHOUT, config_of
 
 
 @pytest.mark.parametrize("name", CASES)

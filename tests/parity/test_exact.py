@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from tiny_models import build_reference, decoder_of, in_float64
 
 NAMES = (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import CASES, reference_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from kumi.spec import families, ledger
+from tiny_models import CASES, reference_of
 
 # transformers scans otherwise than kumi.
 SCANNED = ("nemotron-h", "nemotron-h-moe", "nemotron-h-omni")

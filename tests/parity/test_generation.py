@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 import torch
-from tiny_models import CASES, build_pair
 
 from kumi.inference.batched_decoder import BatchedDecoder
 from kumi.inference.sampling import Sampling
+from tiny_models import CASES, build_pair
 
 # One of each kind of mixer, mask, score and position; the other families run with --all.
 OFTEN = (

@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 from test_exact import check
-from tiny_models import LATENT, decoder_of, reference_of
 
 import kumi
 from kumi.convert import convert
 from kumi.errors import ModelError
 from kumi.spec import families
+from tiny_models import LATENT, decoder_of, reference_of
 from weights import read_tensors
 
 # The rotation as published, of another original context: all pairs are stretched from the first or not at all.

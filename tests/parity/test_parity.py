@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rounding import rounding
-from tiny_models import BIASES, CASES, build_pair, build_reference, in_float64, native
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from kumi.nn.attention import cpu_attention
 from kumi.spec import ledger
+from tiny_models import BIASES, CASES, build_pair, build_reference, in_float64, native
 
 
 @cache

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding import rounding
-from tiny_models import LLAMA3, YARN, decoder_of, in_float64, reference_of
 
 from kumi.convert import convert
+from tiny_models import LLAMA3, YARN, decoder_of, in_float64, reference_of
 from weights import read_tensors
 
 LENGTH = 24

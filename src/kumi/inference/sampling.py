@@ -132,7 +132,8 @@ def _nucleus(scores: Tensor, top_p: float, vocabulary: Vocabulary) -> Tensor:
 
 def _log_sum_exp(scores: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Return the log-sum-exp (N,) of `scores` (N, V) over all slices."""
-    return vocabulary.join(scores.logsumexp(1)[:, None])[..., 0].logsumexp(0)
+    joined = vocabulary.join(scores.logsumexp(1)[:, None])[..., 0]
+    return joined[0] if len(joined) == 1 else joined.logsumexp(0)
 
 
 def _best(values: Tensor, scores: Tensor, total: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
@@ -141,7 +142,7 @@ def _best(values: Tensor, scores: Tensor, total: Tensor, vocabulary: Vocabulary)
     Of equal values, the one with the lowest token id.
     """
     best, column = values.max(1)
-    score = scores.gather(1, column[:, None])[:, 0]
+    score = best if values is scores else scores.gather(1, column[:, None])[:, 0]
     ids = (column + vocabulary.first).to(torch.float64)
     joined = vocabulary.join(torch.stack((best.double(), ids, score.double()), dim=1))
     slices = joined[..., 0].argmax(0)[None, :, None].expand(1, -1, joined.shape[2])
