@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo plan test test-all mutants golden docs lint clean
+.PHONY: demo plan test test-all handover mutants golden docs lint clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/kumi train examples/quickstart.toml
@@ -17,6 +17,10 @@ test:
 
 test-all:
 	.ci/run --all $(KERNELS:%=--kernels=%)
+
+# llama.cpp for the tests of exports to GGUF, in build/handover: 77 MB to fetch, three minutes of a core to build.
+handover: $(VENV)/test.stamp
+	$(BIN)/python tests/handover/provide.py
 
 # Whether the tests notice mistakes that are made in a copy of the source.
 mutants: $(VENV)/test.stamp

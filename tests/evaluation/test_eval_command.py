@@ -131,8 +131,8 @@ def test_standard_errors():
 
 
 def test_several_models_stand_side_by_side(model_folder, task_folder, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")  # the columns have the paths of the models
-    words = ["eval", str(model_folder), str(model_folder), "--tasks", str(task_folder / "tasks.toml")]
+    monkeypatch.chdir(model_folder.parent)  # the columns have the names of the models
+    words = ["eval", model_folder.name, model_folder.name, "--tasks", str(task_folder / "tasks.toml")]
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["task", "metric", "n"]

@@ -56,7 +56,11 @@ import pkgutil, importlib, kumi
 first = {name: getattr(kumi, name) for name in kumi.__all__}
 for module in pkgutil.walk_packages(kumi.__path__, "kumi."):
     if not module.name.endswith("__main__"):
-        importlib.import_module(module.name)
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name != "lm_eval":  # the extra "eval"
+                raise
 assert all(getattr(kumi, name) is value for name, value in first.items())
 """
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)

@@ -19,10 +19,14 @@ def add(verbs: Any) -> None:
         "kumi convert runs/quickstart/checkpoints/step_000400 out --to hf",
     )
     parser.add_argument("source", metavar="SRC", help="a folder of Hugging Face, kumi or Megatron, or a hub id")
-    parser.add_argument("target", metavar="DST", help="the folder to write; it must not exist")
-    parser.add_argument("--to", choices=["hf", "kumi", "megatron"], required=True, help="the format to write")
+    parser.add_argument("target", metavar="DST", help="the folder, or the .gguf file, to write; it must not exist")
+    parser.add_argument("--to", choices=["hf", "kumi", "megatron", "gguf"], required=True, help="the format to write")
     parser.add_argument("--config", metavar="FILE", help="the config.json of a Megatron checkpoint that has none")
     parser.add_argument("--base", metavar="FOLDER", help="the base model of adapters to merge, if it has moved")
+    parser.add_argument(
+        "--llama-cpp", metavar="FOLDER", help="with --to gguf: a copy of llama.cpp, whose converter writes the file"
+    )
+    parser.add_argument("--outtype", metavar="NAME", help="with --to gguf: auto (default), f32, f16, bf16 or q8_0")
     parser.add_argument("--megatron-local", action="store_true", help="for Megatron-Core without TransformerEngine")
     parser.add_argument(
         "--megatron-vocab", type=positive, default=1, metavar="N", help="pad Megatron's vocabulary to a multiple of N"
@@ -40,6 +44,8 @@ def add(verbs: Any) -> None:
 def run(arguments: Namespace) -> int:
     """Convert, and push with --push. Return the exit code."""
     _check_push(arguments)
+    if arguments.to == "gguf" or arguments.llama_cpp is not None or arguments.outtype is not None:
+        return _gguf(arguments)
     from kumi.convert import convert
     from kumi.convert.hf.publish import publish
 
@@ -71,6 +77,34 @@ def run(arguments: Namespace) -> int:
         print(result["url"])
     if arguments.json:
         arguments.write_json(result)
+    return OK
+
+
+def _gguf(arguments: Namespace) -> int:
+    """Write a GGUF file. Return the exit code."""
+    others = {"--verify": arguments.verify, "--dtype": arguments.dtype, "--layout": arguments.layout}
+    others |= {"--config": arguments.config, "--megatron-local": arguments.megatron_local}
+    if given := [flag for flag, value in others.items() if value]:
+        raise ConfigError(f"convert: {given[0]} has no effect with --to gguf; remove it")
+    if arguments.to != "gguf" or arguments.llama_cpp is None:
+        raise ConfigError(
+            "convert: --to gguf and --llama-cpp FOLDER need each other: llama.cpp's own converter writes the file; "
+            "name a copy of llama.cpp"
+        )
+    from pathlib import Path
+
+    from kumi.convert.handover.gguf_file import OUTTYPES, convert_to_gguf
+
+    outtype = arguments.outtype or "auto"
+    if outtype not in OUTTYPES:
+        raise ConfigError(f"convert: --outtype {outtype} is unknown; use {', '.join(OUTTYPES[:-1])} or {OUTTYPES[-1]}")
+    message = convert_to_gguf(
+        arguments.source, Path(arguments.target), Path(arguments.llama_cpp), outtype=outtype, base=arguments.base
+    )
+    print(message)
+    if arguments.json:
+        result = {"source": arguments.source, "target": arguments.target, "to": "gguf"}
+        arguments.write_json({**result, "verified": False, "message": message, "url": None})
     return OK
 
 

@@ -39,7 +39,6 @@ class Device:
     peak: tuple[tuple[str, float], ...] = ()
     memory_bandwidth: float = 0.0
     stream: float = 0.8
-    read: tuple[tuple[str, float], ...] = ()
     matmul: tuple[tuple[str, float], ...] = (("", 0.7),)
     attention: tuple[float, float] = (0.5, 0.4)
     attention_lengths: tuple[tuple[int, float, float], ...] = ()
@@ -48,6 +47,7 @@ class Device:
     reserved: int = 0
     price: float = 0.0
     watts: float = 0.0
+    read: tuple[tuple[str, float], ...] = ()
 
     def peak_flops(self, dtype: str) -> float | None:
         """Return the peak FLOP/s in `dtype`, or None if unknown."""
