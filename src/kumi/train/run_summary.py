@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Iterator
@@ -143,8 +142,9 @@ def next_commands(run: ResolvedRun, output: TrainOutput, code: int = OK) -> Iter
         yield f"kumi train {file} train.{key}={2 * length} --allow-change train.{key}"
     else:
         yield f"kumi data inspect {file}"
-    if output.model_dir is not None and run.model.lora is None:
-        yield f"python -c {shlex.quote(_loading_code(output.model_dir))}"
+    if output.model_dir is not None and run.model.lora is None and run.model.head == "lm":
+        prompt = next(iter(run.config.sample.prompts), "hello")
+        yield f"kumi generate {shlex.quote(str(output.model_dir))} --prompt {shlex.quote(prompt)}"
     else:
         yield f"kumi describe {file}"
 
@@ -153,8 +153,3 @@ def _free_name(folder: Path) -> Path:
     """Return `folder`, or if it exists the first free name of folder-2, folder-3, ..."""
     names = chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in count(2)))
     return next(name for name in names if not os.path.lexists(name))
-
-
-def _loading_code(model: Path) -> str:
-    """Return Python code that loads and prints `model`; json.dumps avoids single quotes in most names."""
-    return f"import kumi; print(kumi.load_decoder({json.dumps(str(model))}))"
