@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from argparse import Namespace
@@ -79,6 +80,11 @@ def _count(text: str) -> int:
 def run(arguments: Namespace) -> int:
     """Generate, or chat. Return the exit code."""
     chats = _check(arguments)
+    from kumi.launch.local import rank_environment
+
+    # Before torch is imported. A token takes hundreds of small operators, and threads that spin at the end of each, on
+    # cores that other programs use, take more than ten times as long.
+    os.environ.update(rank_environment(1, os.environ))
     from kumi.inference.generation import Generation, ModelChoice
     from kumi.inference.generation_settings import Flags, not_applied
 
@@ -167,7 +173,7 @@ def _answers(generation: Generation, generator: Any, encoded: Sequence[list[int]
     """Return the replies in the order of the prompts, after showing the progress meanwhile."""
     from kumi.inference.token_rate import show_rate
 
-    with show_rate("generating", len(encoded) * samples) as rate:
+    with show_rate("generating replies", len(encoded) * samples) as rate:
         replies = []
         for reply in generator.generate(encoded, samples=samples, on_token=rate.on_token):
             rate.ended()

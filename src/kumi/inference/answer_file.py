@@ -31,7 +31,7 @@ def answer_file(generation: Generation, prompts: Path, out: Path, *, samples: in
         if missing:
             open_prompts = [encoded[number] for number in missing]
             generator = generation.generator(open_prompts, samples=samples)
-            with show_rate("generating", len(missing) * samples) as rate:
+            with show_rate("generating replies", len(missing) * samples) as rate:
                 for reply in generator.generate(open_prompts, samples=samples, on_token=rate.on_token):
                     rate.ended()
                     tokens += len(reply.ids)

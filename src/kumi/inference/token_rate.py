@@ -35,5 +35,5 @@ class TokenRate:
 @contextmanager
 def show_rate(title: str, replies: int) -> Iterator[TokenRate]:
     """Yield a counter that shows how many of `replies` have ended, on standard error."""
-    with show_progress(title, replies, lambda count: f"{count:.0f} replies") as update:
+    with show_progress(title, replies, lambda count: f"{count:.0f}") as update:
         yield TokenRate(update)
