@@ -96,9 +96,9 @@ def prompts_for(lengths: list[int]) -> list[list[int]]:
 
 def kumi_row(folder: Path, kind: str, batch: int) -> dict[str, Any]:
     """Generate with kumi's engine in this process."""
-    import kumi.inference.engine as engine_module
     import torch
 
+    import kumi.inference.batched_decoder as engine_module
     from kumi.inference.batched_decoder import BatchedDecoder
     from kumi.inference.sampling import Sampling
     from kumi.nn.generation_cache import GenerationCache

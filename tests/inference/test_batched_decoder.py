@@ -135,3 +135,22 @@ def test_layouts_without_generation_are_refused(layout):
     axis = "pp" if layout.pp > 1 else "cp"
     with pytest.raises(LayoutError, match=rf"layout\.{axis} = 1"):
         check_generation_layout(layout)
+
+
+@pytest.mark.parametrize("family", ["qwen", "hybrid", "latent", "gemma", "scores"])
+def test_a_decoder_without_gradients_replies_alike_and_can_train_afterwards(family):
+    """Its replies are made in torch's inference mode, whose tensors training must never see."""
+    spec = spec_of(family)
+    asked = prompts(spec.vocab_size, lengths=(3, 9, 1))
+    expected = ids_of(replies(family, asked, DRAWN))
+    decoder = Decoder(spec, dtype=torch.float64).requires_grad_(False)
+    decoder.load_state_dict(decoder_of(family).state_dict())
+    answers = BatchedDecoder(decoder, slots=2).generate(asked, DRAWN)
+    replied = {}
+    for reply in answers:
+        assert not torch.is_inference_mode_enabled()  # the mode does not leak to the caller
+        replied[reply.prompt, reply.sample] = reply.ids
+    assert replied == expected
+    decoder.requires_grad_(True)
+    decoder(torch.tensor([asked[1]])).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in decoder.parameters())

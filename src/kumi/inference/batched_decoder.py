@@ -111,7 +111,6 @@ class BatchedDecoder:
         self.slots = max(1, slots)
         self.device = decoder.head_weight.device if mesh is None else mesh.device
 
-    @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, samples: int = 1, on_token: OnToken | None = None
     ) -> Iterator[Reply]:
@@ -122,6 +121,15 @@ class BatchedDecoder:
         All ranks call this with the same arguments and exhaust the iterator: they compute together. Raises ModelError
         for an empty prompt, or one that leaves no position for a reply.
         """
+        trained = any(parameter.requires_grad for parameter in self.decoder.parameters())
+        # Inference mode takes less time for each operator. Training cannot use tensors that were made in it.
+        mode = torch.no_grad() if trained or self.mesh is not None else torch.inference_mode()
+        replies: Iterator[Reply] = mode(self._replies)(prompts, sampling, samples, on_token)
+        return replies
+
+    def _replies(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, samples: int, on_token: OnToken | None
+    ) -> Iterator[Reply]:
         limit = self._check(prompts, sampling)
         share = self._share(len(prompts))
         waiting = deque(

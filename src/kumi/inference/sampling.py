@@ -132,7 +132,10 @@ def _nucleus(scores: Tensor, top_p: float, vocabulary: Vocabulary) -> Tensor:
 
 def _log_sum_exp(scores: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Return the log-sum-exp (N,) of `scores` (N, V) over all slices."""
-    joined = vocabulary.join(scores.logsumexp(1)[:, None])[..., 0]
+    largest = scores.amax(1, keepdim=True)
+    # On a CPU, log_softmax takes half the time of logsumexp. A slice that has only padding has no softmax.
+    total = torch.where(largest == -torch.inf, largest, largest - scores.log_softmax(1).amax(1, keepdim=True))
+    joined = vocabulary.join(total)[..., 0]
     return joined[0] if len(joined) == 1 else joined.logsumexp(0)
 
 

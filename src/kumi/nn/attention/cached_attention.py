@@ -56,6 +56,19 @@ class TokenStep:
         return torch.arange(len(self.lengths), device=self.lengths.device)
 
     @cached_property
+    def places(self) -> dict[tuple[int, int], Tensor]:
+        """The results of `place`, which all layers with the same cache shape share."""
+        return {}
+
+    def place(self, heads: int, capacity: int) -> Tensor:
+        """Return the rows (N * heads,) of the new tokens in a cache (slots * heads * capacity, E)."""
+        key = heads, capacity
+        if key not in self.places:
+            first = torch.arange(len(self.lengths) * heads, device=self.lengths.device).view(-1, heads) * capacity
+            self.places[key] = (first + (self.lengths % capacity)[:, None]).flatten()
+        return self.places[key]
+
+    @cached_property
     def masks(self) -> dict[tuple[int, torch.dtype], Tensor]:
         """The results of `mask`, which all layers with the same capacity share."""
         return {}
@@ -110,8 +123,9 @@ class AttentionCache:
                 put_prompt(values, v[0].transpose(0, 1), prompt)
             return within(q, k, v, window, sinks, scores)
         capacity, count = keys.shape[2], len(q)
-        place = step.lengths % capacity
-        keys[step.rows, :, place], values[step.rows, :, place] = k[:, 0], v[:, 0]
+        place = step.place(k.shape[2], capacity)
+        for cached, new in ((keys, k), (values, v)):
+            cached.view(-1, cached.shape[3]).index_copy_(0, place, new.reshape(-1, cached.shape[3]).to(cached.dtype))
         used = min(step.longest + 1, capacity)
         queries = q.view(count, k.shape[2], -1, q.shape[3])
         seen = keys[:count, :, :used], values[:count, :, :used]
