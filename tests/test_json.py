@@ -44,6 +44,7 @@ COMMANDS = [
     (["train", "first.toml", *SMALL], {"global_step", "training_loss", "model_dir"}),
     (["train", "--dry-run", "first.toml", *SMALL], {"ranks", "cost"}),
     (["convert", "runs/quickstart/checkpoints/step_000002", "hf", "--to", "hf", "--verify"], {"target", "verified"}),
+    (["convert", "runs/quickstart", "exported"], {"target", "to", "chosen"}),
     (["generate", "hf", "--prompt", "def ", "--max-new-tokens", "2"], {"model", "settings", "replies"}),
     (["eval", "hf", "--data", "words.txt"], {"models"}),
     (["vocab", "extend", "hf", "more", "--add", "words.txt"], {"added"}),

@@ -119,7 +119,7 @@ def generate(
     dtype: str | None = None,
     device: str | None = None,
     base: str | Path | None = None,
-    checkpoint: str | None = None,
+    checkpoint: str | int | None = None,
 ) -> list[TextReply]:
     """Return replies to `prompts`, in their order; the samples of a prompt one after another.
 

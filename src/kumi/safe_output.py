@@ -17,6 +17,8 @@ _ESCAPED = frozenset({"Cc", "Cf", "Cs", "Cn", "Zl", "Zp"})
 # A block in which each version of Unicode assigns new characters.
 _EMOJI = range(0x1F000, 0x1FB00)
 _FENCE = re.compile(r"`{3,}")
+# Within a word, an underscore is no emphasis. An ampersand begins an entity only before its name or number.
+_MARKUP = re.compile(r"[\\`*\[\]|~$#]|(?<!\w)_|_(?!\w)|&(?=#?\w+;)")
 
 
 def visible(text: str) -> str:
@@ -40,6 +42,14 @@ def fenced(text: str) -> str:
     longest = max((len(match[0]) for match in _FENCE.finditer(text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}text\n{text}\n{fence}"
+
+
+def inline_markdown(text: str) -> str:
+    """Return `text` for a line or a table cell of Markdown, which shows it as it is, on one line.
+
+    Punctuation that Markdown, HTML or formulas give a meaning is escaped, but for an underscore within a word.
+    """
+    return _MARKUP.sub(r"\\\g<0>", visible(" ".join(text.split()))).replace("<", "&lt;").replace(">", "&gt;")
 
 
 class _SafeStream(io.FileIO):

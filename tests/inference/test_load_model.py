@@ -64,14 +64,19 @@ def test_a_checkpoint_and_a_run_folder(folder, checkpoint, tmp_path):
     run = shutil.copytree(checkpoint.parents[1], tmp_path / "run")
     shutil.copytree(checkpoint, run / "checkpoints" / "step_000020")
     model = load_model(run)
-    assert model.chosen == "the last checkpoint, of step 20"
+    assert model.chosen == "the last checkpoint, of step 20, because the run keeps no best one"
     assert torch.equal(_logits(model), expected)
     with pytest.raises(ConfigError, match=r"no best checkpoint.*checkpoint\.best"):
         load_model(run, checkpoint="best")
     (run / "checkpoints" / "best.json").write_text('{"step": 10, "metric": "eval/loss", "value": 1.0}')
     assert load_model(run, checkpoint="best").chosen == "the best checkpoint, of step 10"
+    assert load_model(run).chosen == "the best checkpoint, of step 10, which the run keeps by checkpoint.best"
+    assert load_model(run, checkpoint="last").folder == run / "checkpoints" / "step_000020"
+    assert load_model(run, checkpoint=20).chosen == "the checkpoint of step 20"
     (run / "checkpoints" / "best.json").write_text('{"step": 11}')
-    with pytest.raises(RefusedError, match="step 11 has no checkpoint"):
+    with pytest.raises(
+        RefusedError, match=r"step 11 has no checkpoint.*choose one of step 10, step 20, last \(step 20\)"
+    ):
         load_model(run, checkpoint="best")
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").mkdir()

@@ -61,7 +61,10 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(folder, capfd):
     assert _steps(folder) == [best, 8]
     output = capfd.readouterr().out
     assert f"best eval/loss {losses[best]:.4f}, with the checkpoint of step {best}" in output
-    assert f"kumi convert run/checkpoints/step_{best:06d} run/best --to hf" in output
+    assert "kumi convert run run/best --checkpoint best" in output
+    with contextlib.chdir(folder):
+        assert main(["convert", "run", "run/best", "--checkpoint", "best"]) == 0
+    assert f"| steps | {best} |" in (folder / "run/best/README.md").read_text()
 
 
 def test_a_resumed_run_remembers_the_best(folder):

@@ -16,8 +16,11 @@ from tests.train.conftest import back_to, losses, run_file
 from kumi.cli import main
 from kumi.convert.base_digest import base_digest
 from kumi.convert.hf.adapter_write import CONFIG, WEIGHTS
+from kumi.convert.hf.card import check_verified
 from kumi.convert.load_weights import load_decoder
+from kumi.errors import ModelError
 from kumi.storage import checkpoint
+from kumi.train import export_run as export_run_module
 from kumi.train.run_folder import RUN_FILES
 
 SOME = {"r": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj", "down_proj"], "dropout": 0.1}
@@ -76,7 +79,10 @@ def test_peft_loads_it_and_the_merged_model_is_the_same(run):
     assert (ours - theirs).abs().max() < 1e-4
     assert (ours - before).abs().max() > 1e-2
     assert (run / "adapted/hf/tokenizer.json").exists()
-    assert f"LoRA adapters of {run / 'run/hf'}" in (run / "adapted/adapter/README.md").read_text()
+    card = (run / "adapted/adapter/README.md").read_text()
+    assert "LoRA adapters of small, written by" in card  # the title of the base model's card
+    assert str(run) not in card
+    assert "| all |" in card
 
 
 def test_a_continued_run_is_the_same_run(run, tmp_path):
@@ -101,6 +107,49 @@ def test_checkpoints_and_folders_of_adapters_are_merged_on_the_command_line(run,
     for number in range(2):
         merged = load_file(tmp_path / str(number) / "model.safetensors")
         assert all(merged[name].equal(expected[name]) for name in expected)
+
+
+def _card(folder):
+    """The lines of a card, but for those that say how it was verified."""
+    lines = (folder / "README.md").read_text().splitlines()
+    return [line for line in lines if not line.startswith(("| verified |", "| SHA-256"))]
+
+
+def _content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
+
+
+def test_a_run_of_adapters_is_exported_as_at_its_end(run, tmp_path, capsys):
+    with contextlib.chdir(run):
+        assert main(["convert", "adapted", str(tmp_path / "adapter"), "--verify", "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert (result["to"], result["verified"]) == ("adapter", True)
+        assert "verified: logits within 0.0e+00 of the checkpoint's" in result["message"]
+        assert main(["convert", "adapted", str(tmp_path / "merged"), "--to", "hf"]) == 0
+        assert main(["convert", "adapted", str(tmp_path / "two"), "--checkpoint", "2"]) == 0
+        assert main(["convert", "adapted", str(tmp_path / "no"), "--dtype", "bfloat16"]) == 2
+    assert "--dtype, --layout and Megatron's flags have no effect on adapters" in capsys.readouterr().err
+    for ours, theirs in (("adapter", "adapter"), ("merged", "hf")):
+        assert _content(tmp_path / ours) == _content(run / "adapted" / theirs)
+        assert _card(tmp_path / ours) == _card(run / "adapted" / theirs)
+    check_verified(tmp_path / "adapter")
+    assert _content(tmp_path / "two")[CONFIG] == _content(tmp_path / "adapter")[CONFIG]
+    assert _content(tmp_path / "two")[WEIGHTS] != _content(tmp_path / "adapter")[WEIGHTS]
+    assert "| steps | 2 |" in (tmp_path / "two/README.md").read_text()
+
+
+def test_adapters_that_differ_from_the_checkpoint_are_removed(run, tmp_path, monkeypatch):
+    write = export_run_module.write_run_adapters
+
+    def written_wrongly(folder, *arguments):
+        write(folder, *arguments)
+        tensors = load_file(folder / WEIGHTS)
+        save_file({name: 2 * value for name, value in tensors.items()}, folder / WEIGHTS)
+
+    monkeypatch.setattr(export_run_module, "write_run_adapters", written_wrongly)
+    with pytest.raises(ModelError, match=r"logits differ by .* from those of the adapters in"):
+        export_run_module.export_run(run / "adapted", tmp_path / "out", base=str(run / "run/hf"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_adapters_go_on_from_adapters(run, tmp_path):

@@ -107,6 +107,24 @@ def test_a_run_learns_which_reply_is_preferred(folder, full):
     assert "lm_head.weight" not in load_file(full / "hf/model.safetensors")
 
 
+def _same_export(ours, theirs):
+    """Whether two folders have the same files, but for the lines of the card that say how it was verified."""
+    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (ours, theirs)]
+    for each in files:
+        lines = each.pop("README.md").decode().splitlines()
+        each["card"] = [line for line in lines if not line.startswith(("| verified |", "| SHA-256"))]
+    return files[0] == files[1]
+
+
+def test_a_reward_model_is_exported_as_at_its_end(folder, full, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)  # data.cache is relative
+    assert main(["convert", "full", str(tmp_path / "out"), "--verify"]) == 0
+    assert _same_export(tmp_path / "out", full / "hf")
+    card = (tmp_path / "out/README.md").read_text()
+    assert "| data | loss (mean of pairs) | rewards/chosen |" in card
+    assert "AutoModelForSequenceClassification" in card
+
+
 def test_a_resumed_run_is_the_same_run(folder, full, tmp_path, capfd):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     back_to(tmp_path / "full", 2)
@@ -148,6 +166,10 @@ def test_the_head_is_trained_beside_adapters_as_in_peft(folder):
         merged, apart = (load_decoder(out / name)(IDS)[:, -1] for name in ("hf", "adapter"))
     assert (merged - theirs).abs().max() <= 1e-5
     assert (apart - theirs).abs().max() <= 1e-5
+    with contextlib.chdir(folder):
+        for words, target in (([], "adapter"), (["--to", "hf"], "hf")):
+            assert main(["convert", "adapted", f"converted-{target}", "--verify", *words]) == 0
+            assert _same_export(folder / f"converted-{target}", out / target)
     with contextlib.chdir(folder):
         convert(out / f"checkpoints/step_{STEPS:06d}", out / "from_checkpoint", to="hf")
     again = load_file(out / "from_checkpoint/model.safetensors")

@@ -36,6 +36,15 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     action.completer = complete_override  # type: ignore[attr-defined]
 
 
+def add_checkpoint_flag(parser: argparse._ActionsContainer) -> None:
+    """Add the flag that chooses a checkpoint of a run folder."""
+    parser.add_argument(
+        "--checkpoint",
+        metavar="NAME",
+        help="of a run folder: best, last or a step; default: best where the run keeps one, else last",
+    )
+
+
 def positive(text: str) -> int:
     """Return `text` as an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
-from kumi.cli.arguments import add_verb, positive
+from kumi.cli.arguments import add_checkpoint_flag, add_verb, positive
 from kumi.cli.push import add_push_flags
 from kumi.errors import OK, ConfigError
+from kumi.safe_output import visible
 
 
 def add(verbs: Any) -> None:
     """Declare the verb's arguments."""
     parser = add_verb(
-        verbs,
-        "convert",
-        "Convert weights, streaming",
-        "kumi convert runs/quickstart/checkpoints/step_000400 out --to hf",
+        verbs, "convert", "Convert weights, streaming", "kumi convert runs/quickstart out --checkpoint best"
     )
-    parser.add_argument("source", metavar="SRC", help="a folder of Hugging Face, kumi or Megatron, or a hub id")
+    parser.add_argument("source", metavar="SRC", help="a run, a folder of Hugging Face, kumi or Megatron, or a hub id")
     parser.add_argument("target", metavar="DST", help="the folder, or the .gguf file, to write; it must not exist")
-    parser.add_argument("--to", choices=["hf", "kumi", "megatron", "gguf"], required=True, help="the format to write")
+    parser.add_argument(
+        "--to",
+        choices=["hf", "adapter", "kumi", "megatron", "gguf"],
+        help="the format to write; default: hf, or adapter (PEFT's) for a run that trains adapters",
+    )
+    add_checkpoint_flag(parser)
     parser.add_argument("--config", metavar="FILE", help="the config.json of a Megatron checkpoint that has none")
     parser.add_argument("--base", metavar="FOLDER", help="the base model of adapters to merge, if it has moved")
     parser.add_argument(
@@ -46,27 +50,17 @@ def run(arguments: Namespace) -> int:
     _check_push(arguments)
     if arguments.to == "gguf" or arguments.llama_cpp is not None or arguments.outtype is not None:
         return _gguf(arguments)
-    from kumi.convert import convert
     from kumi.convert.hf.publish import publish
 
-    verify = arguments.verify or (arguments.push is not None and not arguments.unverified)
-    message = convert(
-        arguments.source,
-        arguments.target,
-        to=arguments.to,
-        verify=verify,
-        dtype=arguments.dtype,
-        layout=arguments.layout,
-        config=arguments.config,
-        megatron=_megatron(arguments),
-        base=arguments.base,
-    )
-    print(message)
+    to, chosen, message = _convert(arguments)
+    for line in (*([f"model      {chosen}"] if chosen else []), message):
+        print(visible(line))
     result = {
         "source": arguments.source,
+        "chosen": chosen,
         "target": arguments.target,
-        "to": arguments.to,
-        "verified": verify,
+        "to": to,
+        "verified": _verifies(arguments),
         "message": message,
         "url": None,
     }
@@ -80,6 +74,36 @@ def run(arguments: Namespace) -> int:
     return OK
 
 
+def _convert(arguments: Namespace) -> tuple[str, str, str]:
+    """Convert the source. Return the format, the words for the checkpoint chosen in a run, and the result in words."""
+    from kumi.convert.run_checkpoint import is_run_folder, model_of
+
+    source = Path(arguments.source).expanduser()
+    verify, options = _verifies(arguments), {"dtype": arguments.dtype, "layout": arguments.layout}
+    options |= {"megatron": _megatron(arguments), "base": arguments.base}
+    if is_run_folder(source):
+        if arguments.config is not None:
+            raise ConfigError(f"--config {arguments.config}: only Megatron checkpoints need one; leave it out")
+        from kumi.train.export_run import export_run
+
+        exported = export_run(
+            source, Path(arguments.target), to=arguments.to, checkpoint=arguments.checkpoint, verify=verify, **options
+        )
+        return exported.to, exported.chosen, exported.message
+    if arguments.checkpoint is not None:
+        model_of(source, arguments.checkpoint)  # raises the reason
+    if arguments.to == "adapter":
+        raise ConfigError(f"--to adapter: {source} is not the folder of a run; name a run that trains adapters")
+    from kumi.convert import convert
+
+    to = arguments.to or "hf"
+    return to, "", convert(arguments.source, arguments.target, to=to, verify=verify, config=arguments.config, **options)
+
+
+def _verifies(arguments: Namespace) -> bool:
+    return arguments.verify or (arguments.push is not None and not arguments.unverified)
+
+
 def _gguf(arguments: Namespace) -> int:
     """Write a GGUF file. Return the exit code."""
     others = {"--verify": arguments.verify, "--dtype": arguments.dtype, "--layout": arguments.layout}
@@ -91,19 +115,24 @@ def _gguf(arguments: Namespace) -> int:
             "convert: --to gguf and --llama-cpp FOLDER need each other: llama.cpp's own converter writes the file; "
             "name a copy of llama.cpp"
         )
-    from pathlib import Path
-
     from kumi.convert.handover.gguf_file import OUTTYPES, convert_to_gguf
 
     outtype = arguments.outtype or "auto"
     if outtype not in OUTTYPES:
         raise ConfigError(f"convert: --outtype {outtype} is unknown; use {', '.join(OUTTYPES[:-1])} or {OUTTYPES[-1]}")
+    from kumi.convert.run_checkpoint import is_run_folder, model_of
+
+    source, chosen = arguments.source, ""
+    if is_run_folder(Path(source).expanduser()) or arguments.checkpoint is not None:
+        model = model_of(Path(source).expanduser(), arguments.checkpoint)
+        source, chosen = str(model.folder), model.words
+        print(f"model      {chosen}")
     message = convert_to_gguf(
-        arguments.source, Path(arguments.target), Path(arguments.llama_cpp), outtype=outtype, base=arguments.base
+        source, Path(arguments.target), Path(arguments.llama_cpp), outtype=outtype, base=arguments.base
     )
     print(message)
     if arguments.json:
-        result = {"source": arguments.source, "target": arguments.target, "to": "gguf"}
+        result = {"source": arguments.source, "chosen": chosen, "target": arguments.target, "to": "gguf"}
         arguments.write_json({**result, "verified": False, "message": message, "url": None})
     return OK
 
@@ -116,7 +145,7 @@ def _check_push(arguments: Namespace) -> None:
                 "convert: --public and --unverified have no effect without --push; add it, or remove them"
             )
         return
-    if arguments.to != "hf":
+    if arguments.to not in (None, "hf", "adapter"):
         raise ConfigError(f"convert: --push needs a Hugging Face folder, not --to {arguments.to}; use --to hf")
     from kumi.hub import check_push
 

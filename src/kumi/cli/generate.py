@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kumi.cli.arguments import add_verb, positive
+from kumi.cli.arguments import add_checkpoint_flag, add_verb, positive
 from kumi.errors import OK, ConfigError
 from kumi.safe_output import visible
 
@@ -60,7 +60,7 @@ def add(verbs: Any) -> None:
         "--dtype", metavar="NAME", help="float32, bfloat16, float16 or float64; default: that of the files"
     )
     model.add_argument("--base", metavar="FOLDER", help="the base model of adapters, if it has moved")
-    model.add_argument("--checkpoint", default="latest", metavar="NAME", help="of a run: latest (default) or best")
+    add_checkpoint_flag(model)
     parser.set_defaults(run_verb=run)
 
 

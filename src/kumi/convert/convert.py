@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kumi.convert import kumi_checkpoint
 from kumi.convert.files.stored_tensor import DTYPES
 from kumi.convert.hf import write_folder
-from kumi.convert.hf.card import mark_verified, model_card
+from kumi.convert.hf.card import CardContents, mark_verified
 from kumi.convert.hf.origin import origin_of
 from kumi.convert.hf.publish import model_folder_of
 from kumi.convert.open_model import Source, is_adapter_folder, open_source
@@ -40,6 +40,7 @@ def convert(
     config: str | Path | None = None,
     megatron: MegatronOptions | None = None,
     base: str | None = None,
+    card: CardContents | None = None,
 ) -> str:
     """Convert the model in `src` (any format) into the new folder `dst`; return a sentence that describes the result.
 
@@ -50,6 +51,7 @@ def convert(
     config     config.json for a Megatron checkpoint that does not describe its model
     megatron   settings of the Megatron-LM that will load the result
     base       base model of adapters, instead of the one that they name
+    card       contents of the card of a Hugging Face folder, instead of those of a conversion
 
     Adapters are merged into their base, and the logits before and after merging are compared. Raise ConfigError for
     options that do not fit, ModelError or RefusedError for a damaged source or a failed comparison.
@@ -69,7 +71,7 @@ def convert(
     source = _open_merged(folder, base) if is_adapter else open_source(folder, config)
     dtypes, notes = _dtypes(source, dtype), [f"note: {note}" for note in source.spec.notes]
     if to == "hf":
-        _write_hf(source, target, dtypes)
+        _write_hf(source, target, dtypes, card)
     elif to == "megatron":
         notes += _write_megatron(source, target, dtypes, megatron)
     else:
@@ -121,10 +123,11 @@ def _dtypes(source: Source, dtype: str | None) -> Mapping[str, str]:
     return dict(source.dtypes) | {param.name: dtype for param in params(source.spec)}
 
 
-def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str]) -> None:
-    origin = origin_of(source.folder)
-    facts = {"made by": "kumi convert", "converted from": origin.published or source.folder.name}
-    card = model_card(name=target.name, model=source.spec, facts=facts, origin=origin)
+def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str], contents: CardContents | None) -> None:
+    if contents is None:
+        origin = origin_of(source.folder)
+        facts = {"made by": "kumi convert", "converted from": origin.published or source.folder.name}
+        contents = CardContents(target.name, facts, origin)
     write_folder.write_hf_folder(
         target,
         source.spec,
@@ -132,7 +135,7 @@ def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str]) -> None:
         base_config=source.config,
         dtype=dtypes,
         tokenizer_folder=source.tokenizer,
-        card=card,
+        card=contents.card(source.spec),
         passthrough=source.passthrough,
     )
 

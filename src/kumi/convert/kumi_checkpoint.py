@@ -51,9 +51,15 @@ class SavedModel:
 
     @property
     def tokenizer(self) -> Path | None:
-        """The folder of the tokenizer; None if the checkpoint names none."""
-        folder = self.checkpoint.meta.get("tokenizer")
-        return Path(folder) if folder else None
+        """The folder of the tokenizer; None if the checkpoint names none.
+
+        Of a run that has moved, it is the tokenizer in the run's folder.
+        """
+        named = self.checkpoint.meta.get("tokenizer")
+        moved = self.checkpoint.folder.absolute().parent.parent / "data" / "tokenizer"
+        if named and not Path(named).is_dir() and moved.is_dir():
+            return moved
+        return Path(named) if named else None
 
     @property
     def passthrough_source(self) -> str | None:

@@ -122,10 +122,7 @@ def _adapters_in_checkpoint(
     saved: kumi_checkpoint.SavedModel, spec: ModelSpec
 ) -> tuple[dict[str, Adapter], dict[str, Tensor]]:
     """Read the adapters, and the tensors that were trained in full, from a run's checkpoint."""
-    settings = saved.checkpoint.meta["lora"]
-    # Checkpoints of earlier versions have no `modules`.
-    names = {"targets": tuple(settings["targets"]), "modules": tuple(settings.get("modules", ()))}
-    lora = Lora(**settings | names)
+    lora = lora_settings(saved.checkpoint.meta)
     result, read, adapted = {}, saved.checkpoint.read, replace(spec, lora=lora)
     kumi_checkpoint.check_tensors(saved, adapted)
     for op in ops(adapted):
@@ -135,6 +132,14 @@ def _adapters_in_checkpoint(
             result[op.name] = Adapter(a, b, lora.scale, magnitude)
     full = [name for name in trained_names(adapted) if not is_adapter(name)]
     return result, {name: read(f"model/{name}").float() for name in full}
+
+
+def lora_settings(meta: Mapping[str, Any]) -> Lora:
+    """Return the settings of the adapters in a run's checkpoint, from its `meta`."""
+    settings = meta["lora"]
+    # Checkpoints of earlier versions have no `modules`.
+    names = {"targets": tuple(settings["targets"]), "modules": tuple(settings.get("modules", ()))}
+    return Lora(**settings | names)
 
 
 def open_merged(folder: Path, base: str | None = None) -> Source:
@@ -208,6 +213,27 @@ def check_merged(folder: Path, base: str | None, written: Source) -> float:
             f"{written.folder}: its logits differ by {difference:.3g} from those of the base with unmerged adapters, "
             f"more than the allowed {allowed:.3g}, because the adapters are too large for the dtype of the base; "
             f"write it in float32 with --dtype, or do not merge"
+        )
+    return difference
+
+
+def check_adapters(folder: Path, written: Path, base: str | None = None) -> float:
+    """Return the largest difference between the float32 logits with the adapters in `folder` and those in `written`.
+
+    Both have the base model `base`, or else that of `folder`. Raise ModelError if the difference is larger than
+    rounding.
+    """
+    source = open_unmerged(folder, base)
+    spec, place = source.base.spec, str(source.base.folder)
+    prompts = sample_prompts(spec.vocab_size, min(16, spec.max_position_embeddings))
+    with torch.no_grad():
+        expected = unmerged_decoder(source)(prompts)
+        actual = unmerged_decoder(open_unmerged(written, place))(prompts)
+    difference, allowed = float((expected - actual).abs().max()), _TOLERANCE["float32"] * float(expected.std())
+    if not difference <= allowed:
+        raise ModelError(
+            f"{written}: its logits differ by {difference:.3g} from those of the adapters in {folder}, more than the "
+            f"allowed {allowed:.3g}; please report this"
         )
     return difference
 

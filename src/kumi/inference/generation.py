@@ -35,7 +35,7 @@ class ModelChoice:
     dtype: str | torch.dtype | None = None
     device: str | torch.device | None = None
     base: str | Path | None = None
-    checkpoint: str = "latest"
+    checkpoint: str | int | None = None
 
 
 class Generation:

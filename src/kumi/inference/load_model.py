@@ -55,14 +55,15 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     base: str | Path | None = None,
-    checkpoint: str = "latest",
+    checkpoint: str | int | None = None,
 ) -> LoadedModel:
     """Return the model at `path`: a Hugging Face folder or hub id, a checkpoint, a run folder, or adapters.
 
     dtype: of the weights; None for that of the files, as `dtype="auto"` of transformers.
     device: None for a GPU if there is one, else the CPU.
     base: the base model of adapters, where it is not the one that they name. The adapters stay separate modules.
-    checkpoint: of a run folder, its "latest" checkpoint, or the "best" by the run's checkpoint.best.
+    checkpoint: of a run folder: "best", "last" or a step; by default the best one where the run keeps one by
+        checkpoint.best, else the last.
 
     No code of the model's folder is run. Raise as `kumi.inference.model_files.find_model` does, and ConfigError for
     another dtype.

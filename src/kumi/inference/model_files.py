@@ -16,6 +16,7 @@ from kumi.convert.hf.publish import model_folder_of
 from kumi.convert.hf.write_folder import read_generation
 from kumi.convert.merge import AdaptedModel
 from kumi.convert.open_model import Source, is_adapter_folder, open_source
+from kumi.convert.run_checkpoint import model_of
 from kumi.data.chat.template import load_stops
 from kumi.data.tokenizer import Tokenizer
 from kumi.errors import ConfigError, ModelError
@@ -23,11 +24,9 @@ from kumi.files.untrusted import INDEX, brief, read_bytes
 from kumi.paths import looked_for
 from kumi.spec.data_source import ChatOptions
 from kumi.spec.model import ModelSpec
-from kumi.storage import folders
 
 # The largest file of adapters whose bytes are all in a digest.
 _MAX_ADAPTERS = 8 << 30
-CHECKPOINTS = ("latest", "best")
 
 
 @dataclass(frozen=True)
@@ -58,24 +57,20 @@ class ModelFiles:
         return self.source.spec
 
 
-def find_model(path: str | Path, *, base: str | Path | None = None, checkpoint: str = "latest") -> ModelFiles:
+def find_model(path: str | Path, *, base: str | Path | None = None, checkpoint: str | int | None = None) -> ModelFiles:
     """Open the model at `path`: a Hugging Face folder or hub id, a checkpoint, a run folder, or adapters.
 
     base: the base model of adapters, where it is not the one that they name.
-    checkpoint: of a run folder, its "latest" checkpoint, or the "best" by the run's checkpoint.best.
+    checkpoint: of a run folder, as of `kumi.convert.run_checkpoint.choose_model`.
 
     Raise ConfigError unless there is a model with a tokenizer, and for adapters their base model; ModelError for files
     that kumi does not support, and for a reward model; RefusedError for damaged files.
     """
-    if checkpoint not in CHECKPOINTS:
-        raise ConfigError(f"checkpoint={checkpoint!r} must be one of {', '.join(CHECKPOINTS)}")
     given = model_folder_of(path, "the model")
     if not given.is_dir():
         raise ConfigError(f"{looked_for(path)}: neither a folder nor a hub id (org/name); name a model's folder")
-    run = _is_run_folder(given)
-    if checkpoint != "latest" and not run:
-        raise ConfigError(f"{given}: is one model, not a run folder with several checkpoints; leave checkpoint out")
-    folder, chosen = _model_of_run(given, checkpoint) if run else (given, "")
+    chosen = model_of(given, checkpoint)
+    folder = chosen.folder
     adapted = None
     if is_adapter_folder(folder):
         adapted = merge.open_unmerged(folder, None if base is None else str(base))
@@ -92,31 +87,7 @@ def find_model(path: str | Path, *, base: str | Path | None = None, checkpoint: 
     candidates = (folder, source.folder, tokenizer)
     settings = next((read for place in candidates if (read := read_generation(place)) is not None), {})
     name = str(path) if not Path(path).expanduser().exists() else given.resolve().name
-    return ModelFiles(name, folder, source, adapted, tokenizer, settings, _chat_options(given), chosen)
-
-
-def _is_run_folder(folder: Path) -> bool:
-    has_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
-    return not has_model and ((folder / "checkpoints").is_dir() or (folder / CONFIG_FILE).is_file())
-
-
-def _model_of_run(run: Path, checkpoint: str) -> tuple[Path, str]:
-    """Return the folder of the chosen model in the folder of a run, and the words for the choice."""
-    root = run / "checkpoints"
-    if checkpoint == "best":
-        best = folders.best(root)
-        if best is None:
-            raise ConfigError(
-                f"{run}: has no best checkpoint, because its run file did not set checkpoint.best; use the latest"
-            )
-        return best, f"the best checkpoint, of step {folders.step_of(best)}"
-    last = folders.latest(root)
-    if last is not None:
-        return last, f"the last checkpoint, of step {folders.step_of(last)}"
-    for name in ("hf", "adapter"):
-        if (run / name).is_dir():
-            return run / name, f"the export {name}, because there is no checkpoint"
-    raise ConfigError(f"{run}: a run folder without a checkpoint; train it for longer, or name another model")
+    return ModelFiles(name, folder, source, adapted, tokenizer, settings, _chat_options(given), chosen.words)
 
 
 def _tokenizer_folder(folder: Path, source: Source) -> Path:

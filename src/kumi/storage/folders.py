@@ -63,19 +63,18 @@ def latest(root: Path | str) -> Path | None:
     return complete[-1] if complete else None
 
 
-def best(root: Path | str) -> Path | None:
-    """Return the complete checkpoint under `root` that its best.json names, or None if there is no such file.
+def best_step(root: Path | str) -> int | None:
+    """Return the step in best.json under `root`, or None if there is no such file; it may have no checkpoint.
 
-    Raise RefusedError if the file is damaged, or names a checkpoint that does not exist.
+    Raise RefusedError if the file is damaged.
     """
     root = Path(root)
     if not (root / BEST).is_file():
         return None
     step = read_object(root, BEST, RefusedError).get("step")
-    folder = step_folder(root, step) if type(step) is int and step >= 0 else None
-    if folder not in list_complete(root):
-        raise RefusedError(f"{root / BEST}: step {step!r} has no checkpoint beside it; name a checkpoint's folder")
-    return folder
+    if type(step) is not int or step < 0:
+        raise RefusedError(f"{root / BEST}: names step {step!r}, which is no step; delete it, or name a checkpoint")
+    return step
 
 
 def rotate(root: Path | str, keep: int, protect: Collection[Path | str] = ()) -> list[Path]:

@@ -117,12 +117,7 @@ def check_metric(key: str, objective: Objective, sources: Sequence[str]) -> None
             f"checkpoint.best={key!r} needs held-out data, but the share data.validation of so little data is empty; "
             "raise it, add data, or remove the key"
         )
-    own: tuple[str, ...] = ()
-    if isinstance(objective, SequenceObjective):
-        own = objective.metrics
-    elif isinstance(objective, LinearObjective):
-        own = objective.evaluated
-    names = ["loss", *own]
+    names = ["loss", *evaluated_metrics(objective)]
     names += [f"{name}/{source}" for name in names for source in sources] if len(sources) > 1 else []
     if metric_of(key) not in names:
         near = get_close_matches(metric_of(key), names, n=1)
@@ -132,3 +127,10 @@ def check_metric(key: str, objective: Objective, sources: Sequence[str]) -> None
             f"{', '.join(f'eval/{name}' for name in names)}"
         )
     is_higher_better(metric_of(key))
+
+
+def evaluated_metrics(objective: Objective) -> tuple[str, ...]:
+    """Return the names of the metrics that an evaluation of `objective` has beside its loss."""
+    if isinstance(objective, SequenceObjective):
+        return objective.metrics
+    return objective.evaluated if isinstance(objective, LinearObjective) else ()

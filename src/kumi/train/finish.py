@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,8 +13,7 @@ from safetensors.torch import load_file
 from kumi import hub
 from kumi.config import ResolvedRun
 from kumi.convert import convert, load_decoder, merge
-from kumi.convert.hf.adapter_write import adapter_card, write_adapter
-from kumi.convert.hf.card import check_verified, mark_verified, model_card
+from kumi.convert.hf.card import CardContents, check_verified, mark_verified
 from kumi.convert.hf.passthrough import copy_processor, passthrough_tensors
 from kumi.convert.hf.write_folder import write_hf_folder
 from kumi.data import Store
@@ -24,12 +22,12 @@ from kumi.nn.decoder import Decoder
 from kumi.nn.nf4 import quantize_linears
 from kumi.nn.numerics import use_numerics
 from kumi.spec.numerics import REFERENCE
-from kumi.spec.precision import ITEMSIZE
 from kumi.train.best_checkpoint import ended_early
 from kumi.train.export_probe import PROBE_FILE
-from kumi.train.metrics import read_metrics
+from kumi.train.export_run import export_dtype, write_run_adapters
 from kumi.train.prepare_data import tokenizer_folder
 from kumi.train.resume import last_checkpoint
+from kumi.train.run_card import run_card
 from kumi.train.samples import sample_texts
 from kumi.train.train_state import model_origin, passthrough_source
 
@@ -89,7 +87,8 @@ def _finish_adapters(run: ResolvedRun, store: Store, *, just_trained: bool) -> D
     unverified.rename(folder)
     print(f"export     {folder}: logits within {difference:.1e} of the trained model's")
     if section.merge and not merged.exists():
-        print(f"export     {convert(folder, merged, to='hf', verify=False, base=str(run.source))}")
+        card = _card_contents(run, store)
+        print(f"export     {convert(folder, merged, to='hf', verify=False, base=str(run.source), card=card)}")
     return decoder
 
 
@@ -100,8 +99,7 @@ def _write_adapters(run: ResolvedRun, store: Store, folder: Path) -> Path:
     assert run.model.lora is not None, "only a run with adapters has any to write"
     assert run.source is not None, "adapters need the weights of a base model"
     base = str(run.source.resolve()) if snapshot is None else f"{snapshot.name}@{snapshot.commit}"
-    card = adapter_card(name=run.config.name, base=base, lora=run.model.lora, facts=_card_contents(run, store)["facts"])
-    write_adapter(folder, run.model, lambda name: saved.read(f"model/{name}"), base=base, card=card, replace=True)
+    write_run_adapters(folder, run.model, saved, base, _card_contents(run, store), replace=True)
     return folder
 
 
@@ -130,10 +128,10 @@ def _export(run: ResolvedRun, store: Store, folder: Path) -> tuple[Decoder, floa
         run.model,
         ((name.removeprefix("model/"), saved.read(name)) for name in saved.tensors if name.startswith("model/")),
         base_config=run.hf_config,
-        dtype=_export_dtype(run),
+        dtype=export_dtype(run.config, run.hf_config),
         tokenizer_folder=tokenizer_folder(run),
         passthrough=passthrough_tensors(source, run.model) if (source := passthrough_source(run)) else None,
-        card=model_card(**_card_contents(run, store)),
+        card=_card_contents(run, store).card(run.model),
         replace=True,
     )
     if source := passthrough_source(run):
@@ -143,14 +141,6 @@ def _export(run: ResolvedRun, store: Store, folder: Path) -> tuple[Decoder, floa
     mark_verified(unverified, f"logits within {difference:.1e} of the trained model's")
     unverified.rename(folder)
     return decoder, difference
-
-
-def _export_dtype(run: ResolvedRun) -> str:
-    dtype = run.config.export.dtype
-    if dtype != "auto":
-        return dtype
-    source_dtype = str(run.hf_config.get("dtype") or run.hf_config.get("torch_dtype") or "float32")
-    return source_dtype if run.source is not None and source_dtype in ITEMSIZE else "float32"
 
 
 def _compare(decoder: Decoder, run: ResolvedRun, folder: Path) -> float:
@@ -177,35 +167,15 @@ def _difference(decoder: Decoder, run: ResolvedRun) -> tuple[float, float]:
         logits = decoder(probe["input_ids"]).float()
     decoder.compute_dtype = torch.float32
     difference = float((logits - probe["logits"]).abs().max())
-    tolerance = max(_TOLERANCE[run.precision.compute], _TOLERANCE[_export_dtype(run)])
+    tolerance = max(_TOLERANCE[run.precision.compute], _TOLERANCE[export_dtype(run.config, run.hf_config)])
     return difference, tolerance * float(probe["logits"].std())
 
 
-def _card_contents(run: ResolvedRun, store: Store) -> dict[str, Any]:
+def _card_contents(run: ResolvedRun, store: Store) -> CardContents:
     """Return the contents of the model card."""
-    evaluations = [entry for entry in read_metrics(run.out / "metrics.jsonl") if "eval/loss" in entry]
     ended = ended_early(run.out, run.config.checkpoint.best, run.config.train.patience)
-    steps, objective = run.steps if ended is None else ended, run.config.objective
-    by_tokens = objective.build().unit == "tokens"
-    scale = "nats a token" if by_tokens else f"mean of {objective.build().unit}"
-    return {
-        "name": run.config.name,
-        "origin": model_origin(run),
-        "license": run.config.export.license,
-        "datasets": run.config.export.datasets,
-        "model": run.model,
-        "facts": {
-            "made by": f"kumi train, {objective.words} with {run.optim.kind}, learning rate {run.optim.lr:g}",
-            "trained on": ", ".join(dict.fromkeys(Path(source.path).name for source in run.config.data.sources)),
-            "training tokens": f"{steps * run.batch.tokens_per_step:,}",
-            "steps": f"{steps:,}",
-            "sequence length": f"{run.batch.seq_len:,}",
-            "precision": f"{run.precision.compute} compute, {run.precision.param} weights",
-            "documents": f"{store.documents:,}",
-            f"validation loss ({scale})": f"{evaluations[-1]['eval/loss']:.4f}" if evaluations else "not measured",
-            **({"unigram entropy (nats a token)": f"{store.unigram_entropy:.4f}"} if objective.kind == "lm" else {}),
-        },
-    }
+    step = run.steps if ended is None else ended
+    return run_card(run.config, run.out, step, origin=model_origin(run), precision=run.precision, store=store)
 
 
 def _sample(run: ResolvedRun, decoder: Decoder) -> None:

@@ -14,7 +14,6 @@ from kumi.config import ResolvedRun, RunConfig
 from kumi.config.run_length import run_steps
 from kumi.errors import OK
 from kumi.storage.folders import latest, step_of
-from kumi.storage.folders import step_folder as checkpoint_folder
 from kumi.train.best_checkpoint import best_of_run, ended_early
 from kumi.train.measured_steps import estimate_lines
 from kumi.train.metrics import read_metrics
@@ -129,8 +128,8 @@ def next_commands(run: ResolvedRun, output: TrainOutput, code: int = OK) -> Iter
     source = output.checkpoint if run.model.lora is None else run.out / "adapter"
     best = best_of_run(run.out, run.config.checkpoint.best)
     if best is not None and best.step is not None and best.step < output.global_step:
-        folder = shlex.quote(str(checkpoint_folder(run.out / "checkpoints", best.step)))
-        yield f"kumi convert {folder} {shlex.quote(str(_free_name(run.out / 'best')))} --to hf"
+        exported = shlex.quote(str(_free_name(run.out / "best")))
+        yield f"kumi convert {shlex.quote(str(run.out))} {exported} --checkpoint best"
     elif source.is_dir():
         target = _free_name(run.out / ("bfloat16" if run.model.lora is None else "merged"))
         dtype_option = " --dtype bfloat16" if run.model.lora is None else ""

@@ -31,8 +31,11 @@ import kumi
 from kumi import hub
 from kumi.convert.files.safetensors_write import sync
 from kumi.convert.hf import expert_adapters, full_modules
+from kumi.convert.hf.card import evaluation_section, fact_table
+from kumi.convert.hf.card_text import folder_title
 from kumi.convert.hf.write_folder import check_target, staging_folder
 from kumi.files.output import remove_tree
+from kumi.safe_output import inline_markdown
 from kumi.spec.adapters import factor_names, has_adapter
 from kumi.spec.ledger import ops
 from kumi.spec.lora import Lora
@@ -241,28 +244,31 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def adapter_card(*, name: str, base: str, lora: Lora, facts: Mapping[str, str]) -> str:
-    """Return the README.md of an adapter folder, with `facts` as rows of a table, in their order."""
+def adapter_card(*, name: str, base: str, lora: Lora, facts: Mapping[str, str], evaluation: str = "") -> str:
+    """Return the README.md of an adapter folder, with `facts` as rows of a table, in their order.
+
+    `base` is the base model: a hub id, or a folder, which the card calls by the title of its own card, without a path.
+    `evaluation`: as of `model_card`.
+    """
     kind = "DoRA" if lora.use_dora else "LoRA"
     summary = {"kind": kind, "rank": str(lora.r), "scale": f"{lora.scale:g}", "matrices": ", ".join(lora.targets)}
     summary |= {"trained in full": ", ".join(lora.modules)} if lora.modules else {}
-    rows = [f"| {key} | {value} |" for key, value in (summary | dict(facts)).items()]
     published = hub.split(base)  # a local folder is not a model on the hub
     base_keys = {} if published is None else {"base_model": published[0], "base_model_relation": "adapter"}
     header = {"library_name": "peft", **base_keys, "tags": ["kumi", "lora"]}
+    base_name = base if published is not None else folder_title(Path(base))
     return "\n".join(
         [
             "---",
             *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in header.items()),
             "---",
             "",
-            f"# {name}",
+            f"# {inline_markdown(name)}",
             "",
-            f"{kind} adapters of {base}, written by kumi {kumi.__version__}.",
+            f"{kind} adapters of {inline_markdown(base_name)}, written by kumi {kumi.__version__}.",
             "",
-            "| | |",
-            "|---|---|",
-            *rows,
+            *fact_table(summary | dict(facts)),
             "",
+            *evaluation_section(evaluation),
         ]
     )

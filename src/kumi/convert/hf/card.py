@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from kumi.convert.hf.origin import UNKNOWN, Origin
 from kumi.errors import RefusedError
 from kumi.files.output import write_text
 from kumi.files.untrusted import inside, open_stream, read_bytes
+from kumi.safe_output import inline_markdown
 from kumi.spec.families import architecture
 from kumi.spec.ledger import num_params
 from kumi.spec.model import ModelSpec
@@ -21,6 +23,22 @@ from kumi.units import format_count
 
 # Rows of the card's table: how the folder was verified, and the digest of the verified files.
 _VERIFIED, _DIGEST = "verified", "SHA-256 of weights, config and tokenizer"
+
+
+@dataclass(frozen=True)
+class CardContents:
+    """The contents of a card that do not follow from the model itself; the fields are those of `model_card`."""
+
+    name: str
+    facts: Mapping[str, str]
+    origin: Origin = UNKNOWN
+    datasets: Sequence[str] = ()
+    license: str | None = None
+    evaluation: str = ""
+
+    def card(self, model: ModelSpec) -> str:
+        """Return the card of an export of `model`."""
+        return model_card(model=model, **vars(self))
 
 
 def model_card(
@@ -34,10 +52,12 @@ def model_card(
     datasets: Sequence[str] = (),
     license: str | None = None,
     tags: Sequence[str] = (),
+    evaluation: str = "",
 ) -> str:
     """Return a model card in Markdown with the YAML header that model hubs read; `facts` become rows of its table.
 
-    Base model, relation, datasets and licence come from `origin`, unless given explicitly.
+    Base model, relation, datasets and licence come from `origin`, unless given explicitly. `evaluation` is the
+    Markdown of a section. All other texts are shown as they are.
     """
     base = base_model or origin.base_model
     scores = model.head == "score"
@@ -55,14 +75,14 @@ def model_card(
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in header.items()]
     rows = {"architecture": architecture(model), "parameters": f"{num_params(model):,}"}
     rows |= {"base commit": origin.commit} if origin.commit else {}
-    table = ["| | |", "|---|---|", *(f"| {key} | {_cell(value)} |" for key, value in (rows | dict(facts)).items())]
+    table = fact_table(rows | dict(facts))
     return "\n".join(
         [
             "---",
             *lines,
             "---",
             "",
-            f"# {name}",
+            f"# {inline_markdown(name)}",
             "",
             f"A {format_count(num_params(model))} parameter {kind} model, written by kumi {kumi.__version__}.",
             "",
@@ -75,17 +95,31 @@ def model_card(
             'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
             "```",
             "",
+            *evaluation_section(evaluation),
         ]
     )
+
+
+def fact_table(facts: Mapping[str, str]) -> list[str]:
+    """Return the lines of a table with a row for each fact."""
+    rows = (f"| {inline_markdown(key)} | {inline_markdown(value)} |" for key, value in facts.items())
+    return ["| | |", "|---|---|", *rows]
+
+
+def evaluation_section(evaluation: str) -> list[str]:
+    """Return the lines of the section with the Markdown `evaluation`; none if it is empty."""
+    return ["## Evaluation during training", "", evaluation, ""] if evaluation else []
 
 
 def mark_verified(folder: Path, how: str) -> None:
     """Record in the card of `folder` how it was verified, and the digest of its files."""
     path = folder / "README.md"
     lines = _text(folder).split("\n")
-    last = max((index for index, line in enumerate(lines) if line.startswith("|")), default=len(lines) - 1)
-    rows = [f"| {_VERIFIED} | {_cell(how)} |", f"| {_DIGEST} | {files_digest(folder)} |"]
-    write_text(path, "\n".join([*lines[: last + 1], *rows, *lines[last + 1 :]]))
+    # The first table is that of the facts.
+    first = next((index for index, line in enumerate(lines) if line.startswith("|")), len(lines))
+    end = next((index for index in range(first, len(lines)) if not lines[index].startswith("|")), len(lines))
+    rows = [f"| {_VERIFIED} | {inline_markdown(how)} |", f"| {_DIGEST} | {files_digest(folder)} |"]
+    write_text(path, "\n".join([*lines[:end], *rows, *lines[end:]]))
 
 
 def check_verified(folder: Path) -> None:
@@ -116,8 +150,3 @@ def files_digest(folder: Path) -> str:
 
 def _text(folder: Path) -> str:
     return read_bytes(folder, "README.md").decode(errors="replace")
-
-
-def _cell(text: str) -> str:
-    """Return `text` as a Markdown table cell: on one line, with bars escaped."""
-    return " ".join(text.split()).replace("|", "\\|")
