@@ -104,10 +104,12 @@ def test_verbs_and_flags_are_frozen():
             "--tasks",
             "--text-key",
             "--trust-task-code",
+            "--write-card",
             "-h",
         ],
         "convert": [
             "--base",
+            "--checkpoint",
             "--config",
             "--dtype",
             "--help",

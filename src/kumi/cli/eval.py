@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kumi.cli.arguments import add_verb, positive
+from kumi.cli.arguments import add_checkpoint_flag, add_verb, positive
 from kumi.errors import OK, ConfigError
+from kumi.safe_output import visible
 
 if TYPE_CHECKING:
     from kumi.config.task_section import TaskSection
@@ -57,8 +58,9 @@ def add(verbs: Any) -> None:
         "--max-length", type=positive, metavar="N", help="tokens that the model reads at most; default: config.json's"
     )
     parser.add_argument("--base", metavar="FOLDER", help="the base model of adapters, if it has moved")
+    add_checkpoint_flag(parser)
     parser.add_argument(
-        "--checkpoint", choices=["latest", "best"], default="latest", help="which checkpoint of a run folder"
+        "--write-card", action="store_true", help="write the results into the model cards of exported folders"
     )
     parser.set_defaults(run_verb=run)
 
@@ -80,14 +82,42 @@ def run(arguments: Namespace) -> int:
         arguments.base,
         arguments.checkpoint,
     )
+    if arguments.write_card:
+        from kumi.evaluation.result_card import exported_folder
+
+        for model in arguments.models:  # before hours of evaluation
+            exported_folder(model)
     code, results = evaluate_models(arguments.models, evaluation)
     if code != OK or os.environ.get("RANK", "0") != "0":
         return code
+    if arguments.write_card:
+        _write_cards(results, arguments)
     if arguments.json:
         arguments.write_json({"models": results})
     else:
         _print(results)
     return OK
+
+
+def _write_cards(results: list[dict[str, Any]], arguments: Namespace) -> None:
+    """Write the results of each model into its card."""
+    from kumi.evaluation.result_card import exported_folder, write_results
+    from kumi.evaluation.result_table import results_from_plain
+
+    for result in results:
+        folder = exported_folder(result["model"])
+        computed = f"{result['dtype']}, {result['max_length']} tokens"
+        write_results(folder, results_from_plain(result["tasks"]), computed, _harness_words(computed, arguments))
+        print(f"card       {visible(str(folder / 'README.md'))}")
+
+
+def _harness_words(computed: str, arguments: Namespace) -> str:
+    """Return how tasks of lm-evaluation-harness were computed: also the settings that change their results."""
+    words = ["lm-evaluation-harness", computed]
+    words += [] if arguments.num_fewshot is None else [f"{arguments.num_fewshot} examples"]
+    words += [] if arguments.limit is None else [f"at most {arguments.limit} rows"]
+    words += ["chat template"] if arguments.apply_chat_template else []
+    return ", ".join(words)
 
 
 def _tasks(arguments: Namespace) -> list[TaskSection]:

@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 from kumi.errors import ConfigError
 from kumi.evaluation.harness_tasks import check_task_folder
 from kumi.evaluation.score_requests import Request
-from kumi.evaluation.task_result import Metric, TaskResult
+from kumi.evaluation.task_result import HARNESS_KIND, Metric, TaskResult
 from kumi.evaluation.text_model import TextModel
 from kumi.inference.sampling import Sampling
 
@@ -206,4 +206,4 @@ def _result(name: str, output: Mapping[str, Any]) -> TaskResult:
         metrics[metric if filter_name == "none" else key] = Metric(float(value), error)
     kind = str(output.get("configs", {}).get(name, {}).get("output_type", "group"))
     count = int(output.get("n-samples", {}).get(name, {}).get("effective", 0))
-    return TaskResult(name, f"lm-eval {kind}", count, metrics)
+    return TaskResult(name, f"{HARNESS_KIND} {kind}", count, metrics)

@@ -31,11 +31,12 @@ def result_table(models: Sequence[str], results: Sequence[Sequence[TaskResult]])
             task, count = ("", "") if first is None else (first.name, str(first.count))
             cells = [_cell(result.metrics.get(name)) for result in of_task]
             # Names come from files: rich would read brackets in them as markup.
-            table.add_row(*map(Text, (task, name, _direction(name), count, *cells)))
+            table.add_row(*map(Text, (task, name, metric_direction(name), count, *cells)))
     return table
 
 
-def _direction(metric: str) -> str:
+def metric_direction(metric: str) -> str:
+    """Return "higher" or "lower", whichever is better of `metric`; "" if that is not known."""
     better = HIGHER_IS_BETTER.get(metric)
     return "" if better is None else "higher" if better else "lower"
 
@@ -43,8 +44,13 @@ def _direction(metric: str) -> str:
 def _cell(metric: Metric | None) -> str:
     if metric is None:
         return "-"
-    form = ".4f" if abs(metric.value) < 1e4 else ".4g"
-    return f"{metric.value:{form}}" + ("" if metric.stderr is None else f" ± {metric.stderr:{form}}")
+    value = metric_figure(metric.value, metric.value)
+    return value if metric.stderr is None else f"{value} ± {metric_figure(metric.stderr, metric.value)}"
+
+
+def metric_figure(number: float, value: float) -> str:
+    """Return `number` with the digits that a table shows of `value`, a metric of which it is the value or the error."""
+    return f"{number:.4f}" if abs(value) < 1e4 else f"{number:.4g}"
 
 
 def plain_results(results: Sequence[TaskResult]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Evaluation:
     dtype: str | None = None
     max_length: int | None = None
     base: str | None = None
-    checkpoint: str = "latest"
+    checkpoint: str | None = None
 
 
 class StoppedError(Exception):

@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+# The kind of a task of lm-evaluation-harness begins with this word.
+HARNESS_KIND = "lm-eval"
+
 # Names of metrics, and whether a higher value is better.
 HIGHER_IS_BETTER = {
     "perplexity": False,
