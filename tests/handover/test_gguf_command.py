@@ -35,7 +35,7 @@ def test_a_folder_becomes_a_file_by_the_converter_of_the_user(tmp_path, llama_cp
     words[2] = str(tmp_path / "other.gguf")
     assert main(words) == 2
     assert "refuses it: NotImplementedError: Architecture X not supported!" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama.cpp", "m.gguf", "saved"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama.cpp", "m.Modelfile", "m.gguf", "saved"]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ import tempfile
 from pathlib import Path
 
 from kumi.convert.convert import convert
+from kumi.convert.handover.modelfile import modelfile_of, modelfile_text
 from kumi.convert.handover.pre_tokenizer import pre_tokenizer_name
 from kumi.errors import ConfigError, RefusedError
+from kumi.files.output import write_text
 
 CONVERTER = "convert_hf_to_gguf.py"
 OUTTYPES = ("auto", "f32", "f16", "bf16", "q8_0")
@@ -71,15 +73,20 @@ def convert_to_gguf(
 ) -> str:
     """Write the GGUF file `target` from any model that `kumi.convert.convert` reads, and return what was written.
 
-    Adapters are merged. Errors are those of `convert` and `write_gguf`. The Hugging Face folder in between is deleted.
+    A Modelfile for Ollama is written beside it. Adapters are merged. Errors are those of `convert`, `write_gguf` and
+    `modelfile_text`. The Hugging Face folder in between is deleted.
     """
-    if target.exists():
-        raise RefusedError(f"{target}: exists; name another file, or delete it")
+    modelfile = modelfile_of(target)
+    for path in (target, modelfile):
+        if path.exists():
+            raise RefusedError(f"{path}: exists; name another file, or delete it")
     with tempfile.TemporaryDirectory(prefix=".kumi-gguf-", dir=target.absolute().parent) as scratch:
         folder = Path(scratch) / "hf"
         convert(source, folder, to="hf", verify=False, base=base)
+        for_ollama = modelfile_text(folder, target)
         write_gguf(folder, target, llama_cpp, outtype)
-    return f"{source} -> {target}, by llama.cpp's converter in {llama_cpp}"
+    write_text(modelfile, for_ollama)
+    return f"{source} -> {target}, by llama.cpp's converter in {llama_cpp}, and {modelfile} for Ollama"
 
 
 def _last_words(stderr: str) -> str:
