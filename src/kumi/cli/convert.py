@@ -55,7 +55,7 @@ def run(arguments: Namespace) -> int:
     to, chosen, message = _convert(arguments)
     for line in (*([f"model      {chosen}"] if chosen else []), message):
         print(visible(line))
-    result = {
+    result: dict[str, Any] = {
         "source": arguments.source,
         "chosen": chosen,
         "target": arguments.target,
@@ -64,6 +64,12 @@ def run(arguments: Namespace) -> int:
         "message": message,
         "url": None,
     }
+    if to in ("hf", "adapter"):
+        from kumi.convert.handover.serving import serving_lines, serving_of_folder
+
+        servings = serving_of_folder(Path(arguments.target))
+        print(serving_lines(servings))
+        result["engines"] = [serving.as_dict() for serving in servings]
     if arguments.push is not None:
         result["url"] = publish(
             arguments.target, arguments.push, public=arguments.public, unverified=arguments.unverified
