@@ -21,7 +21,7 @@ from kumi.errors import ConfigError
 from kumi.evaluation import evaluated_model
 from kumi.evaluation.recorded_scores import RecordedScores
 from kumi.evaluation.rolling_windows import rolling_windows
-from kumi.evaluation.run_task import run_task
+from kumi.evaluation.run_task import open_task, run_task
 from kumi.evaluation.task_result import exponential, mean, ratio
 from kumi.evaluation.text_model import TextModel
 from kumi.inference.load_model import load_model
@@ -115,7 +115,7 @@ def test_a_reply_that_is_one_of_the_answers_matches(model_folder, tmp_path):
         name="t", kind="exact_match", path=str(tmp_path / "rows.jsonl"), prompt="<{a}>", answer_key="b", stop=("\n",)
     )
     model = _Answers([tokenizer.encode(text) for text in (" four \nmore", "5", "sixty")])
-    result = run_task(task, TextModel(model, tokenizer))
+    result = run_task(open_task(task), TextModel(model, tokenizer))
     assert result.metrics["exact_match"].value == pytest.approx(2 / 3)
     assert [tokenizer.decode(prompt) for prompt in model.prompts] == ["<x>", "<y>", "<z>"]
 

@@ -14,6 +14,7 @@ from kumi import hub
 from kumi.config.balance_section import Balance, choose_balance
 from kumi.config.decide_layout import decide_layout
 from kumi.config.document_lengths import data_folder, document_span
+from kumi.config.generating_run import check_generating_run
 from kumi.config.jobs import comm_spec, plan_input
 from kumi.config.model_head import with_objective_head
 from kumi.config.model_source import fetch_snapshots, local_folder, read_hf_config, source_folder
@@ -23,6 +24,7 @@ from kumi.config.run_length import run_steps, steps_of_epochs, unknown_steps
 from kumi.config.run_plan import RunPlan, estimate_figures, made_for
 from kumi.config.schema import LayoutSection, RunConfig
 from kumi.config.stored_config import StoredRun, read_stored_run, with_stored_values
+from kumi.config.task_file import with_tasks_of_files
 from kumi.errors import ConfigError, LayoutError
 from kumi.plan.estimates import Estimate, MemoryEstimate
 from kumi.plan.search.candidates import Pins
@@ -159,7 +161,7 @@ class ResolvedRun:
             "train": (self.planned_steps, train.seed, train.compile, train.trace_step, train.neftune_alpha),
             "data": config.data.cross_document,
             "objective": (config.objective, config.reference.kind),
-            "eval": config.eval,
+            "eval": config.eval.model_copy(update={"tasks": [(task.name, task.kind) for task in config.eval.tasks]}),
             "checkpoint": config.checkpoint,
         }
         return {"layout": self.layout.words, **{name: repr(part) for name, part in parts.items()}}
@@ -179,6 +181,7 @@ def resolve(
     ModelError, LayoutError or FitError, each with its reason.
     """
     config, snapshots = with_stored_values(config, stored), snapshots or {}
+    config = config.model_copy(update={"eval": with_tasks_of_files(config.eval)})
     source = source_folder(config.model.source, snapshots)
     hf_config = read_hf_config(config.model, source)
     steps = run_steps(config)
@@ -212,6 +215,7 @@ def resolve(
         )
     if problems:
         raise LayoutError("; ".join(problems))
+    check_generating_run(run.config, run.job, run.layout)
     return run
 
 

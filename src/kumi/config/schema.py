@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import Field, field_validator, model_validator
 
 from kumi.config.data_section import DataSection
+from kumi.config.eval_section import EvalSection, is_task_metric
 from kumi.config.objective_section import ObjectiveSection, ReferenceSection
 from kumi.config.section import Decay, Fraction, NotNegative, Number, Positive, Section, Switch, Text, spec_key
 from kumi.config.usual_rate import usual_rates, with_usual_rate
@@ -299,13 +300,6 @@ class TrainSection(Section):
         return self
 
 
-class EvalSection(Section):
-    """Evaluation on held-out documents."""
-
-    every: NotNegative = Field(0, description="Steps between evaluations; 0 evaluates at the end only.")
-    sequences: NotNegative = Field(0, description="Held-out sequences to evaluate, evenly spaced; 0 means all.")
-
-
 class CheckpointSection(Section):
     """Checkpoints."""
 
@@ -313,8 +307,8 @@ class CheckpointSection(Section):
     keep: Positive = Field(2, description="Number of checkpoints to keep; older ones are deleted.")
     best: Text | None = Field(
         None,
-        description="A metric of evaluations, such as 'eval/loss' or 'eval/rewards/accuracies': a new best is saved "
-        "and kept beside the newest checkpoints; `checkpoints/best.json` names it.",
+        description="A metric of evaluations, such as 'eval/loss', 'eval/rewards/accuracies' or 'eval/<task>/acc': a "
+        "new best is saved and kept beside the newest checkpoints; `checkpoints/best.json` names it.",
     )
     asynchronous: Switch = Field(True, description="Write in the background during training.")
 
@@ -438,11 +432,13 @@ class PlanConfig(Section):
     @model_validator(mode="after")
     def _check_best(self) -> PlanConfig:
         if self.checkpoint.best is not None:
-            if not self.eval.every:
+            of_task = is_task_metric(self.checkpoint.best.removeprefix("eval/"), self.eval)
+            every, key = (self.eval.every, "every") if not of_task else (self.eval.task_interval, "tasks_every")
+            if not every:
                 raise ValueError(
-                    f"checkpoint.best={self.checkpoint.best!r} needs evaluations during training; set eval.every"
+                    f"checkpoint.best={self.checkpoint.best!r} needs evaluations during training; set eval.{key}"
                 )
-            if self.data is not None and not self.data.holds_out:
+            if self.data is not None and not self.data.holds_out and not of_task:
                 raise ValueError(
                     f"checkpoint.best={self.checkpoint.best!r} needs held-out data; set data.validation above 0"
                 )
@@ -499,7 +495,7 @@ class RunConfig(PlanConfig):
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> RunConfig:
-        if self.eval.every and not self.data.holds_out:
+        if self.eval.every and not self.data.holds_out and not self.eval.has_tasks:
             raise ValueError(
                 f"eval.every={self.eval.every} has no documents to evaluate, because data.validation=0; hold out a "
                 f"share of the documents with data.validation, or set eval.every=0"

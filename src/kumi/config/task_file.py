@@ -1,4 +1,4 @@
-"""Read a file of evaluation tasks: TOML with one table [[tasks]] per task."""
+"""Read files of evaluation tasks: TOML with one table [[tasks]] per task."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError, model_validator
 
+from kumi.config.eval_section import EvalSection, check_task_names
 from kumi.config.load import read_toml
 from kumi.config.section import Section
 from kumi.config.task_section import TaskSection, check_unique
@@ -37,3 +38,18 @@ def load_tasks(path: str | Path) -> tuple[TaskSection, ...]:
     except ValidationError as error:
         raise ConfigError(f"{path}: {describe_errors(error, TaskFile)}") from None
     return tuple(task.model_copy(update={"path": str(path.parent / Path(task.path).expanduser())}) for task in tasks)
+
+
+def with_tasks_of_files(section: EvalSection) -> EvalSection:
+    """Return `section` with the tasks of its task_files among its tasks.
+
+    Raise ConfigError for a file that cannot be read, and for a name that two tasks or a task and a metric have.
+    """
+    if not section.task_files:
+        return section
+    tasks = (*section.tasks, *(task for file in section.task_files for task in load_tasks(Path(file).expanduser())))
+    try:
+        check_task_names(tasks)
+    except ValueError as error:
+        raise ConfigError(f"eval.task_files: {error}") from None
+    return section.model_copy(update={"tasks": tasks, "task_files": ()})

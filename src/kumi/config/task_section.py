@@ -72,7 +72,9 @@ class TaskSection(Section):
     @model_validator(mode="after")
     def _check_used(self) -> TaskSection:
         for key in sorted(self.model_fields_set & set(_USED_BY)):
-            if self.kind not in _USED_BY[key]:
+            # The configuration in a run folder has every key.
+            is_set = getattr(self, key) != type(self).model_fields[key].default
+            if is_set and self.kind not in _USED_BY[key]:
                 raise ValueError(
                     f"{key} is not used by kind={self.kind!r}, only by {' and '.join(_USED_BY[key])}; remove it"
                 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -212,6 +212,16 @@ def lead(model: EvaluatedModel, work: Callable[[EvaluatedModel], T]) -> T | None
     finally:
         if not model.is_broken:
             _send(model.mesh, None)
+
+
+def lead_and_share(model: EvaluatedModel, work: Callable[[EvaluatedModel], T]) -> T:
+    """Return work(model) of rank 0 on every rank. Every rank must call it."""
+    result = lead(model, work)
+    if model.mesh.rank == 0:
+        _send(model.mesh, result)
+    else:
+        result = _receive(model.mesh)
+    return cast(T, result)
 
 
 def _send(mesh: Mesh, unit: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from kumi.evaluation.evaluated_model import EvaluatedModel
@@ -10,13 +11,13 @@ from kumi.evaluation.recorded_scores import RecordedScores, request_key
 from kumi.evaluation.score_requests import Request, Score
 from kumi.inference.batched_decoder import Reply
 from kumi.inference.sampling import Sampling
-from kumi.progress import show_progress
+from kumi.progress import Update, show_progress
 
 
 class ResumedModel:
     """`model` with `recorded` scores; None keeps them for this run only.
 
-    title: of the progress bar.
+    title: of the progress bar; None shows no progress.
     check: called after every unit of work; it may raise to end the evaluation.
     """
 
@@ -25,7 +26,7 @@ class ResumedModel:
         model: EvaluatedModel,
         recorded: RecordedScores | None = None,
         *,
-        title: str = "evaluating",
+        title: str | None = "evaluating",
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.model, self.recorded, self.title, self.check = model, recorded, title, check
@@ -34,6 +35,10 @@ class ResumedModel:
     def max_length(self) -> int:
         return self.model.max_length
 
+    def _progress(self, total: int, name: str) -> AbstractContextManager[Update]:
+        enabled = self.title is not None
+        return show_progress(self.title or "", total, lambda count: f"{count:.0f} {name}", enabled=enabled)
+
     def score(self, requests: Sequence[Request]) -> list[Score]:
         """Return the scores of `requests`."""
         stored = {} if self.recorded is None else self.recorded.values
@@ -41,7 +46,7 @@ class ResumedModel:
         missing = [number for number, key in enumerate(keys) if key not in stored]
         result = [Score(*stored[key]) if key in stored else None for key in keys]
         done = len(requests) - len(missing)
-        with show_progress(self.title, len(requests), lambda count: f"{count:.0f} requests") as update:
+        with self._progress(len(requests), "requests") as update:
 
             def record(numbers: Sequence[int], scores: Sequence[Score]) -> None:
                 nonlocal done
@@ -64,7 +69,7 @@ class ResumedModel:
         missing = [number for number, key in enumerate(keys) if key not in stored]
         result: list[list[int]] = [list(stored.get(key, ())) for key in keys]
         done = len(prompts) - len(missing)
-        with show_progress(self.title, len(prompts), lambda count: f"{count:.0f} replies") as update:
+        with self._progress(len(prompts), "replies") as update:
 
             def record(replies: Sequence[Reply]) -> None:
                 nonlocal done

@@ -24,7 +24,7 @@ from kumi.evaluation.model_digest import model_digest
 from kumi.evaluation.recorded_scores import RecordedScores
 from kumi.evaluation.result_table import plain_results
 from kumi.evaluation.resumed_model import ResumedModel
-from kumi.evaluation.run_task import run_task
+from kumi.evaluation.run_task import open_task, render_prompts, run_task
 from kumi.evaluation.text_model import TextModel
 from kumi.files.output import make_folder, write_text
 from kumi.inference.load_model import weight_dtype
@@ -143,12 +143,13 @@ def _run_tasks(
         if flag.requested is not None:
             raise StoppedError(flag.requested)
 
-    renderer, stops = chat_renderer(files), stop_ids(files, tokenizer)
+    renderer, stops = chat_renderer(files.chat, files.tokenizer_folder), stop_ids(files, tokenizer)
     results = []
     with _recorded(evaluation, digest, dtype, model.max_length) as recorded:
         for task in evaluation.tasks:
             resumed = ResumedModel(model, recorded, title=f"{name}: {task.name}", check=check)
-            results.append(run_task(task, TextModel(resumed, tokenizer, renderer, stops)))
+            rendered = render_prompts(open_task(task), renderer)
+            results.append(run_task(rendered, TextModel(resumed, tokenizer, renderer, stops)))
         if evaluation.harness is not None:
             from kumi.evaluation.harness import run_harness
 

@@ -1,69 +1,113 @@
-"""kumi's own tasks: perplexity of texts, multiple choice, exact match."""
+"""kumi's own tasks: perplexity of texts, multiple choice, exact match.
+
+task = render_prompts(open_task(section), renderer)     # reads and checks all rows, without a model
+result = run_task(task, model)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kumi.config.task_section import TaskSection
 from kumi.errors import ConfigError
 from kumi.evaluation.task_result import Metric, TaskResult, mean, perplexities
 from kumi.evaluation.task_rows import answers_of, choices_of, documents, prompt_of, right_choice, rows
-from kumi.evaluation.text_model import TextModel
+from kumi.evaluation.text_model import RenderChat, TextModel
 from kumi.inference.sampling import Sampling
 
 
-def run_task(task: TaskSection, model: TextModel) -> TaskResult:
-    """Return the result of `task`. Raise ConfigError for rows that do not fit it."""
-    count, metrics = _KINDS[task.kind](task, model)
-    return TaskResult(task.name, task.kind, count, metrics)
+@dataclass(frozen=True)
+class OpenTask:
+    """A task with the rows of its file, checked.
+
+    rows: for 'perplexity' texts; for 'multiple_choice' (prompt, choices, index of the right one); for 'exact_match'
+    (prompt, answers).
+    """
+
+    section: TaskSection
+    rows: Sequence[Any]
 
 
-def _perplexity(task: TaskSection, model: TextModel) -> tuple[int, Mapping[str, Metric]]:
-    texts = documents(task)
-    scores = model.score_documents(texts)
-    return len(texts), perplexities([score for score, _ in scores], [tokens for _, tokens in scores], texts)
+def open_task(task: TaskSection) -> OpenTask:
+    """Return `task` with its rows. Raise ConfigError for a file that cannot be read, or rows that do not fit it."""
+    read, _ = _KINDS[task.kind]
+    return OpenTask(task, read(task))
 
 
-def _multiple_choice(task: TaskSection, model: TextModel) -> tuple[int, Mapping[str, Metric]]:
-    """`acc`: the choice with the largest log-prob is the right one. `acc_norm`: that with the largest log-prob per byte
-    of UTF-8, without the separator."""
-    questions = [
+def render_prompts(task: OpenTask, render_chat: RenderChat | None) -> OpenTask:
+    """Return `task` with its prompts rendered as messages of a user, if it asks for that.
+
+    `render_chat`: None for a model without a chat template, which such a task cannot use: ConfigError is raised.
+    """
+    if not task.section.chat:
+        return task
+    if render_chat is None:
+        raise ConfigError(
+            f"task {task.section.name}: chat=true, but the model has no chat template; set chat=false, or name a chat "
+            "model"
+        )
+    rows = [(render_chat([{"role": "user", "content": prompt}]), answers) for prompt, answers in task.rows]
+    return replace(task, rows=rows)
+
+
+def run_task(task: OpenTask, model: TextModel) -> TaskResult:
+    """Return the result of `task`. Raise ConfigError for texts that do not fit the model."""
+    _, score = _KINDS[task.section.kind]
+    return TaskResult(task.section.name, task.section.kind, len(task.rows), score(task, model))
+
+
+def _perplexity(task: OpenTask, model: TextModel) -> Mapping[str, Metric]:
+    scores = model.score_documents(task.rows)
+    return perplexities([score for score, _ in scores], [tokens for _, tokens in scores], task.rows)
+
+
+def _questions(task: TaskSection) -> list[tuple[str, list[str], int]]:
+    """Return the prompt, the choices and the index of the right one of each row."""
+    return [
         (prompt_of(task, place, row), choices, right_choice(task, place, row, choices))
         for place, row in rows(task)
         for choices in [choices_of(task, place, row)]
     ]
-    pairs = [(prompt, task.separator + choice) for prompt, choices, _ in questions for choice in choices]
+
+
+def _multiple_choice(task: OpenTask, model: TextModel) -> Mapping[str, Metric]:
+    """`acc`: the choice with the largest log-prob is the right one. `acc_norm`: that with the largest log-prob per byte
+    of UTF-8, without the separator."""
+    pairs = [(prompt, task.section.separator + choice) for prompt, choices, _ in task.rows for choice in choices]
     scores = iter(model.score_pairs(pairs))
     right, right_by_byte = [], []
-    for _, choices, answer in questions:
+    for _, choices, answer in task.rows:
         log_probs = [next(scores).log_prob for _ in choices]
         by_byte = [log_prob / len(text.encode()) for log_prob, text in zip(log_probs, choices, strict=True)]
         right.append(float(log_probs.index(max(log_probs)) == answer))
         right_by_byte.append(float(by_byte.index(max(by_byte)) == answer))
-    return len(questions), {"acc": mean(right), "acc_norm": mean(right_by_byte)}
+    return {"acc": mean(right), "acc_norm": mean(right_by_byte)}
 
 
-def _exact_match(task: TaskSection, model: TextModel) -> tuple[int, Mapping[str, Metric]]:
+def _prompts(task: TaskSection) -> list[tuple[str, list[str]]]:
+    """Return the prompt and the answers of each row."""
+    return [(prompt_of(task, place, row), answers_of(task, place, row)) for place, row in rows(task)]
+
+
+def _exact_match(task: OpenTask, model: TextModel) -> Mapping[str, Metric]:
     """`exact_match`: the greedy reply is one of the answers, white space around both left out."""
-    questions = [(prompt_of(task, place, row), answers_of(task, place, row)) for place, row in rows(task)]
-    prompts = [prompt for prompt, _ in questions]
-    if task.chat:
-        if model.render_chat is None:
-            raise ConfigError(
-                f"task {task.name}: chat=true, but the model has no chat template; set chat=false, or name a chat model"
-            )
-        prompts = [model.render_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-    sampling = Sampling(max_new_tokens=task.max_new_tokens, temperature=0.0, stop_strings=task.stop)
-    replies = model.replies(prompts, sampling)
+    section = task.section
+    sampling = Sampling(max_new_tokens=section.max_new_tokens, temperature=0.0, stop_strings=section.stop)
+    replies = model.replies([prompt for prompt, _ in task.rows], sampling)
     right = [
         float(reply.strip() in {answer.strip() for answer in answers})
-        for reply, (_, answers) in zip(replies, questions, strict=True)
+        for reply, (_, answers) in zip(replies, task.rows, strict=True)
     ]
-    return len(questions), {"exact_match": mean(right)}
+    return {"exact_match": mean(right)}
 
 
-_KINDS: dict[str, Callable[[TaskSection, TextModel], tuple[int, Mapping[str, Metric]]]] = {
-    "perplexity": _perplexity,
-    "multiple_choice": _multiple_choice,
-    "exact_match": _exact_match,
+# Kind -> the function that reads its rows, and the one that scores them.
+_KINDS: dict[
+    str, tuple[Callable[[TaskSection], Sequence[Any]], Callable[[OpenTask, TextModel], Mapping[str, Metric]]]
+] = {
+    "perplexity": (documents, _perplexity),
+    "multiple_choice": (_questions, _multiple_choice),
+    "exact_match": (_prompts, _exact_match),
 }

@@ -9,16 +9,13 @@ from dataclasses import dataclass
 # The kind of a task of lm-evaluation-harness begins with this word.
 HARNESS_KIND = "lm-eval"
 
-# Names of metrics, and whether a higher value is better.
-HIGHER_IS_BETTER = {
-    "perplexity": False,
-    "word_perplexity": False,
-    "byte_perplexity": False,
-    "bits_per_byte": False,
-    "acc": True,
-    "acc_norm": True,
-    "exact_match": True,
+# Kind of a task -> the names of its metrics, and whether a higher value is better.
+METRICS_OF_KIND = {
+    "perplexity": {"perplexity": False, "word_perplexity": False, "byte_perplexity": False, "bits_per_byte": False},
+    "multiple_choice": {"acc": True, "acc_norm": True},
+    "exact_match": {"exact_match": True},
 }
+HIGHER_IS_BETTER = {name: higher for metrics in METRICS_OF_KIND.values() for name, higher in metrics.items()}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,12 +35,14 @@ class TextModel:
 
     render_chat: None for a model without a chat template.
     stop_ids: ids that end a reply.
+    encodings: the ids of texts so far, for tasks that are evaluated again and again; None keeps none.
     """
 
     model: TokenModel
     tokenizer: Tokenizer
     render_chat: RenderChat | None = None
     stop_ids: frozenset[int] = field(default_factory=frozenset)
+    encodings: dict[tuple[str, bool], array[int]] | None = None
 
     @cached_property
     def prefix_id(self) -> int:
@@ -59,6 +62,14 @@ class TextModel:
         """
         if special is None:
             special = not text.startswith(self.tokenizer.decode([self.prefix_id]))
+        if self.encodings is None:
+            return self._encode(text, special)
+        stored = self.encodings.get((text, special))
+        if stored is None:
+            stored = self.encodings[text, special] = array("I", self._encode(text, special))
+        return stored.tolist()
+
+    def _encode(self, text: str, special: bool) -> list[int]:
         ids: list[int] = self.tokenizer.backend.encode(text, add_special_tokens=special).ids
         return ids
 

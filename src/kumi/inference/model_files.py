@@ -121,19 +121,27 @@ def _chat_options(folder: Path) -> ChatOptions:
 
 
 def stop_ids(files: ModelFiles, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that end a reply of the model in `files`: see `reply_ends`."""
+    return reply_ends(tokenizer, files.settings, files.chat, files.spec.vocab_size, files.folder)
+
+
+def reply_ends(
+    tokenizer: Tokenizer, settings: Mapping[str, Any], chat: ChatOptions, vocab_size: int, folder: Path
+) -> frozenset[int]:
     """Return the ids that end a reply: eos_token_id of generation_config.json, or else the tokenizer's eos token.
 
-    Those of the run's data.chat.stop_tokens are added. Raise ConfigError for an id outside the vocabulary.
+    Those of the run's data.chat.stop_tokens are added. `settings`: the content of generation_config.json. `folder`:
+    that of the model, for messages. Raise ConfigError for an id outside the vocabulary.
     """
-    value = files.settings.get("eos_token_id")
+    value = settings.get("eos_token_id")
     numbers = value if isinstance(value, list) else [tokenizer.eos_id] if value is None else [value]
     for number in numbers:
-        if type(number) is not int or not 0 <= number < files.spec.vocab_size:
+        if type(number) is not int or not 0 <= number < vocab_size:
             raise ConfigError(
-                f"generation_config.json of {files.folder}: eos_token_id {brief(number)} is no id below the vocabulary "
-                f"of {files.spec.vocab_size}; correct it"
+                f"generation_config.json of {folder}: eos_token_id {brief(number)} is no id below the vocabulary "
+                f"of {vocab_size}; correct it"
             )
-    texts = load_stops(tokenizer, files.chat) if files.chat.stop_tokens else ()
+    texts = load_stops(tokenizer, chat) if chat.stop_tokens else ()
     return frozenset(numbers) | {tokenizer.backend.token_to_id(text) for text in texts}
 
 

@@ -14,7 +14,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from kumi.config.eval_section import HELD_OUT_METRICS, metric_head
+from kumi.config.task_section import TaskSection
 from kumi.errors import ConfigError
+from kumi.evaluation.task_result import HIGHER_IS_BETTER, METRICS_OF_KIND
 from kumi.files.output import write_text
 from kumi.objectives import LinearObjective, Objective, SequenceObjective
 from kumi.storage.folders import BEST, latest, list_complete, step_of
@@ -42,9 +45,16 @@ class BestSoFar:
         self.value: float | None = None
         self.since = 0
         for entry in entries:
-            if "eval/loss" in entry:
+            values = {key.removeprefix("eval/"): value for key, value in entry.items() if key.startswith("eval/")}
+            if self.is_metric_of(values):
                 has_checkpoint = stored is None or entry["step"] in stored
-                self.add(entry["step"], entry.get(f"eval/{metric}") if has_checkpoint else None)
+                self.add(entry["step"], values.get(metric) if has_checkpoint else None)
+
+    def is_metric_of(self, values: Mapping[str, Any]) -> bool:
+        """Return True if `values` are those of an evaluation that measures the metric: on held-out data, or of its
+        task. The metric itself may be missing, as a perplexity that is too large for a float."""
+        task = metric_head(self.metric)
+        return "loss" in values if task in HELD_OUT_METRICS else any(metric_head(name) == task for name in values)
 
     def add(self, step: int, value: float | None) -> bool:
         """Add an evaluation after `step` steps, and return True if it is the best; None and NaN are never better."""
@@ -101,6 +111,9 @@ def metric_of(key: str) -> str:
 
 def is_higher_better(metric: str) -> bool:
     """Return True if a higher value of `metric` is better. Raise ConfigError for a metric without a direction."""
+    of_task = HIGHER_IS_BETTER.get(metric.rpartition("/")[2])
+    if metric_head(metric) not in HELD_OUT_METRICS and of_task is not None:
+        return of_task
     for names, higher in ((_HIGHER, True), (_LOWER, False)):
         if any(f"{metric}/".startswith(f"{name}/") for name in names):
             return higher
@@ -110,15 +123,19 @@ def is_higher_better(metric: str) -> bool:
     )
 
 
-def check_metric(key: str, objective: Objective, sources: Sequence[str]) -> None:
-    """Raise ConfigError unless an evaluation of `objective` on held-out data of `sources` has the metric `key`."""
-    if not sources:
+def check_metric(key: str, objective: Objective, sources: Sequence[str], tasks: Sequence[TaskSection] = ()) -> None:
+    """Raise ConfigError unless evaluations of `objective` on held-out data of `sources`, or of `tasks`, have the metric
+    `key`."""
+    names = [f"{task.name}/{name}" for task in tasks for name in METRICS_OF_KIND[task.kind]]
+    if metric_of(key) in names:
+        return
+    if not sources and metric_head(metric_of(key)) in HELD_OUT_METRICS:
         raise ConfigError(
             f"checkpoint.best={key!r} needs held-out data, but the share data.validation of so little data is empty; "
             "raise it, add data, or remove the key"
         )
-    names = ["loss", *evaluated_metrics(objective)]
-    names += [f"{name}/{source}" for name in names for source in sources] if len(sources) > 1 else []
+    if sources:
+        names = [*_held_out_names(objective, sources), *names]
     if metric_of(key) not in names:
         near = get_close_matches(metric_of(key), names, n=1)
         hint = f"did you mean 'eval/{near[0]}'? they have " if near else "they have "
@@ -134,3 +151,9 @@ def evaluated_metrics(objective: Objective) -> tuple[str, ...]:
     if isinstance(objective, SequenceObjective):
         return objective.metrics
     return objective.evaluated if isinstance(objective, LinearObjective) else ()
+
+
+def _held_out_names(objective: Objective, sources: Sequence[str]) -> list[str]:
+    """Return the metrics of an evaluation of `objective` on held-out data of `sources`."""
+    names = ["loss", *evaluated_metrics(objective)]
+    return names + ([f"{name}/{source}" for name in names for source in sources] if len(sources) > 1 else [])

@@ -53,8 +53,8 @@ class TrainerCallback:
     def on_evaluate(
         self, args: RunConfig, state: TrainerState, control: TrainerControl, metrics: dict[str, Any], **kwargs: Any
     ) -> None:
-        """Called after an evaluation with `metrics`: eval/loss, eval/tokens, those of the objective, and
-        eval/loss/<source> for each of several sources."""
+        """Called after an evaluation on held-out data with `metrics`: eval/loss, eval/tokens, those of the objective,
+        and eval/loss/<source> for each of several sources; and after one of tasks, with eval/<task>/<metric>."""
 
     def on_save(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called when a save begins; an asynchronous save is complete before the next one begins."""

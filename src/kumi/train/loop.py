@@ -1,6 +1,6 @@
 """The training loop of one rank: build, restore, then train step by step until the end or a stop signal.
 
-mesh -> model -> optimizer -> data -> restore -> [step -> report -> evaluate -> save]* -> export probe
+mesh -> model -> optimizer -> data -> restore -> [step -> report -> evaluate data and tasks -> save]* -> export probe
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from signal import SIGTERM, Signals
@@ -54,6 +54,7 @@ from kumi.train.run_models import build_policy, build_reference
 from kumi.train.samples import sample_texts, write_samples
 from kumi.train.step import read_step, train_step
 from kumi.train.step_report import Reporter
+from kumi.train.task_evaluation import RunTasks, task_values
 from kumi.train.train_state import RankState, TrainState, checkpoint_meta, checkpoint_pieces
 from kumi.train.warmup import with_stored_warmup
 
@@ -163,7 +164,12 @@ def _train_steps(
             reporter.flush()
             result = evaluate(rank_state)
             reporter.evaluation(state.step, result)
-            improved = best is not None and best.add(state.step, result.values().get(best.metric))
+            improved = _add(best, state.step, result.values())
+        if rank_state.tasks is not None and (last or _is_due(state.step, config.eval.task_interval)):
+            reporter.flush()
+            results = rank_state.tasks.evaluate()
+            reporter.tasks(state.step, results)
+            improved |= _add(best, state.step, task_values(results))
         if config.sample.prompts and _is_due(state.step, config.sample.every):
             reporter.flush()
             _sample(rank_state, state.step, reporter)
@@ -182,6 +188,11 @@ def _train_steps(
             )
             return OK
     return OK
+
+
+def _add(best: BestSoFar | None, step: int, values: Mapping[str, float]) -> bool:
+    """Add the metrics `values` of an evaluation to `best`, and return True if its metric is the best so far."""
+    return best is not None and best.is_metric_of(values) and best.add(step, values.get(best.metric))
 
 
 def _sample(rank_state: RankState, step: int, reporter: Reporter) -> None:
@@ -287,7 +298,8 @@ def _build_and_restore(
         options: dict[str, Any] = {"limit": run.config.eval.sequences, "references": references}
         form = run.config.objective.rows
         validation = store.sweep(run.batch.seq_len, cross_document=cross, form=form, **options)
-    return RankState(run, mesh, model, optimizer, source, validation, store, probe_ids(mixture)), state
+    tasks = RunTasks(run, model, mesh) if run.config.eval.tasks else None
+    return RankState(run, mesh, model, optimizer, source, validation, store, probe_ids(mixture), tasks), state
 
 
 def _attempt(mesh: Mesh) -> str:

@@ -6,7 +6,8 @@ mem/estimated_bytes. With routed experts: train/aux_loss (not included in train/
 relative to the mean of its layer). In float16 runs: train/skipped_updates (in the run so far), train/loss_scale. Keys
 of an evaluation: eval/loss, eval/tokens, eval/unigram_entropy (of language modelling), and eval/loss/<source> for each
 of several sources. Metrics of the objective (`kumi.objectives`) stand under train/ and eval/, such as
-train/rewards/margins and eval/rewards/accuracies/<source>.
+train/rewards/margins and eval/rewards/accuracies/<source>. Keys of an evaluation of tasks: eval/<task>/<metric>, with
+its standard error eval/<task>/<metric>_stderr, and time/tasks_s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The preflight check: failures of evaluation or saving occur in the first minute, not after an hour.
 
-Between the first backward pass and its update, when memory is fullest, the run evaluates one microbatch per rank,
-saves a complete checkpoint and removes it. The check does not change the training result.
+Between the first backward pass and its update, when memory is fullest, the run evaluates one microbatch per rank and
+the first batches of each task, saves a complete checkpoint and removes it. The check does not change the training
+result.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def run_preflight(rank_state: RankState, state: TrainState, root: Path, attempt:
     layout, rank = rank_state.run.layout, rank_state.mesh.rank
     if rank_state.validation is not None:
         evaluate(rank_state, first=layout.dp * layout.microbatch)
+    if rank_state.tasks is not None:
+        rank_state.tasks.compute_first_units()
     if rank == 0:
         remove_tree(root / _FOLDER)  # left behind by a killed run
     barrier(rank_state.mesh)

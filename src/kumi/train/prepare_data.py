@@ -77,7 +77,7 @@ def prepare_data(run: ResolvedRun) -> Store:
         workers=_worker_count(run),
         progress=True,
         add_bos=data.add_bos,
-        chat=_chat_options(run),
+        chat=chat_options(run),
         exclude_rows=data.exclude_rows,
     )
     _pack_examples(run, store)
@@ -98,7 +98,7 @@ def _pack_examples(run: ResolvedRun, store: Store) -> None:
 
 def stock_texts(run: ResolvedRun, digests: Collection[str]) -> dict[str, list[str]]:
     """Return the texts of the chat template over the whole conversations of the rows with these `digests`."""
-    return preparation.stock_texts(run_sources(run), _tokenizer(run), digests, _chat_options(run))
+    return preparation.stock_texts(run_sources(run), _tokenizer(run), digests, chat_options(run))
 
 
 def check_rows(run: ResolvedRun, near: bool, against: Sequence[str], write: str | None) -> dict[str, Any]:
@@ -122,7 +122,8 @@ def tokenizer_folder(run: ResolvedRun) -> Path:
     return local_folder(tokenizer) if isinstance(tokenizer, str) else data_folder(run) / TOKENIZER
 
 
-def _chat_options(run: ResolvedRun) -> ChatOptions:
+def chat_options(run: ResolvedRun) -> ChatOptions:
+    """Return how the run renders conversations: its section [data.chat]."""
     return ChatOptions(**run.config.data.chat.model_dump())
 
 

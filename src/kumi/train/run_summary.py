@@ -13,6 +13,7 @@ from typing import Any
 from kumi.config import ResolvedRun, RunConfig
 from kumi.config.run_length import run_steps
 from kumi.errors import OK
+from kumi.evaluation.task_result import METRICS_OF_KIND
 from kumi.storage.folders import latest, step_of
 from kumi.train.best_checkpoint import best_of_run, ended_early
 from kumi.train.measured_steps import estimate_lines
@@ -96,6 +97,7 @@ def summary_lines(run: ResolvedRun, code: int = OK, *, already_finished: bool = 
     ]
     parts += [", ".join(losses)] if losses else []
     parts += [f"validation loss on {line}" for line in source_losses(output.metrics)]
+    parts += list(_task_lines(run))
     best = best_of_run(run.out, run.config.checkpoint.best)
     if best is not None and best.value is not None:
         parts.append(f"best eval/{best.metric} {best.value:.4f}, with the checkpoint of step {best.step}")
@@ -106,6 +108,18 @@ def summary_lines(run: ResolvedRun, code: int = OK, *, already_finished: bool = 
         *_labelled("estimate", list(estimate_lines(run))),
         *_labelled("next", list(next_commands(run, output, code))),
     ]
+
+
+def _task_lines(run: ResolvedRun) -> Iterator[str]:
+    """Yield a line for each task of `run` that was evaluated: the first and the last value of each metric."""
+    entries = read_metrics(run.out / "metrics.jsonl")
+    for task in run.config.eval.tasks:
+        ends = {
+            name: _first_and_last(_values(entries, f"eval/{task.name}/{name}")) for name in METRICS_OF_KIND[task.kind]
+        }
+        texts = [f"{name} {values[0]:.4f} -> {values[1]:.4f}" for name, values in ends.items() if values is not None]
+        if texts:
+            yield f"task {task.name}: {', '.join(texts)}"
 
 
 def _labelled(label: str, parts: list[str]) -> list[str]:

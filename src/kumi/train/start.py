@@ -23,10 +23,9 @@ from kumi.launch.standing import LaunchedRank, launched_rank
 from kumi.report.reading_lines import describe_reading, reading_lines
 from kumi.report.run_description import describe_resolved, make_console, render_description
 from kumi.spec.families import check_trainable
-from kumi.spec.generation_layout import check_generation_layout, gathered_bytes
 from kumi.spec.numerics import parse_numerics
 from kumi.spec.schedules import FULL_BACKWARD
-from kumi.spec.sharding import checkpoint_bytes, state_bytes
+from kumi.spec.sharding import checkpoint_bytes
 from kumi.storage.folders import check_free_space, latest, list_complete, step_of
 from kumi.train.best_checkpoint import check_metric, ended_early
 from kumi.train.callbacks import Listener
@@ -35,7 +34,7 @@ from kumi.train.measure_numerics import with_measured_numerics, with_numerics
 from kumi.train.prepare_data import check_data, open_data, prepare_data
 from kumi.train.run_folder import checkpoint_root, claim_run_folder
 from kumi.train.run_summary import summary_lines
-from kumi.units import format_bytes, format_count
+from kumi.units import format_count
 
 if TYPE_CHECKING:
     from kumi.launch.rendezvous import Rendezvous
@@ -80,7 +79,8 @@ def _lead(run: ResolvedRun, allow_change: Sequence[str], peers: Rendezvous | Non
         store = prepare_data(run)
         print(_data_line(store, run.config.objective.kind), flush=True)
         if run.config.checkpoint.best is not None:
-            check_metric(run.config.checkpoint.best, run.config.objective.build(), store.validation_names)
+            objective, tasks = run.config.objective.build(), run.config.eval.tasks
+            check_metric(run.config.checkpoint.best, objective, store.validation_names, tasks)
         run = with_prepared_data(run)
         trained = _is_trained(run)
         for number, line in enumerate(reading_lines(describe_reading(run, store))):
@@ -138,8 +138,11 @@ def check_run(run: ResolvedRun) -> None:
     check_trainable(run.model)
     _check_compiled(run)
     _check_adapters(run)
-    _check_samples(run)
     check_data(run)
+    if run.config.eval.tasks:
+        from kumi.train.task_evaluation import check_tasks
+
+        check_tasks(run)
     if run.config.model.init == "pretrained":
         _check_weights(run)
     root = checkpoint_root(run.out)
@@ -200,25 +203,6 @@ def _check_adapters(run: ResolvedRun) -> None:
         from kumi.convert.hf.adapter_read import adapters_reader
 
         adapters_reader(Path(os.path.expanduser(section.source)), run.model)
-
-
-def _check_samples(run: ResolvedRun) -> None:
-    """Raise LayoutError if samples during training are asked for, and the layout or its memory does not allow them."""
-    section, layout = run.config.sample, run.layout
-    if not section.prompts or not section.every:
-        return
-    check_generation_layout(layout, f"sample.every={section.every}")
-    if layout.zero == 0:
-        return
-    states = state_bytes(run.model, layout, 0, run.precision, run.optim).total
-    gathered = gathered_bytes(run.model, layout, run.precision)
-    memory = run.cluster.device.memory
-    if states + gathered > memory:
-        raise LayoutError(
-            f"sample.every={section.every} gathers all weights on each device, {format_bytes(gathered)} beside states "
-            f"of {format_bytes(states)}, but a device has {format_bytes(memory)}; set sample.every=0, or layout.tp to "
-            "a higher degree"
-        )
 
 
 def _check_weights(run: ResolvedRun) -> None:

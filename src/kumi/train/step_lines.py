@@ -8,9 +8,10 @@ memory. If not all figures fit, figures that can be computed from others are lef
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kumi.evaluation.task_result import TaskResult
 from kumi.units import format_bytes, format_count, format_seconds
 
 WIDTH = 100
@@ -65,9 +66,25 @@ def source_losses(entry: dict[str, Any]) -> list[str]:
 
 def metric_lines(metrics: Mapping[str, float]) -> list[str]:
     """Return the metrics of an evaluation by name, some in each line."""
+    return _filled([f"{name} {_decimals(value, 4)}" for name, value in metrics.items()])
+
+
+def task_lines(results: Sequence[TaskResult]) -> list[str]:
+    """Return the metrics of tasks with their standard errors, some in each line, after the name of their task."""
+    return [f"{result.name}: {line}" for result in results for line in _filled(_metric_texts(result))]
+
+
+def _metric_texts(result: TaskResult) -> list[str]:
+    return [
+        f"{name} {_decimals(metric.value, 4)}" + ("" if metric.stderr is None else f" ± {_decimals(metric.stderr, 4)}")
+        for name, metric in result.metrics.items()
+    ]
+
+
+def _filled(texts: Sequence[str]) -> list[str]:
+    """Return lines, each with as many of `texts` as have room."""
     lines = [""]
-    for name, value in metrics.items():
-        text = f"{name} {_decimals(value, 4)}"
+    for text in texts:
         if lines[-1] and len(lines[-1]) + len(_GAP) + len(text) > WIDTH - _INDENT:
             lines.append("")
         lines[-1] += f"{_GAP if lines[-1] else ''}{text}"

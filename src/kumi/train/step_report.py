@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from kumi.errors import DivergedError
+from kumi.evaluation.task_result import TaskResult
 from kumi.objectives import SequenceObjective
 from kumi.parallel.grad_norm import LossScale
 from kumi.parallel.run_microbatches import LEAST_IGNORED_SHARE
@@ -17,7 +19,8 @@ from kumi.train.evaluate import Evaluation, means_of
 from kumi.train.metrics import Metrics
 from kumi.train.process_memory import peak_memory
 from kumi.train.step import StepResult
-from kumi.train.step_lines import legend, metric_lines, source_losses
+from kumi.train.step_lines import legend, metric_lines, source_losses, task_lines
+from kumi.train.task_evaluation import task_errors, task_values
 from kumi.train.train_state import RankState, TrainState
 
 
@@ -101,6 +104,17 @@ class Reporter:
                 *(f"on {line}" for line in source_losses(entry)),
                 *metric_lines(result.metrics),
             ]
+            self._metrics.note("\n  ".join(lines), entry)
+            self.listener.evaluation(entry)
+        self._since = time.perf_counter()
+
+    def tasks(self, step: int, results: Sequence[TaskResult]) -> None:
+        """Record the results of tasks after `step` steps, and the seconds that they took since the last step."""
+        if self._metrics is not None:
+            seconds = time.perf_counter() - self._since
+            values = task_values(results) | task_errors(results)
+            entry = {"step": step, **{f"eval/{name}": value for name, value in values.items()}, "time/tasks_s": seconds}
+            lines = [f"step {step} | tasks in {seconds:.3g} s", *task_lines(results)]
             self._metrics.note("\n  ".join(lines), entry)
             self.listener.evaluation(entry)
         self._since = time.perf_counter()

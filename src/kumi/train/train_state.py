@@ -27,6 +27,7 @@ from kumi.spec.numerics import REFERENCE
 from kumi.spec.saved_tensors import model_digest
 from kumi.storage.checkpoint import Piece
 from kumi.train.prepare_data import tokenizer_folder
+from kumi.train.task_evaluation import RunTasks
 from kumi.train.warmup import warmup_meta
 
 
@@ -52,6 +53,7 @@ class RankState:
     validation: SequentialSampler | None  # held-out sequences; None without any
     store: Store
     probe_ids: npt.NDArray[np.int64]  # (3, S): tokens for the comparison of export and model, the same on all ranks
+    tasks: RunTasks | None = None  # the tasks of [eval]; None without any
 
     @cached_property
     def objective(self) -> Objective:

@@ -1,0 +1,53 @@
+"""Check that a run can compute what it asks of the model during training, beside losses: samples, and tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kumi.config.schema import RunConfig
+from kumi.errors import ConfigError, LayoutError
+from kumi.spec.generation_layout import check_generation_layout, gathered_bytes
+from kumi.spec.job import Job
+from kumi.spec.layout import Layout
+from kumi.spec.sharding import state_bytes
+from kumi.units import format_bytes
+
+
+def check_generating_run(config: RunConfig, job: Job, layout: Layout) -> None:
+    """Raise ConfigError if the model has no log-probs for the tasks of `config`; raise LayoutError if samples or
+    replies of tasks are generated during training, and `layout` or its memory does not allow it.
+
+    Scores of tasks are computed by the forward pass of training, on every layout.
+    """
+    tasks = config.eval.tasks
+    if tasks and job.model.head != "lm":
+        raise ConfigError(
+            f"eval.tasks: task {tasks[0].name!r} needs log-probs of tokens, which the reward model that "
+            f"objective.kind={config.objective.kind!r} trains does not compute; remove the tasks"
+        )
+    for key, remedy in _generating(config):
+        check_generation_layout(layout, key)
+        if layout.zero:
+            _check_memory(job, layout, key, remedy)
+
+
+def _generating(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield what generates texts during training, in words for messages, each with the way to leave it out."""
+    sample = config.sample
+    if sample.prompts and sample.every:
+        yield f"sample.every={sample.every}", "set sample.every=0"
+    for task in config.eval.tasks:
+        if task.kind == "exact_match":
+            yield f"task {task.name!r} of eval.tasks, of kind 'exact_match',", "remove the task"
+
+
+def _check_memory(job: Job, layout: Layout, key: str, remedy: str) -> None:
+    """Raise LayoutError if the gathered weights do not fit a device beside the states."""
+    states = state_bytes(job.model, layout, 0, job.precision, job.optim).total
+    gathered = gathered_bytes(job.model, layout, job.precision)
+    if states + gathered > job.cluster.device.memory:
+        raise LayoutError(
+            f"{key} gathers all weights on each device, {format_bytes(gathered)} beside states of "
+            f"{format_bytes(states)}, but a device has {format_bytes(job.cluster.device.memory)}; {remedy}, or set "
+            "layout.tp to a higher degree"
+        )
