@@ -1,4 +1,4 @@
-"""Tasks in a run: the values of `kumi eval` on its checkpoints, on every layout, for the best checkpoint and resumes."""
+"""Tasks in a run: values of `kumi eval` on its checkpoints, on every layout; the best checkpoint by them; resumes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ from kumi.objectives import OBJECTIVES
 from kumi.train.best_checkpoint import BestSoFar, check_metric, is_higher_better
 
 STEPS = 4
+OPTIM = {"lr": 3e-2, "warmup_steps": 0, "schedule": "constant"}
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+# Words, and what a tokenizer may divide them into.
+PIECES = [*WORDS, *(first + second for first in ALPHABET for second in ("", *ALPHABET))]
 TASKS = """
 [[tasks]]
 name = "quiz"
@@ -35,7 +39,7 @@ REPLIES = """
 name = "words"
 kind = "exact_match"
 path = "words.jsonl"
-max_new_tokens = 4
+max_new_tokens = 1
 """
 
 
@@ -53,8 +57,11 @@ def write_tasks(folder: Path, text: str = TASKS) -> None:
     rows = {
         "quiz": quiz,
         "texts": [{"text": words(1, 60)} for _ in range(9)],
-        # A trained model continues with one of few words, so that some replies are right.
-        "words": [{"question": words(2, 5), "answer": [f"{word}{rest}" for word in WORDS for rest in ("", ".")]}] * 3,
+        # A reply is right for half of the questions, by its first letter.
+        "words": [
+            {"question": words(1, 6), "answer": [piece for piece in PIECES if (piece[0] < "m") == (number % 2 == 0)]}
+            for number in range(20)
+        ],
     }
     for name, items in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
@@ -68,6 +75,7 @@ def train(folder: Path, *overrides: str, code: int = 0, **changes) -> Path:
         "train": {"steps": STEPS, "out": "tasked"},
         "precision": {"kind": "fp64"},
         "checkpoint": {"every": 2, "keep": 9},
+        "optim": OPTIM,
     }
     path = run_file(folder, **(sections | changes))
     with contextlib.chdir(folder):
@@ -110,6 +118,7 @@ def test_values_are_those_of_kumi_eval_on_the_checkpoints(alone, capsys):
         assert len(expected) == 2 * (2 + 4 + 1)
         assert values(alone / "tasked", step) == pytest.approx(expected, rel=1e-12)
     assert values(alone / "tasked", 2) != values(alone / "tasked", 4)
+    assert 0 < values(alone / "tasked", 4)["words/exact_match"] < 1
     # Weights of the export are rounded to float32.
     exported = scored(alone, Path("tasked/hf"), capsys)
     assert exported == pytest.approx(values(alone / "tasked", 4), rel=1e-6)
@@ -117,21 +126,22 @@ def test_values_are_those_of_kumi_eval_on_the_checkpoints(alone, capsys):
 
 def test_tasks_change_nothing_of_the_training(alone):
     with contextlib.chdir(alone):
-        path = run_file(alone, train={"steps": STEPS, "out": "plain"}, precision={"kind": "fp64"})
+        changes = {"precision": {"kind": "fp64"}, "optim": OPTIM}
+        path = run_file(alone, train={"steps": STEPS, "out": "plain"}, **changes)
         assert main(["train", str(path)]) == 0
     assert losses(alone / "plain") == losses(alone / "tasked")
 
 
-LAYOUTS = {
-    "tp": {"tp": 2},
-    "dp": {"dp_replicate": 2},
-    "zero-3": {"dp_shard": 2, "zero": 3},
-    "pp": {"pp": 2},
-    "cp": {"cp": 2},
-}
+LAYOUTS = [
+    pytest.param({"tp": 2}, id="tp"),
+    pytest.param({"dp_replicate": 2}, id="dp"),
+    pytest.param({"dp_shard": 2, "zero": 3}, id="zero-3"),
+    pytest.param({"pp": 2}, id="pp"),
+    pytest.param({"cp": 2}, id="cp", marks=pytest.mark.exhaustive),
+]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_values_of_one_rank(small, alone, tmp_path, layout):
     """Replies, too, unless the layout has stages or parts of sequences."""
     folder, generates = small.copy(tmp_path), "pp" not in layout and "cp" not in layout
@@ -149,7 +159,7 @@ def test_the_best_checkpoint_by_a_metric_of_a_task(alone, small, tmp_path, capfd
     folder = small.copy(tmp_path)
     write_tasks(folder)
     section = {"every": 4, "tasks_every": 1, "task_files": ["tasks.toml"]}
-    options = {"eval": section, "train": {"steps": 8, "out": "tasked"}, "optim": {"lr": 3e-2, "warmup_steps": 0}}
+    options = {"eval": section, "train": {"steps": 8, "out": "tasked"}}
     out = train(folder, checkpoint={"every": 9, "keep": 1, "best": "eval/quiz/acc"}, **options)
     accuracies = {step: values(out, step)["quiz/acc"] for step in range(1, 9)}
     best = max(accuracies, key=accuracies.get)
@@ -231,7 +241,8 @@ def test_missing_and_malformed_files_are_refused_before_the_run(refused):
     assert "the tokenizer has no chat template" in error
     error = refused(TASKS.replace("texts", "loss", 1))
     assert "eval.task_files: the task name 'loss' is that of a metric of held-out data" in error
-    assert "eval.task_files: two tasks have the name 'quiz'" in refused(TASKS.replace('"texts"', '"quiz"', 1))
+    error = refused(eval={"every": 2, "task_files": ["tasks.toml", "tasks.toml"]})
+    assert "eval.task_files: two tasks have the name 'quiz'" in error
     assert "eval: tasks_every=3 has no tasks; add [[eval.tasks]]" in refused(eval={"tasks_every": 3})
 
 

@@ -36,6 +36,7 @@ _NESTED = {
     "A source, in `data.sources`": "SourceSection",
     "A tokenizer to train, as `data.tokenizer`": "TrainedTokenizer",
     "[data.chat]": "ChatSection",
+    "A task, in `eval.tasks`": "TaskSection",
 }
 
 

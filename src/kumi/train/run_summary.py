@@ -18,7 +18,7 @@ from kumi.storage.folders import latest, step_of
 from kumi.train.best_checkpoint import best_of_run, ended_early
 from kumi.train.measured_steps import estimate_lines
 from kumi.train.metrics import read_metrics
-from kumi.train.step_lines import source_losses
+from kumi.train.step_lines import decimals, source_losses
 from kumi.units import format_count, format_seconds
 
 
@@ -114,10 +114,13 @@ def _task_lines(run: ResolvedRun) -> Iterator[str]:
     """Yield a line for each task of `run` that was evaluated: the first and the last value of each metric."""
     entries = read_metrics(run.out / "metrics.jsonl")
     for task in run.config.eval.tasks:
-        ends = {
-            name: _first_and_last(_values(entries, f"eval/{task.name}/{name}")) for name in METRICS_OF_KIND[task.kind]
-        }
-        texts = [f"{name} {values[0]:.4f} -> {values[1]:.4f}" for name, values in ends.items() if values is not None]
+        names = METRICS_OF_KIND[task.kind]
+        ends = {name: _first_and_last(_values(entries, f"eval/{task.name}/{name}")) for name in names}
+        texts = [
+            f"{name} {' -> '.join(decimals(value, 4) for value in values)}"
+            for name, values in ends.items()
+            if values is not None
+        ]
         if texts:
             yield f"task {task.name}: {', '.join(texts)}"
 

@@ -66,7 +66,7 @@ def source_losses(entry: dict[str, Any]) -> list[str]:
 
 def metric_lines(metrics: Mapping[str, float]) -> list[str]:
     """Return the metrics of an evaluation by name, some in each line."""
-    return _filled([f"{name} {_decimals(value, 4)}" for name, value in metrics.items()])
+    return _filled([f"{name} {decimals(value, 4)}" for name, value in metrics.items()])
 
 
 def task_lines(results: Sequence[TaskResult]) -> list[str]:
@@ -76,7 +76,7 @@ def task_lines(results: Sequence[TaskResult]) -> list[str]:
 
 def _metric_texts(result: TaskResult) -> list[str]:
     return [
-        f"{name} {_decimals(metric.value, 4)}" + ("" if metric.stderr is None else f" ± {_decimals(metric.stderr, 4)}")
+        f"{name} {decimals(metric.value, 4)}" + ("" if metric.stderr is None else f" ± {decimals(metric.stderr, 4)}")
         for name, metric in result.metrics.items()
     ]
 
@@ -96,9 +96,9 @@ def _figures(entry: dict[str, Any]) -> dict[str, str]:
     mfu, skipped = entry["perf/mfu"], entry.get("train/skipped_updates", 0)
     accuracy = entry.get("train/rewards/accuracies")
     return {
-        "loss": f"loss {_decimals(entry['train/loss'], 4)}",
+        "loss": f"loss {decimals(entry['train/loss'], 4)}",
         "lr": f"lr {entry['train/lr']:.1e}",
-        "norm": f"norm {_decimals(entry['train/grad_norm'], 2)}",
+        "norm": f"norm {decimals(entry['train/grad_norm'], 2)}",
         "skipped": f"skipped {format_count(skipped)}" if skipped else "",
         "tokens": f"{format_count(entry['perf/tokens_per_s'])} tok/s",
         "time": _pair_of_seconds(entry["perf/step_s"], entry["perf/estimated_step_s"]),
@@ -108,7 +108,7 @@ def _figures(entry: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _decimals(value: float, places: int) -> str:
+def decimals(value: float, places: int) -> str:
     """Format `value` with `places` decimals; from 1000 on with 3 significant digits."""
     return f"{value:.{places}f}" if abs(value) < 1000 else f"{value:.3g}"
 
