@@ -124,6 +124,14 @@ def test_values_are_those_of_kumi_eval_on_the_checkpoints(alone, capsys):
     assert exported == pytest.approx(values(alone / "tasked", 4), rel=1e-6)
 
 
+def test_the_model_card_has_the_results_of_tasks(alone):
+    card, final = (alone / "tasked/hf/README.md").read_text(), values(alone / "tasked", 4)
+    assert "Tasks, after step 4:" in card
+    error = final["quiz/acc_stderr"]
+    assert f"| quiz | acc | {final['quiz/acc']:.4f} | {error:.4f} |" in card
+    assert f"| texts | perplexity | {final['texts/perplexity']:.4f} | " in card
+
+
 def test_tasks_change_nothing_of_the_training(alone):
     with contextlib.chdir(alone):
         changes = {"precision": {"kind": "fp64"}, "optim": OPTIM}

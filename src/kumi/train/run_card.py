@@ -11,6 +11,7 @@ from kumi.config import RunConfig
 from kumi.convert.hf.card import CardContents
 from kumi.convert.hf.origin import Origin
 from kumi.data import Store
+from kumi.evaluation.task_result import METRICS_OF_KIND
 from kumi.objectives import Objective
 from kumi.safe_output import inline_markdown
 from kumi.spec.precision import Precision
@@ -46,7 +47,7 @@ def run_card(
         origin=origin,
         license=config.export.license,
         datasets=config.export.datasets,
-        evaluation=_evaluation(config, out, step),
+        evaluation="\n\n".join([_evaluation(config, out, step), *_tasks(config, out, step)]),
     )
 
 
@@ -60,6 +61,25 @@ def _evaluation(config: RunConfig, out: Path, step: int) -> str:
     first = f"After step {entry['step']:,}{which}, on held-out data"
     first += f" of {entry['eval/tokens']:,} tokens." if isinstance(entry.get("eval/tokens"), int) else "."
     return "\n".join([first, *_best_line(config, out, entry["step"]), "", *_table(entry, objective)])
+
+
+def _tasks(config: RunConfig, out: Path, step: int) -> list[str]:
+    """Return the Markdown of the last results of the run's tasks up to `step`; none without results."""
+    names = [(task.name, metric) for task in config.eval.tasks for metric in METRICS_OF_KIND[task.kind]]
+    entries = [
+        entry
+        for entry in read_metrics(out / "metrics.jsonl")
+        if entry["step"] <= step and any(f"eval/{task}/{metric}" in entry for task, metric in names)
+    ]
+    if not entries:
+        return []
+    entry, rows = entries[-1], [["task", "metric", "value", "standard error"], ["---"] * 4]
+    for task, metric in names:
+        key = f"eval/{task}/{metric}"
+        if key in entry:
+            rows.append([inline_markdown(task), metric, _figure(entry[key]), _figure(entry.get(f"{key}_stderr"))])
+    table = [f"| {' | '.join(cells)} |" for cells in rows]
+    return ["\n".join([f"Tasks, after step {entry['step']:,}:", "", *table])]
 
 
 def _best_line(config: RunConfig, out: Path, step: int) -> list[str]:
