@@ -65,3 +65,33 @@ def test_usable_cores_are_those_that_the_process_may_run_on():
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
     assert usable_cores() == len(os.sched_getaffinity(0))
+
+
+# Ends the program when it imports torch, and shows the policy that OpenMP would read then.
+SHOW_POLICY = """
+import os, sys
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            print(os.environ.get("OMP_WAIT_POLICY"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "policy", "expected"),
+    [
+        ("from kumi.cli import main; main(['eval', 'none', '--data', 'a.txt'])", None, "PASSIVE"),
+        ("from kumi.cli import main; main(['generate', 'none', '--prompt', 'a'])", None, "PASSIVE"),
+        ("import kumi; kumi.generate('none', 'a')", None, "PASSIVE"),
+        ("import kumi; kumi.generate('none', 'a')", "ACTIVE", "ACTIVE"),
+    ],
+)
+def test_threads_sleep_before_torch_is_imported(program, policy, expected):
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if policy is None else {"OMP_WAIT_POLICY": policy}
+    command = [sys.executable, "-c", SHOW_POLICY + program]
+    assert (
+        subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout == f"{expected}\n"
+    )

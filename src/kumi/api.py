@@ -17,6 +17,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kumi.process_limits import let_threads_sleep
+
 if TYPE_CHECKING:
     from kumi.config.load import Overrides, RunFile
     from kumi.data import Tokenizer
@@ -137,6 +139,7 @@ def generate(
     Replies are a function of model, prompt, settings and seed, whatever the batch. Raise ConfigError for values out of
     range and for prompts that the model cannot take, FitError if the model and its cache do not fit the free memory.
     """
+    let_threads_sleep()
     from kumi.inference.generation import generate_replies
     from kumi.inference.generation_settings import Flags
 

@@ -178,6 +178,8 @@ def test_wrong_task_files_are_refused(text, message, tmp_path, capsys):
 def test_nothing_to_evaluate_is_refused(capsys):
     assert main(["eval", "nowhere"]) == 2
     assert "give --data FILE, --tasks FILE.toml or --lm-eval NAMES" in capsys.readouterr().err
+    assert main(["eval", "nowhere", "--data", "texts"]) == 2
+    assert "ConfigError: --data path: 'texts' has no suffix that names its format" in capsys.readouterr().err
 
 
 def test_a_stopped_evaluation_goes_on_where_it_was(model_folder, task_folder, tmp_path, capsys, monkeypatch):

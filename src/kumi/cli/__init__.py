@@ -17,6 +17,7 @@ from kumi.cli import bench, convert, data, describe, eval, generate, init, plan,
 from kumi.cli.completion import complete
 from kumi.cli.json_output import json_output
 from kumi.errors import INTERRUPTED, OK, ConfigError, KumiError
+from kumi.process_limits import let_threads_sleep
 from kumi.safe_output import make_output_safe
 
 __all__ = ["main"]
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.run_verb is None:
         parser.print_help()
         return OK
+    let_threads_sleep()  # before a verb imports torch
     with json_output(arguments.json) as arguments.write_json:
         return _run(arguments)
 

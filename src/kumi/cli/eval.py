@@ -121,14 +121,12 @@ def _harness_words(computed: str, arguments: Namespace) -> str:
 
 
 def _tasks(arguments: Namespace) -> list[TaskSection]:
-    """Return the tasks of --data and --tasks. Raise ConfigError if two have the same name."""
-    from kumi.config.task_file import load_tasks
-    from kumi.config.task_section import TaskSection, check_unique
+    """Return the tasks of --data and --tasks. Raise ConfigError for a file of no known format, and if two have the same
+    name."""
+    from kumi.config.task_file import load_tasks, perplexity_task
+    from kumi.config.task_section import check_unique
 
-    tasks = [
-        TaskSection(name=_name(file), kind="perplexity", path=file, text_key=arguments.text_key)
-        for file in arguments.data
-    ]
+    tasks = [perplexity_task(_name(file), file, arguments.text_key) for file in arguments.data]
     tasks += [task for file in arguments.tasks for task in load_tasks(file)]
     try:
         check_unique(tasks)

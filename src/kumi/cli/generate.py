@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from argparse import Namespace
@@ -80,11 +79,6 @@ def _count(text: str) -> int:
 def run(arguments: Namespace) -> int:
     """Generate, or chat. Return the exit code."""
     chats = _check(arguments)
-    from kumi.launch.local import rank_environment
-
-    # Before torch is imported. A token takes hundreds of small operators, and threads that spin at the end of each, on
-    # cores that other programs use, take more than ten times as long.
-    os.environ.update(rank_environment(1, os.environ))
     from kumi.inference.generation import Generation, ModelChoice
     from kumi.inference.generation_settings import Flags, not_applied
 

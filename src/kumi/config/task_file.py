@@ -53,3 +53,11 @@ def with_tasks_of_files(section: EvalSection) -> EvalSection:
     except ValueError as error:
         raise ConfigError(f"eval.task_files: {error}") from None
     return section.model_copy(update={"tasks": tasks, "task_files": ()})
+
+
+def perplexity_task(name: str, file: str, text_key: str) -> TaskSection:
+    """Return the task `name`, the perplexity of the texts of `file`. Raise ConfigError for a file of no known format."""
+    try:
+        return TaskSection(name=name, kind="perplexity", path=file, text_key=text_key)
+    except ValidationError as error:
+        raise ConfigError(f"--data {describe_errors(error, TaskSection)}") from None

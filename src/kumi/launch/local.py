@@ -31,6 +31,7 @@ from kumi.launch.oom import oom_kills
 from kumi.launch.rank_process import RankStart, run_rank
 from kumi.launch.standing import LaunchedRank, interface_to, launched_rank, outward_interface
 from kumi.launch.watch import Watch
+from kumi.process_limits import SLEEPING_THREADS
 
 # The agent handles only this signal, which makes it give up. `signals` handles the others.
 _AGENT_SIGNAL = signal.SIGUSR2
@@ -83,7 +84,7 @@ def rank_environment(nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
     rank 0.
     """
     variables = {
-        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the cores from the other ranks
+        **SLEEPING_THREADS,  # spinning threads would take the cores from the other ranks
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not start CUDA in the parent: a fork cannot use it
     }
     if nproc > 1:
