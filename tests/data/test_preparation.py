@@ -286,7 +286,9 @@ def test_begin_marks_and_special_tokens_in_text_are_counted(tokens, tmp_path, wr
     assert all(ids[0] == tokens.bos_id and ids[-1] == tokens.eos_id for ids in documents(store, "train"))
     assert store.sources[0].special_tokens_in_text == 2
     without = replace(tokens, bos_id=None)
-    with pytest.raises(ConfigError, match="has no bos_token"):
+    with pytest.raises(
+        ConfigError, match=r"names a bos_token .* leave add_bos out, or add bos_token to tokenizer_config"
+    ):
         prepare([source], without, tmp_path / "out", add_bos=True)
 
 

@@ -159,6 +159,24 @@ def test_the_end_mark_is_found_where_hugging_face_writes_it(tokens, tmp_path, fi
     assert (tokenizer.eos_id, tokenizer.bos_id) == (1, None)
 
 
+@pytest.mark.parametrize("token", [{}, {"bos_token": None}, {"bos_token": "<|pad|>"}])
+def test_the_token_that_begins_a_text_is_that_of_transformers(tokens, tmp_path, token):
+    """A bos_token_id of the model's files is no bos of its tokenizer; without one, none is added."""
+    from transformers import AutoTokenizer
+
+    ids = {"bos_token_id": 5, "eos_token_id": 0}
+    folder = edited(
+        tokens,
+        tmp_path,
+        tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", **token},
+        config={"model_type": "qwen2", **ids},
+        generation_config=ids,
+    )
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert load_tokenizer(folder).bos_id == theirs.bos_token_id == (1 if token.get("bos_token") else None)
+    assert theirs("x").input_ids == load_tokenizer(folder).encode("x")
+
+
 def test_an_unknown_end_mark_is_refused(tokens, tmp_path):
     with pytest.raises(ConfigError, match="the eos token is unknown"):
         load_tokenizer(edited(tokens, tmp_path))

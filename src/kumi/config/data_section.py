@@ -70,7 +70,7 @@ class DataSection(Section):
     on_error: Literal["skip", "fail"] = Field(
         "skip", description="A record that cannot be read is skipped and reported, or stops the run."
     )
-    add_bos: Switch = Field(False, description="Begin every document with the tokenizer's BOS token.")
+    add_bos: Switch = Field(False, description="Begin every document with the bos_token of the tokenizer's files.")
     cross_document: Switch = Field(
         False, description="Let attention and prediction cross the boundaries of documents in a sequence."
     )

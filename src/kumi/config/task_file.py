@@ -56,7 +56,7 @@ def with_tasks_of_files(section: EvalSection) -> EvalSection:
 
 
 def perplexity_task(name: str, file: str, text_key: str) -> TaskSection:
-    """Return the task `name`, the perplexity of the texts of `file`. Raise ConfigError for a file of no known format."""
+    """Return the task `name`, the perplexity of the texts of `file`. Raise ConfigError for a file of unknown format."""
     try:
         return TaskSection(name=name, kind="perplexity", path=file, text_key=text_key)
     except ValidationError as error:

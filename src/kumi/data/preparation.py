@@ -99,7 +99,11 @@ def _check_options(
     if on_error not in ("skip", "fail"):
         raise ConfigError(f"on_error={on_error!r} must be 'skip' or 'fail'")
     if add_bos and tokenizer.bos_id is None:
-        raise ConfigError(f"{tokenizer.folder}: add_bos is set, but this tokenizer has no bos_token; leave add_bos out")
+        raise ConfigError(
+            f"{tokenizer.folder}: add_bos is set, but neither tokenizer_config.json nor special_tokens_map.json names "
+            "a bos_token (a bos_token_id of config.json does not count, as in transformers); leave add_bos out, or add "
+            "bos_token to tokenizer_config.json"
+        )
 
 
 def foreign_files(folder: Path) -> list[str]:

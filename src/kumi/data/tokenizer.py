@@ -26,7 +26,13 @@ _SEARCH = 1 << 16
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A loaded tokenizer folder. `vocab_size` is the highest id + 1; `digest` is the SHA-256 of tokenizer.json."""
+    """A loaded tokenizer folder.
+
+    vocab_size: the highest id + 1.
+    digest: SHA-256 of tokenizer.json.
+    bos_id: of the bos_token that the tokenizer's own files name, as in transformers; None without one. The bos_token_id
+        of config.json is a setting of the model: that of Qwen2.5 names the token that ends a text.
+    """
 
     folder: Path
     digest: str
@@ -103,7 +109,10 @@ def load(folder: Path | str) -> Tokenizer:
 
 
 def _special_id(folder: Path, name: str, backend: Any) -> int | None:
-    """Return the id of the special token `name` ("bos" or "eos") in the files of `folder`, or None."""
+    """Return the id of the special token `name` ("bos" or "eos") in the files of `folder`, or None.
+
+    Ids in the model's generation_config.json and config.json count for eos only: every document needs an end.
+    """
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _json(folder / file).get(f"{name}_token")
         content = token.get("content") if isinstance(token, dict) else token
@@ -114,7 +123,7 @@ def _special_id(folder: Path, name: str, backend: Any) -> int | None:
                     f"{folder / file}: {name}_token {content!r} is not in the vocabulary of tokenizer.json"
                 )
             return int(token_id)
-    for file in ("generation_config.json", "config.json"):
+    for file in ("generation_config.json", "config.json") if name == "eos" else ():
         value = _json(folder / file).get(f"{name}_token_id")
         number = value[0] if isinstance(value, list) and len(value) == 1 else value
         if type(number) is int:

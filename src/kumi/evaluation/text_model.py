@@ -5,10 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Protocol
 
-from kumi.data.chat.template import load_tokens
 from kumi.data.tokenizer import Tokenizer
 from kumi.evaluation.rolling_windows import rolling_windows
 from kumi.evaluation.score_requests import Request, Score
@@ -44,15 +42,13 @@ class TextModel:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     encodings: dict[tuple[str, bool], array[int]] | None = None
 
-    @cached_property
+    @property
     def prefix_id(self) -> int:
         """The token before a text without context: the tokenizer's bos, or eos for one without bos.
 
-        A bos_token_id of config.json alone does not count, as in lm-evaluation-harness: Qwen's names a token with which
-        no text begins.
+        Source: lm-evaluation-harness, `HFLM.prefix_token_id`.
         """
-        bos = load_tokens(self.tokenizer.folder).get("bos_token")
-        return self.tokenizer.eos_id if bos is None else int(self.tokenizer.backend.token_to_id(bos))
+        return self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
 
     def encode(self, text: str, *, special: bool | None = None) -> list[int]:
         """Return the ids of `text`, with the special tokens that the tokenizer adds, such as bos.
