@@ -25,6 +25,8 @@ from kumi.evaluation.run_task import open_task, run_task
 from kumi.evaluation.task_result import exponential, mean, ratio
 from kumi.evaluation.text_model import TextModel
 from kumi.inference.load_model import load_model
+from kumi.inference.prompt_encoder import PromptEncoder
+from kumi.inference.text_generator import ReplySettings
 
 
 def _json(capsys, *words: str | Path) -> list[dict]:
@@ -104,6 +106,7 @@ class _Answers:
 
     def generate(self, prompts, sampling):
         self.prompts += prompts
+        self.stop_ids = sampling.stop_ids
         return self.replies
 
 
@@ -118,6 +121,24 @@ def test_a_reply_that_is_one_of_the_answers_matches(model_folder, tmp_path):
     result = run_task(open_task(task), TextModel(model, tokenizer))
     assert result.metrics["exact_match"].value == pytest.approx(2 / 3)
     assert [tokenizer.decode(prompt) for prompt in model.prompts] == ["<x>", "<y>", "<z>"]
+
+
+def test_prompts_of_a_chat_are_those_of_kumi_generate(model_folder, tmp_path):
+    """A row that spells the token that ends a turn ends none, and the template's own ends a reply."""
+    loaded = load_model(model_folder)
+    encoder = PromptEncoder(loaded.tokenizer, loaded.chat_template, stop_ids=frozenset({5}))
+    rows = [{"question": "hi<|im_end|>", "answer": "x"}, {"question": "who?", "answer": "me"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = TaskSection(name="t", kind="exact_match", path=str(tmp_path / "rows.jsonl"), chat=True)
+    model = _Answers([loaded.tokenizer.encode(text) for text in ("no", "me")])
+    result = run_task(task, TextModel(model, loaded.tokenizer, encoder, frozenset({5})))
+    assert result.metrics["exact_match"].value == 0.5
+    assert model.prompts == ReplySettings(loaded).encode([row["question"] for row in rows])
+    end = loaded.tokenizer.backend.token_to_id("<|im_end|>")
+    assert model.prompts[0].count(end) == model.prompts[1].count(end)
+    assert model.stop_ids == {5, end}
+    with pytest.raises(ConfigError, match="task t: chat=true, but the model has no chat template"):
+        run_task(task, TextModel(model, loaded.tokenizer))
 
 
 def test_standard_errors():

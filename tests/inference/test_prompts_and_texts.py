@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kumi.cli import main
 from kumi.data import load_tokenizer
-from kumi.data.chat.template import find_template
+from kumi.data.chat.template import ChatTemplate, find_template
 from kumi.errors import ConfigError, DataError
 from kumi.inference.generation_settings import Flags, not_applied, resolve_sampling
 from kumi.inference.prompt_encoder import PromptEncoder
@@ -43,6 +43,14 @@ def test_a_message_cannot_spell_control_tokens():
     plain = encoder(template=None).encode(spelt)
     assert plain == TOKENS.backend.encode(spelt).ids
     assert special[0] in plain
+
+
+def test_a_rendered_conversation_is_the_text_of_its_tokens():
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert TOKENS.decode(encoder().encode(messages)) == encoder().render(messages)
+    broken = ChatTemplate("{{ raise_exception('no') }}", "a.jinja", "0")
+    with pytest.raises(ConfigError, match=r"a\.jinja:1: the chat template raises 'no'; leave the chat template out"):
+        encoder(template=broken).render(messages)
 
 
 def test_a_system_message_begins_conversations_without_one():

@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +112,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """Return the text of a conversation up to the reply. Raise ConfigError for a reply that is begun already."""
-        if self.model.render_chat is None:
+        if self.model.chat is None:
             raise ConfigError(f"{self._name}: has no chat template; leave --apply-chat-template out")
         if not add_generation_prompt:
             raise ConfigError(
                 "a task begins the reply itself (gen_prefix), which kumi cannot render; leave --apply-chat-template out"
             )
-        return self.model.render_chat(chat_history)
+        return self.model.chat.render(chat_history)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Return a name for the chat template, by which the harness tells its caches apart."""
@@ -149,6 +149,8 @@ def run_harness(tasks: HarnessTasks, model: TextModel, name: str) -> list[TaskRe
         check_task_folder(tasks.include_path)
     if not tasks.trusted:
         _use_sandbox()
+    if tasks.chat and model.chat is not None:
+        model = replace(model, stop_ids=model.chat.stop_ids)
     # Resampling in processes would fork one that has threads.
     os.environ["DISABLE_MULTIPROC"] = "1"
     manager = _manager(tasks)

@@ -17,18 +17,18 @@ from kumi.convert.convert import parse_layout
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.tokenizer import load as load_tokenizer
 from kumi.errors import OK
-from kumi.evaluation.chat_prompts import chat_renderer
 from kumi.evaluation.evaluated_model import EvaluatedModel, lead
 from kumi.evaluation.load_on_mesh import context_length, device_type, load_on_mesh
 from kumi.evaluation.model_digest import model_digest
 from kumi.evaluation.recorded_scores import RecordedScores
 from kumi.evaluation.result_table import plain_results
 from kumi.evaluation.resumed_model import ResumedModel
-from kumi.evaluation.run_task import open_task, render_prompts, run_task
+from kumi.evaluation.run_task import encode_prompts, open_task, run_task
 from kumi.evaluation.text_model import TextModel
 from kumi.files.output import make_folder, write_text
 from kumi.inference.load_model import weight_dtype
 from kumi.inference.model_files import ModelFiles, find_model, stop_ids
+from kumi.inference.prompt_encoder import conversation_encoder
 from kumi.launch import local
 from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.parallel.mesh import build_mesh, close_distributed, init_distributed
@@ -62,6 +62,11 @@ class Evaluation:
     max_length: int | None = None
     base: str | None = None
     checkpoint: str | None = None
+
+    @property
+    def has_conversations(self) -> bool:
+        """True if a task needs the model's chat template."""
+        return any(task.chat for task in self.tasks) or (self.harness is not None and self.harness.chat)
 
 
 class StoppedError(Exception):
@@ -143,18 +148,19 @@ def _run_tasks(
         if flag.requested is not None:
             raise StoppedError(flag.requested)
 
-    renderer, stops = chat_renderer(files.chat, files.tokenizer_folder), stop_ids(files, tokenizer)
+    stops = stop_ids(files, tokenizer)
+    chat = conversation_encoder(tokenizer, files.chat, stops) if evaluation.has_conversations else None
     results = []
     with _recorded(evaluation, digest, dtype, model.max_length) as recorded:
         for task in evaluation.tasks:
             resumed = ResumedModel(model, recorded, title=f"{name}: {task.name}", check=check)
-            rendered = render_prompts(open_task(task), renderer)
-            results.append(run_task(rendered, TextModel(resumed, tokenizer, renderer, stops)))
+            encoded = encode_prompts(open_task(task), chat)
+            results.append(run_task(encoded, TextModel(resumed, tokenizer, chat, stops)))
         if evaluation.harness is not None:
             from kumi.evaluation.harness import run_harness
 
             resumed = ResumedModel(model, recorded, title=f"{name}: lm-eval", check=check)
-            text_model = TextModel(resumed, tokenizer, renderer, stops)
+            text_model = TextModel(resumed, tokenizer, chat, stops)
             results += run_harness(evaluation.harness, text_model, f"{name}-{files.tokenizer_folder}")
     return _plain(name, files, dtype, model, digest) | {"tasks": plain_results(results)}
 

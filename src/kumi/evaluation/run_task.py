@@ -1,6 +1,6 @@
 """kumi's own tasks: perplexity of texts, multiple choice, exact match.
 
-task = render_prompts(open_task(section), renderer)     # reads and checks all rows, without a model
+task = encode_prompts(open_task(section), chat)     # reads and checks all rows, without a model
 result = run_task(task, model)
 """
 
@@ -14,7 +14,8 @@ from kumi.config.task_section import TaskSection
 from kumi.errors import ConfigError
 from kumi.evaluation.task_result import Metric, TaskResult, mean, perplexities
 from kumi.evaluation.task_rows import answers_of, choices_of, documents, prompt_of, right_choice, rows
-from kumi.evaluation.text_model import RenderChat, TextModel
+from kumi.evaluation.text_model import TextModel
+from kumi.inference.prompt_encoder import PromptEncoder
 from kumi.inference.sampling import Sampling
 
 
@@ -23,11 +24,13 @@ class OpenTask:
     """A task with the rows of its file, checked.
 
     rows: for 'perplexity' texts; for 'multiple_choice' (prompt, choices, index of the right one); for 'exact_match'
-    (prompt, answers).
+    (place in the file, prompt, answers), where the prompt is a text, or the ids of a conversation.
+    stop_ids: ids that end a reply to a conversation.
     """
 
     section: TaskSection
     rows: Sequence[Any]
+    stop_ids: frozenset[int] = frozenset()
 
 
 def open_task(task: TaskSection) -> OpenTask:
@@ -36,20 +39,23 @@ def open_task(task: TaskSection) -> OpenTask:
     return OpenTask(task, read(task))
 
 
-def render_prompts(task: OpenTask, render_chat: RenderChat | None) -> OpenTask:
-    """Return `task` with its prompts rendered as messages of a user, if it asks for that.
+def encode_prompts(task: OpenTask, chat: PromptEncoder | None) -> OpenTask:
+    """Return `task` with its prompts encoded as messages of a user, if it asks for that.
 
-    `render_chat`: None for a model without a chat template, which such a task cannot use: ConfigError is raised.
+    `chat`: None for a model without a chat template, which such a task cannot use. Raise ConfigError for that, and for
+    a prompt that the template refuses.
     """
+    name = task.section.name
     if not task.section.chat:
         return task
-    if render_chat is None:
+    if chat is None:
         raise ConfigError(
-            f"task {task.section.name}: chat=true, but the model has no chat template; set chat=false, or name a chat "
-            "model"
+            f"task {name}: chat=true, but the model has no chat template; set chat=false, or name a chat model"
         )
-    rows = [(render_chat([{"role": "user", "content": prompt}]), answers) for prompt, answers in task.rows]
-    return replace(task, rows=rows)
+    rows = [
+        (place, chat.encode(prompt, where=f"task {name}: {place}"), answers) for place, prompt, answers in task.rows
+    ]
+    return replace(task, rows=rows, stop_ids=chat.stop_ids)
 
 
 def run_task(task: OpenTask, model: TextModel) -> TaskResult:
@@ -86,19 +92,23 @@ def _multiple_choice(task: OpenTask, model: TextModel) -> Mapping[str, Metric]:
     return {"acc": mean(right), "acc_norm": mean(right_by_byte)}
 
 
-def _prompts(task: TaskSection) -> list[tuple[str, list[str]]]:
-    """Return the prompt and the answers of each row."""
-    return [(prompt_of(task, place, row), answers_of(task, place, row)) for place, row in rows(task)]
+def _prompts(task: TaskSection) -> list[tuple[str, str, list[str]]]:
+    """Return the place, the prompt and the answers of each row."""
+    return [(place, prompt_of(task, place, row), answers_of(task, place, row)) for place, row in rows(task)]
 
 
 def _exact_match(task: OpenTask, model: TextModel) -> Mapping[str, Metric]:
     """`exact_match`: the greedy reply is one of the answers, white space around both left out."""
     section = task.section
     sampling = Sampling(max_new_tokens=section.max_new_tokens, temperature=0.0, stop_strings=section.stop)
-    replies = model.replies([prompt for prompt, _ in task.rows], sampling)
+    prompts = [prompt for _, prompt, _ in task.rows]
+    if section.chat:
+        replies = model.replies_to(prompts, replace(sampling, stop_ids=task.stop_ids))
+    else:
+        replies = model.replies(prompts, sampling)
     right = [
         float(reply.strip() in {answer.strip() for answer in answers})
-        for reply, (_, answers) in zip(replies, task.rows, strict=True)
+        for reply, (_, _, answers) in zip(replies, task.rows, strict=True)
     ]
     return {"exact_match": mean(right)}
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from kumi.data.tokenizer import Tokenizer
 from kumi.evaluation.rolling_windows import rolling_windows
 from kumi.evaluation.score_requests import Request, Score
+from kumi.inference.prompt_encoder import PromptEncoder
 from kumi.inference.sampling import Sampling
-
-# Messages of a conversation -> its text up to the reply.
-RenderChat = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
 class TokenModel(Protocol):
@@ -31,14 +29,15 @@ class TokenModel(Protocol):
 class TextModel:
     """A model of texts.
 
-    render_chat: None for a model without a chat template.
-    stop_ids: ids that end a reply.
+    chat: encodes conversations for lm-evaluation-harness; None for a model without a chat template, or if no task has
+    conversations.
+    stop_ids: ids that end a reply to a plain text.
     encodings: the ids of texts so far, for tasks that are evaluated again and again; None keeps none.
     """
 
     model: TokenModel
     tokenizer: Tokenizer
-    render_chat: RenderChat | None = None
+    chat: PromptEncoder | None = None
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     encodings: dict[tuple[str, bool], array[int]] | None = None
 
@@ -110,13 +109,17 @@ class TextModel:
         return rolling_windows(ids, self.prefix_id, self.model.max_length, stride)
 
     def replies(self, prompts: Sequence[str], sampling: Sampling) -> list[str]:
-        """Return the reply to each prompt, up to the first of the stop strings. Special tokens are left out.
+        """Return the reply to each prompt, a text to continue; see `replies_to`."""
+        ids = [self.encode(prompt) or [self.prefix_id] for prompt in prompts]
+        return self.replies_to(ids, replace(sampling, stop_ids=sampling.stop_ids | self.stop_ids))
+
+    def replies_to(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[str]:
+        """Return the reply to the ids of each prompt, up to the first of the stop strings, without special tokens.
 
         Prompts that leave no room for `max_new_tokens` lose their first tokens.
         """
         room = max(1, self.model.max_length - sampling.max_new_tokens)
-        ids = [(self.encode(prompt) or [self.prefix_id])[-room:] for prompt in prompts]
-        sampling = replace(sampling, stop_ids=sampling.stop_ids | self.stop_ids)
+        ids = [prompt[-room:] for prompt in prompts]
         texts = [
             str(self.tokenizer.backend.decode(reply, skip_special_tokens=True))
             for reply in self.model.generate(ids, sampling)

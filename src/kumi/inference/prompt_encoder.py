@@ -9,7 +9,7 @@ from kumi.data.chat.control_tokens import ControlTokens
 from kumi.data.chat.encode import ConversationEncoder
 from kumi.data.chat.masked import RowRefused
 from kumi.data.chat.sandbox import Renderer
-from kumi.data.chat.template import ChatTemplate, load_tokens
+from kumi.data.chat.template import ChatTemplate, find_template, load_tokens
 from kumi.data.formats import Format, PlainText, to_example
 from kumi.data.tokenizer import Tokenizer
 from kumi.errors import ConfigError
@@ -46,12 +46,12 @@ class PromptEncoder:
                 f"{tokenizer.folder}: a system message needs a chat template, and the tokenizer has none or it is "
                 "turned off; put the text into the prompt"
             )
-        self._tokenizer, self._system, self._encoder = tokenizer, system, None
+        self._tokenizer, self._template, self._system = tokenizer, template, system
         self.stop_ids = stop_ids
         if template is None:
             return
         options = options or ChatOptions()
-        renderer = Renderer(
+        self._renderer = Renderer(
             template,
             load_tokens(tokenizer.folder),
             options.template_kwargs,
@@ -59,10 +59,10 @@ class PromptEncoder:
             timeout_s=options.timeout_s,
             memory_gib=options.memory_gib,
         )
-        self.stop_ids |= _turn_end(renderer, tokenizer, template)
+        self.stop_ids |= _turn_end(self._renderer, tokenizer, template)
         added = tokenizer.backend.get_added_tokens_decoder()
         stops = [added[number].content for number in sorted(self.stop_ids) if number in added]
-        self._encoder = ConversationEncoder(renderer, tokenizer, stops, options.turns)
+        self._encoder = ConversationEncoder(self._renderer, tokenizer, stops, options.turns)
 
     def encode(self, prompt: Prompt, row: Mapping[str, Any] | None = None, where: str = "the prompt") -> list[int]:
         """Return the ids of a prompt: with a template, up to the beginning of the reply.
@@ -70,7 +70,7 @@ class PromptEncoder:
         row: further columns, such as "tools" and "chat_template_kwargs". Raise ConfigError, which begins with `where`,
         for a prompt that cannot be read or rendered, or that is messages for a model without template.
         """
-        if self._encoder is None:
+        if self._template is None:
             if not isinstance(prompt, str):
                 raise ConfigError(
                     f"{where}: has messages, but {self._tokenizer.folder} has no chat template or it is turned off; "
@@ -87,6 +87,31 @@ class PromptEncoder:
         except RowRefused as refused:
             raise ConfigError(f"{where}: {refused.reason}; change it, or turn the chat template off") from None
         return list(unit.sequences[0].ids)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of a conversation up to the beginning of the reply, for programs that encode it themselves.
+
+        Spellings of control tokens in it are not marked as text. Raise ConfigError for messages that the template
+        refuses.
+        """
+        try:
+            self._renderer.limits.start()
+            return self._renderer.render(messages, prompt=True)
+        except RowRefused as refused:
+            raise ConfigError(
+                f"a prompt cannot be rendered: {refused.reason}; leave the chat template out, or correct it"
+            ) from None
+        finally:
+            self._renderer.limits.end()
+
+
+def conversation_encoder(tokenizer: Tokenizer, options: ChatOptions, stop_ids: frozenset[int]) -> PromptEncoder | None:
+    """Return the encoder of conversations for the template of `options`, else that of the tokenizer; None without one.
+
+    stop_ids: ids that end a reply, beside the end of a turn.
+    """
+    template = find_template(options, tokenizer.folder)
+    return None if template is None else PromptEncoder(tokenizer, template, stop_ids=stop_ids, options=options)
 
 
 def _turn_end(renderer: Renderer, tokenizer: Tokenizer, template: ChatTemplate) -> frozenset[int]:

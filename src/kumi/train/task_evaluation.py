@@ -16,14 +16,14 @@ from kumi.config import ResolvedRun
 from kumi.convert.hf.write_folder import read_generation
 from kumi.data import load_tokenizer
 from kumi.data.chat.template import load_template
-from kumi.evaluation.chat_prompts import chat_renderer
 from kumi.evaluation.evaluated_model import EvaluatedModel, lead, lead_and_share
 from kumi.evaluation.load_on_mesh import context_length
 from kumi.evaluation.resumed_model import ResumedModel
-from kumi.evaluation.run_task import OpenTask, open_task, render_prompts, run_task
+from kumi.evaluation.run_task import OpenTask, encode_prompts, open_task, run_task
 from kumi.evaluation.task_result import TaskResult
 from kumi.evaluation.text_model import TextModel
 from kumi.inference.model_files import reply_ends
+from kumi.inference.prompt_encoder import conversation_encoder
 from kumi.parallel.mesh import Mesh
 from kumi.train.prepare_data import chat_options, tokenizer_folder
 
@@ -57,8 +57,10 @@ class RunTasks:
         self._encodings: dict[tuple[str, bool], array[int]] = {}
         self._tasks: list[OpenTask] = []
         if mesh.rank == 0:
-            renderer = chat_renderer(chat, folder)
-            self._tasks = [render_prompts(open_task(task), renderer) for task in run.config.eval.tasks]
+            tasks = run.config.eval.tasks
+            has_conversations = any(task.chat for task in tasks)
+            encoder = conversation_encoder(self._tokenizer, chat, self._stop_ids) if has_conversations else None
+            self._tasks = [encode_prompts(open_task(task), encoder) for task in tasks]
 
     def evaluate(self) -> list[TaskResult]:
         """Return the results of all tasks, on every rank. Every rank must call it."""
