@@ -134,6 +134,10 @@ def test_chat_remembers_its_turns_and_answers_commands(folder):
     first = session.answer("hello")
     second = session.answer("more")
     assert [message["content"] for message in session.messages] == ["hello", first, "more", second]
+    prompts = [generation.settings.encode([session.messages[:count]])[0] for count in (1, 3)]
+    new = f"{session.cache.computed} of {len(prompts[1])} prompt tokens computed"
+    assert session.cache.computed < len(prompts[1]) - len(prompts[0])
+    assert shown.getvalue().count(new) == 1
     (alone,) = kumi.generate(folder, [session.messages[:3]], max_new_tokens=4, temperature=0)
     assert alone.text == second  # the reply to the conversation, not to its last turn
     session.reset()

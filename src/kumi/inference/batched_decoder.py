@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from kumi.errors import ModelError
+from kumi.inference.conversation_cache import ConversationCache
 from kumi.inference.noise import position_key, sequence_key
 from kumi.inference.sampling import Sampling, choose_tokens
-from kumi.nn.attention.cached_attention import PackedPrompt, PromptStep, TokenStep
+from kumi.nn.attention.cached_attention import ExtendStep, PackedPrompt, PromptStep, TokenStep
 from kumi.nn.decoder import Decoder
 from kumi.nn.generation_cache import CachedTokens, GenerationCache
 from kumi.nn.packed_products import packed_products
@@ -148,6 +149,31 @@ class BatchedDecoder:
         finally:
             self.decoder.train(training)
 
+    @torch.no_grad()
+    def converse(
+        self,
+        conversation: ConversationCache,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        on_token: OnToken | None = None,
+    ) -> Iterator[Reply]:
+        """Yield the reply to `prompt`, as `generate` does, on one device.
+
+        Only the tokens of `prompt` are computed that `conversation` does not have of earlier prompts and replies; it
+        has those of this turn afterwards, also if the turn is interrupted.
+        """
+        assert self.mesh is None, "a conversation is on one device"
+        limit = self._check([prompt], sampling)
+        sequence = _Sequence(0, 0, prompt, sequence_key(sampling.seed, prompt, 0))
+        training = self.decoder.training
+        self.decoder.eval()
+        try:
+            with packed_products(self.decoder, 1):
+                yield from _ConversationBatch(self, sampling, sequence, limit, conversation, on_token).run()
+        finally:
+            self.decoder.train(training)
+
     def _share(self, count: int) -> range:
         """Return the indices of this data-parallel rank's prompts."""
         if self.mesh is None:
@@ -186,6 +212,7 @@ class _Batch:
         limit: int,
         capacity: int,
         on_token: OnToken | None,
+        cache: GenerationCache | None = None,
     ) -> None:
         self.owner, self.sampling, self.waiting, self.limit = owner, sampling, waiting, limit
         self.on_token = on_token
@@ -193,7 +220,7 @@ class _Batch:
         slots = min(owner.slots, max(1, len(waiting)))
         slots += -slots % owner.multiple
         self.slots = slots
-        self.cache = GenerationCache(
+        self.cache = cache or GenerationCache(
             decoder.spec, slots, capacity, dtype=decoder.compute_dtype, device=owner.device, tp=owner.tp
         )
         self.active: list[_Sequence] = []
@@ -340,3 +367,49 @@ class _Batch:
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, device=self.owner.device)
+
+
+class _ConversationBatch(_Batch):
+    """One sequence, which goes on where its conversation's cache is."""
+
+    def __init__(
+        self,
+        owner: BatchedDecoder,
+        sampling: Sampling,
+        sequence: _Sequence,
+        limit: int,
+        conversation: ConversationCache,
+        on_token: OnToken | None,
+    ) -> None:
+        capacity = min(limit, sequence.length + sampling.max_new_tokens)
+        if conversation.cache is not None:
+            conversation.cache.grow(capacity)
+        super().__init__(owner, sampling, deque([sequence]), limit, capacity, on_token, conversation.cache)
+        self.conversation, conversation.cache = conversation, self.cache
+
+    def _start_prompts(self) -> Iterator[Reply]:
+        """Compute the tokens of the waiting sequence that the cache lacks, and draw the next one."""
+        sequence, conversation = self.waiting.popleft(), self.conversation
+        tokens = sequence.tokens
+        start, stop = conversation.shared(tokens, self.switch), len(tokens)
+        if not sequence.ids:  # not a second time, for a change of rotations
+            conversation.computed = stop - start
+        conversation.begin_pass(start, stop)
+        step = ExtendStep(0, start, stop) if start else PromptStep((PackedPrompt(0, stop, (0,)),))
+        logits = self.owner.decoder(
+            self._tensor([tokens[start:]]),
+            position_ids=self._tensor([list(range(start, stop))]),
+            head_positions=self._tensor([stop - start - 1]),
+            cached=CachedTokens(self.cache, step),
+        )
+        self.active.append(sequence)
+        yield from self._draw(logits, [sequence])
+
+    def _extend(self) -> Iterator[Reply]:
+        length = len(self.conversation.tokens)
+        self.conversation.begin_pass(length, length + 1)
+        yield from super()._extend()
+
+    def _draw(self, logits: Tensor, sequences: list[_Sequence]) -> Iterator[Reply]:
+        self.conversation.end_pass(sequences[0].tokens)
+        yield from super()._draw(logits, sequences)

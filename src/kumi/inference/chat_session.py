@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kumi.errors import KumiError
+from kumi.inference.conversation_cache import ConversationCache
 from kumi.inference.generation import Generation
 from kumi.safe_output import visible
 
@@ -14,15 +15,17 @@ HELP = "/reset begins a new conversation, /exit or Ctrl-D ends; Ctrl-C ends a re
 
 
 class ChatSession:
-    """The turns of a conversation so far. `write`: shows text, which is escaped already."""
+    """The turns of a conversation so far, and their cache. `write`: shows text, which is escaped already."""
 
     def __init__(self, generation: Generation, write: Callable[[str], None]) -> None:
         self._generation, self._settings, self._write = generation, generation.settings, write
         self.messages: list[dict[str, Any]] = []
+        self.cache = ConversationCache()
 
     def reset(self) -> None:
         """Forget all turns."""
         self.messages.clear()
+        self.cache.forget()
 
     def answer(self, text: str) -> str:
         """Show the reply to `text` as it is generated, and add both to the conversation; return the reply.
@@ -34,7 +37,7 @@ class ChatSession:
         has_template = self._settings.template is not None
         messages = [*self.messages, {"role": "user", "content": text}]
         [prompt] = self._settings.encode([messages if has_template else text])
-        generator = self._generation.generator([prompt])
+        generator = self._generation.generator([prompt], cache_bytes=self.cache.nbytes)
         stream = self._settings.stream(prompt)
         started, finish, count = time.monotonic(), "interrupted", 0
 
@@ -44,13 +47,14 @@ class ChatSession:
             self._write(visible(stream.grow(ids)))
 
         try:
-            for reply in generator.generate([prompt], on_token=show):
+            for reply in generator.converse(self.cache, prompt, on_token=show):
                 self._write(visible(stream.grow(reply.ids, ended=True)))
                 finish, count = reply.finish, len(reply.ids)
         except KeyboardInterrupt:
             pass
         seconds = time.monotonic() - started
-        self._write(f"\n({finish}, {count} tokens, {count / max(seconds, 1e-9):.0f} tokens/s)\n")
+        rate, computed = count / max(seconds, 1e-9), f"{self.cache.computed} of {len(prompt)} prompt tokens computed"
+        self._write(f"\n({finish}, {count} tokens, {rate:.0f} tokens/s, {computed})\n")
         if has_template:
             self.messages = [*messages, {"role": "assistant", "content": stream.text}]
         return stream.text

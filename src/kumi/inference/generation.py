@@ -76,8 +76,10 @@ class Generation:
         assert self._files is not None, "only the files of a model have a digest"
         return f"{weights_digest(self._files)[:16]}-{self.dtype}-{self.settings.digest()[:16]}"
 
-    def generator(self, prompts: Sequence[Sequence[int]], *, samples: int = 1) -> TextGenerator:
+    def generator(self, prompts: Sequence[Sequence[int]], *, samples: int = 1, cache_bytes: int = 0) -> TextGenerator:
         """Return the generator for the encoded `prompts`, after loading the weights if they are not in memory.
+
+        cache_bytes: of a cache in memory that becomes part of the generator's.
 
         Raise ConfigError for prompts that the model cannot take, FitError if they need more memory than is free.
         """
@@ -85,11 +87,12 @@ class Generation:
         check_prompts(prompts, self.spec)
         context = max(map(len, prompts), default=1) + self.settings.sampling.max_new_tokens
         longest = longest_text(self.spec)
+        free = free_bytes(self.device)
         batch, _ = fitting_batch(
             self.spec,
             self.dtype,
             context if longest is None else min(context, longest),
-            free_bytes(self.device),
+            None if free is None else free + cache_bytes,
             batch_size=self._batch_size,
             most=min(BATCH_SIZE, max(1, len(prompts) * samples)),
             loaded=self._model is not None,

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from kumi.errors import ConfigError
-from kumi.inference.batched_decoder import BatchedDecoder, OnToken
+from kumi.inference.batched_decoder import BatchedDecoder, OnToken, Reply
+from kumi.inference.conversation_cache import ConversationCache
 from kumi.inference.generation_settings import Flags, resolve_sampling
 from kumi.inference.load_model import LoadedModel, ModelTexts
 from kumi.inference.prompt_encoder import Prompt, PromptEncoder
@@ -113,8 +114,22 @@ class TextGenerator:
         check_samples(samples, self.settings.sampling)
         check_prompts(prompts, self.spec)
         for reply in self._decoder.generate(prompts, self.settings.sampling, samples=samples, on_token=on_token):
-            text = self.settings.text(prompts[reply.prompt], reply.ids)
-            yield TextReply(reply.prompt, reply.sample, text, reply.ids, reply.log_probs, reply.finish)
+            yield self._text_reply(prompts[reply.prompt], reply)
+
+    def converse(
+        self, conversation: ConversationCache, prompt: Sequence[int], *, on_token: OnToken | None = None
+    ) -> Iterator[TextReply]:
+        """Yield the reply to the encoded `prompt`, computing only the tokens that `conversation` does not have.
+
+        Raise ConfigError as `generate` does.
+        """
+        check_prompts([prompt], self.spec)
+        for reply in self._decoder.converse(conversation, prompt, self.settings.sampling, on_token=on_token):
+            yield self._text_reply(prompt, reply)
+
+    def _text_reply(self, prompt: Sequence[int], reply: Reply) -> TextReply:
+        text = self.settings.text(prompt, reply.ids)
+        return TextReply(reply.prompt, reply.sample, text, reply.ids, reply.log_probs, reply.finish)
 
 
 def longest_text(spec: ModelSpec) -> int | None:

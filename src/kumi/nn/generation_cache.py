@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kumi.nn.attention.attention_context import AttentionContext, document_lengths
-from kumi.nn.attention.cached_attention import AttentionCache, LatentCache, Step, TokenStep
+from kumi.nn.attention.cached_attention import AttentionCache, ExtendStep, LatentCache, PromptStep, Step, TokenStep
 from kumi.nn.mamba_cache import MambaCache
 from kumi.nn.mamba_scan import ScanInputs
 from kumi.spec import model
@@ -30,20 +30,37 @@ class GenerationCache:
     def __init__(
         self, spec: ModelSpec, slots: int, capacity: int, *, dtype: torch.dtype, device: torch.device, tp: int = 1
     ) -> None:
-        name = str(dtype).removeprefix("torch.")
-
-        def allocate(tensor: CacheTensor) -> Tensor:
-            shape = tensor.shape(capacity, tp)
-            if tensor.grows and len(shape) == 3:  # heads before positions, as the products of attention need them
-                shape = (shape[1], shape[0], shape[2])
-            return torch.zeros(slots, *shape, dtype=getattr(torch, tensor.dtype(name)), device=device)
-
-        self.slots, self.capacity = slots, capacity
+        self.spec, self.slots, self.capacity, self.tp = spec, slots, capacity, tp
+        self.dtype, self.device = dtype, device
         self.layers: list[MixerCache | None] = []
-        for layer, state in zip(spec.layers, cache_layers(spec), strict=True):
-            tensors = [allocate(tensor) for tensor in state.tensors]
+        for layer, tensors in zip(spec.layers, self._allocate(capacity), strict=True):
             build = None if layer.attention is None else _CACHES[type(layer.attention)]
             self.layers.append(None if build is None else build(tensors))
+
+    def _allocate(self, capacity: int) -> Iterator[list[Tensor]]:
+        """Yield the tensors of each layer, zeros for `capacity` positions."""
+        name = str(self.dtype).removeprefix("torch.")
+
+        def allocate(tensor: CacheTensor) -> Tensor:
+            shape = tensor.shape(capacity, self.tp)
+            if tensor.grows and len(shape) == 3:  # heads before positions, as the products of attention need them
+                shape = (shape[1], shape[0], shape[2])
+            return torch.zeros(self.slots, *shape, dtype=getattr(torch, tensor.dtype(name)), device=self.device)
+
+        for state in cache_layers(self.spec):
+            yield [allocate(tensor) for tensor in state.tensors]
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` positions, layer by layer. Sequences have at most the positions there are so far."""
+        if capacity <= self.capacity:
+            return
+        for cache, tensors in zip(self.layers, self._allocate(capacity), strict=True):
+            for tensor, larger in zip(() if cache is None else cache.tensors, tensors, strict=True):
+                # A sequence that fits has not gone round its window yet: its places stay.
+                larger[tuple(map(slice, tensor.shape))] = tensor
+            if cache is not None and not isinstance(cache, MambaCache):
+                cache.tensors = tuple(tensors)
+        self.capacity = capacity
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +84,8 @@ class CachedTokens:
     def lengths(self, tokens: Tensor, document_ids: Tensor | None) -> int | Tensor:
         if isinstance(self.step, TokenStep):
             return self.step.lengths[:, None] + 1
+        if isinstance(self.step, ExtendStep):
+            return self.step.stop
         return document_lengths(tokens, document_ids)
 
     def contexts(self, context: AttentionContext) -> list[AttentionContext]:
@@ -91,13 +110,13 @@ class _BoundLatents:
 
     @property
     def attends(self) -> bool:
-        return isinstance(self.step, TokenStep)
+        return not isinstance(self.step, PromptStep)
 
     def store(self, latents: Tensor, keys: Tensor) -> None:
         self.cache.store(self.step, latents, keys)
 
     def attend(self, q: Tensor, up: Callable[[], Tensor], nope_size: int) -> Tensor:
-        assert isinstance(self.step, TokenStep), "whole prompts attend to their own tokens"
+        assert not isinstance(self.step, PromptStep), "whole prompts attend to their own tokens"
         return self.cache.attend(self.step, q, up, nope_size)
 
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kumi.nn.attention.cached_attention import Step, TokenStep, copy_slot
+from kumi.nn.attention.cached_attention import ExtendStep, Step, TokenStep, copy_slot
 from kumi.nn.dtypes import wide
 from kumi.nn.mamba import Convolution
-from kumi.nn.mamba_scan import ScanInputs, final_state, scan, scan_step
+from kumi.nn.mamba_scan import ScanInputs, continue_scan, final_state, scan, scan_step
 
 
 class MambaCache:
@@ -35,6 +35,8 @@ class MambaCache:
         pairs = list(zip(convolutions, inputs, self.tensors, strict=False))
         if isinstance(step, TokenStep):
             return [_convolve_token(convolution, x, tail) for convolution, x, tail in pairs]
+        if isinstance(step, ExtendStep):
+            return [_convolve_more(convolution, x, tail[step.slot]) for convolution, x, tail in pairs]
         for _, x, tail in pairs:
             for prompt in step.prompts:
                 last = x[0, max(prompt.start, prompt.stop - tail.shape[1]) : prompt.stop]
@@ -49,6 +51,9 @@ class MambaCache:
             count = len(inputs.x)
             out, states[:count] = scan_step(inputs, states[:count])
             return out
+        if isinstance(step, ExtendStep):
+            out, states[step.slot] = continue_scan(inputs, states[step.slot])
+            return out
         for prompt in step.prompts:
             state = final_state(inputs, prompt.start, prompt.stop)
             for slot in prompt.slots:
@@ -58,6 +63,15 @@ class MambaCache:
     def copy(self, source: int, target: int) -> None:
         """Copy slot `source` to slot `target`."""
         copy_slot(self.tensors, source, target)
+
+
+def _convolve_more(convolution: Convolution, x: Tensor, tail: Tensor) -> Tensor:
+    """Return the convolution (1, T, C) of new tokens `x` after those in `tail` (kernel - 1, C), and move the last ones
+    into it."""
+    window = torch.cat((tail[None], x), dim=1)
+    tail.copy_(window[0, len(window[0]) - len(tail) :])
+    out: Tensor = convolution(window, None)[:, len(tail) :]
+    return out
 
 
 def _convolve_token(convolution: Convolution, x: Tensor, tail: Tensor) -> Tensor:

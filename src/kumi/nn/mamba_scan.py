@@ -341,6 +341,21 @@ def final_state(inputs: ScanInputs, start: int, stop: int) -> Tensor:
 
 
 @torch.no_grad()
+def continue_scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return y (1, S, H, P) of the positions of a document after `state` (H, P, N), and the new state.
+
+    The recurrence is linear: `state` adds to each position its decayed product with c.
+    """
+    _, steps, rate = _steps(inputs)
+    exact = steps.dtype if steps.device.type == "mps" else torch.float64
+    decay = (steps[0].to(exact) * rate).cumsum(0).exp().to(steps.dtype)
+    c, groups = inputs.c[0].to(steps.dtype), inputs.b.shape[2]
+    read = torch.einsum("sgn,grpn->sgrp", c, state.view(groups, -1, *state.shape[1:])).flatten(1, 2)
+    y = scan(inputs).to(steps.dtype) + read * decay[..., None]
+    return y.to(inputs.x.dtype), final_state(inputs, 0, len(c)) + decay[-1, :, None, None] * state
+
+
+@torch.no_grad()
 def scan_step(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return y (B, 1, H, P) of one position after `state` (B, H, P, N), and the new state."""
     _, steps, rate = _steps(inputs)

@@ -50,6 +50,13 @@ class CacheTensor:
             return 1
         return length if self.window is None else min(length, self.window)
 
+    def can_shorten(self, length: int, to: int) -> bool:
+        """Return True if the tensor of a sequence of `length` tokens has all that a token at position `to` needs."""
+        if not self.grows:
+            return to == length
+        # The token sees the latest window - 1 positions; the place of an earlier one has the one at its end.
+        return self.window is None or length <= self.window or to >= length - 1
+
     def local_dims(self, tp: int = 1) -> tuple[int, ...]:
         """Return the sizes of `dims` on a tp rank."""
         return tuple(shard_size(dim, tp if DIM_TO_AXIS.get(dim.name) == "tp" else 1) for dim in self.dims)

@@ -1,8 +1,9 @@
 """Attention over a cache of earlier keys and values, one sequence per slot, for generation.
 
 A cache is filled by a `PromptStep`, which packs whole prompts into one row, and then extended by `TokenStep`s, each of
-which has one new token of every active slot. The module computes queries, keys and values as in training; only the
-attention function of its `AttentionContext` differs. No gradients.
+which has one new token of every active slot, or by an `ExtendStep`, which has several new tokens of one slot. The
+module computes queries, keys and values as in training; only the attention function of its `AttentionContext` differs.
+No gradients.
 
 Letters: N active slots, C positions of a slot, K key heads, G query heads per key head, E dims of a head, L cached
 positions in use.
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kumi.nn.attention.attention_context import AttentionFn
+from kumi.nn.attention.extended_attention import extended_attention, extended_latent_attention
 from kumi.nn.attention.scores import PLAIN_SCORES, Scores
 from kumi.nn.dtypes import wide
 
@@ -89,7 +91,16 @@ class TokenStep:
         return self.masks[key]
 
 
-Step = PromptStep | TokenStep
+@dataclass(frozen=True)
+class ExtendStep:
+    """New tokens of one slot in a row (1, T), at its positions start to stop; the cache has those before `start`."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+Step = PromptStep | TokenStep | ExtendStep
 
 
 class AttentionCache:
@@ -99,7 +110,7 @@ class AttentionCache:
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.tensors = (keys, values)
+        self.tensors: tuple[Tensor, ...] = (keys, values)
 
     def attend(
         self,
@@ -122,6 +133,12 @@ class AttentionCache:
                 put_prompt(keys, k[0].transpose(0, 1), prompt)
                 put_prompt(values, v[0].transpose(0, 1), prompt)
             return within(q, k, v, window, sinks, scores)
+        if isinstance(step, ExtendStep):
+            all_keys, all_values = (
+                extend(x[step.slot], new[0].transpose(0, 1), step) for x, new in ((keys, k), (values, v))
+            )
+            first = step.stop - all_keys.shape[1]
+            return extended_attention(q[0], all_keys, all_values, first, window, sinks, scores)[None]
         capacity, count = keys.shape[2], len(q)
         place = step.place(k.shape[2], capacity)
         for cached, new in ((keys, k), (values, v)):
@@ -150,7 +167,7 @@ class LatentCache:
     """
 
     def __init__(self, latents: Tensor) -> None:
-        self.tensors = (latents,)
+        self.tensors: tuple[Tensor, ...] = (latents,)
         self.up: Tensor | None = None
 
     def store(self, step: Step, latents: Tensor, keys: Tensor) -> None:
@@ -158,14 +175,19 @@ class LatentCache:
         (cached,), new = self.tensors, torch.cat((latents, keys), dim=-1)
         if isinstance(step, TokenStep):
             cached[step.rows, step.lengths] = new[:, 0]
+        elif isinstance(step, ExtendStep):
+            cached[step.slot, step.start : step.stop] = new[0]
         else:
             for prompt in step.prompts:
                 put_prompt(cached[:, None], new, prompt)
 
-    def attend(self, step: TokenStep, q: Tensor, up_projection: Callable[[], Tensor], nope_size: int) -> Tensor:
-        """Return attention (N, 1, H, E') of one new token of each slot over the cache, the new token included.
+    def attend(
+        self, step: TokenStep | ExtendStep, q: Tensor, up_projection: Callable[[], Tensor], nope_size: int
+    ) -> Tensor:
+        """Return attention (N, 1, H, E') of one new token of each slot over the cache, the new token included; of
+        several tokens of one slot, (1, T, H, E').
 
-        `q` (N, 1, H, nope_size + R): the queries; the last R dims are rotated.
+        `q` (N, 1, H, nope_size + R) or (1, T, ...): the queries; the last R dims are rotated.
         `up_projection` returns the matrix (H * (nope_size + E'), rank) from latents to the keys and values of each
         head. It is called once: weights do not change in a generation.
         """
@@ -173,6 +195,8 @@ class LatentCache:
             matrix = up_projection().to(q.dtype)
             self.up = matrix.reshape(q.shape[2], -1, matrix.shape[1]).contiguous()
         (cached,), up, rank = self.tensors, self.up, self.up.shape[2]
+        if isinstance(step, ExtendStep):
+            return extended_latent_attention(q[0], cached[step.slot, : step.stop], up, nope_size)[None]
         visible = step.visible(cached.shape[1])[:, 0]
         seen = cached[: len(q), : visible.shape[-1]]
         queries = torch.einsum("nhe,hed->nhd", q[:, 0, :, :nope_size], up[:, :nope_size])
@@ -198,6 +222,22 @@ def put_prompt(cached: Tensor, values: Tensor, prompt: PackedPrompt) -> None:
     part = part if length <= capacity else part.roll(length % capacity, dims=1)
     for slot in prompt.slots:
         cached[slot, :, :count] = part
+
+
+def extend(cached: Tensor, values: Tensor, step: ExtendStep) -> Tensor:
+    """Write the new tokens `values` (K, T, E) of `step` to the slot `cached` (K, C, E).
+
+    Return the tokens (K, L, E) that they may attend to, in order: those before them that the slot had, then they.
+    """
+    capacity, count = cached.shape[1], min(values.shape[1], cached.shape[1])
+    places = torch.arange(step.stop - count, step.stop, device=cached.device) % capacity
+    if step.stop <= capacity:
+        cached.index_copy_(1, places, values)
+        return cached[:, : step.stop]
+    earlier = cached[:, : step.start] if step.start <= capacity else cached.roll(-(step.start % capacity), dims=1)
+    seen = torch.cat((earlier, values), dim=1)
+    cached.index_copy_(1, places, values[:, values.shape[1] - count :])
+    return seen
 
 
 def copy_slot(tensors: tuple[Tensor, ...], source: int, target: int) -> None:
