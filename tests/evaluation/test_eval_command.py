@@ -21,7 +21,7 @@ from kumi.errors import ConfigError
 from kumi.evaluation import evaluated_model
 from kumi.evaluation.recorded_scores import RecordedScores
 from kumi.evaluation.rolling_windows import rolling_windows
-from kumi.evaluation.run_task import open_task, run_task
+from kumi.evaluation.run_task import encode_prompts, open_task, run_task
 from kumi.evaluation.task_result import exponential, mean, ratio
 from kumi.evaluation.text_model import TextModel
 from kumi.inference.load_model import load_model
@@ -131,14 +131,15 @@ def test_prompts_of_a_chat_are_those_of_kumi_generate(model_folder, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = TaskSection(name="t", kind="exact_match", path=str(tmp_path / "rows.jsonl"), chat=True)
     model = _Answers([loaded.tokenizer.encode(text) for text in ("no", "me")])
-    result = run_task(task, TextModel(model, loaded.tokenizer, encoder, frozenset({5})))
+    conversations = encode_prompts(open_task(task), encoder)
+    result = run_task(conversations, TextModel(model, loaded.tokenizer, stop_ids=frozenset({5})))
     assert result.metrics["exact_match"].value == 0.5
     assert model.prompts == ReplySettings(loaded).encode([row["question"] for row in rows])
     end = loaded.tokenizer.backend.token_to_id("<|im_end|>")
     assert model.prompts[0].count(end) == model.prompts[1].count(end)
     assert model.stop_ids == {5, end}
     with pytest.raises(ConfigError, match="task t: chat=true, but the model has no chat template"):
-        run_task(task, TextModel(model, loaded.tokenizer))
+        encode_prompts(open_task(task), None)
 
 
 def test_standard_errors():
