@@ -122,6 +122,31 @@ def test_memory_of_the_cache_is_as_planned(family):
     assert state.nbytes == cache_bytes(decoder.spec, 3, 40, "float32")
 
 
+def test_compiled_layers_generate_uncompiled():
+    """Each pass has another shape, and would be compiled again."""
+    spec, graphs = spec_of("qwen"), []
+    decoder = Decoder(spec, dtype=torch.float64)
+    init_weights(decoder, spec, 7)
+    asked = prompts(spec.vocab_size)
+
+    def ids():
+        return [reply.ids for reply in BatchedDecoder(decoder, slots=2).generate(asked, GREEDY)]
+
+    expected = ids()
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in decoder.model.layers.values():
+        layer.compile(backend=backend)
+    assert ids() == expected
+    assert graphs == []
+    with torch.no_grad():
+        decoder(torch.tensor([asked[0]]))
+    assert graphs
+
+
 def test_refusals():
     with pytest.raises(ModelError, match="prompt 1 has no tokens"):
         replies("qwen", [[1], []], GREEDY)

@@ -29,6 +29,7 @@ from kumi.nn.attention.cached_attention import ExtendStep, PackedPrompt, PromptS
 from kumi.nn.decoder import Decoder
 from kumi.nn.generation_cache import CachedTokens, GenerationCache
 from kumi.nn.packed_products import packed_products
+from kumi.parallel.compiled import uncompiled
 from kumi.parallel.data_parallel import gathered
 from kumi.parallel.mesh import Mesh, all_reduce_max
 from kumi.spec.generation_layout import check_generation_layout
@@ -144,7 +145,7 @@ class BatchedDecoder:
         self.decoder.eval()
         context = nullcontext() if self.mesh is None else gathered(self.decoder, self.mesh)
         try:
-            with context, packed_products(self.decoder, self.slots):
+            with context, packed_products(self.decoder, self.slots), uncompiled(self.decoder):
                 yield from _Batch(self, sampling, waiting, limit, capacity, on_token).run()
         finally:
             self.decoder.train(training)
