@@ -149,17 +149,15 @@ def _adapters_in(engine: Engine, config: Mapping[str, Any], spec: ModelSpec | No
         refusals.append(f"takes no adapters for {FAMILIES[spec.family].ARCHITECTURE}")
     if config.get("use_dora"):
         refusals.append("accepts no DoRA; merge the adapters")
-    saved = sorted(set(config.get("modules_to_save") or ()) - engine.saved_modules)
-    if saved and engine.saved_modules:
+    saved = sorted(set(config.get("modules_to_save") or ()) - (engine.saved_modules or set()))
+    if saved and engine.saved_modules is not None:
         refusals.append(f"accepts no modules_to_save {_listed(saved)}; merge the adapters")
-    elif saved:
-        deviations.append(f"does not read modules_to_save {_listed(saved)}; merge the adapters")
+    if ignored := [key for key in engine.ignored_keys if config.get(key)]:
+        deviations.append(f"does not read {_listed(ignored)}; merge the adapters")
     if engine.lora_ranks and rank > engine.lora_ranks[-1]:
         refusals.append(f"accepts ranks up to {engine.lora_ranks[-1]}, not {rank}; merge the adapters")
     elif engine.lora_ranks:
         notes.append(f"start it with --enable-lora --max-lora-rank {min(x for x in engine.lora_ranks if x >= rank)}")
-    if not engine.reads_rank_pattern and (config.get("rank_pattern") or config.get("alpha_pattern")):
-        deviations.append("reads one rank and one alpha for all modules, not rank_pattern; merge the adapters")
     base = None if spec is None else _model_in(engine, spec)
     if base is not None and base.reasons:
         (refusals if base.verdict == REFUSES else deviations).extend(

@@ -39,8 +39,8 @@ class Engine:
       where the files lack them, as with a head that is tied to the token embeddings.
     - `without_lora`: architectures whose class takes no adapters.
     - `lora_ranks`: limits of rank that one can ask for; empty for any.
-    - `saved_modules`: modules_to_save that it reads from adapters.
-    - `reads_rank_pattern`: True if adapters may have several ranks.
+    - `saved_modules`: modules_to_save that it accepts in adapters; None if it does not read that key.
+    - `ignored_keys`: keys of adapter_config.json that change the adapters' function and that it does not read.
     """
 
     name: str
@@ -55,8 +55,8 @@ class Engine:
     rules: tuple[Rule, ...]
     without_lora: frozenset[str]
     lora_ranks: tuple[int, ...]
-    saved_modules: frozenset[str]
-    reads_rank_pattern: bool
+    saved_modules: frozenset[str] | None
+    ignored_keys: tuple[str, ...]
 
 
 def _causal(*names: str) -> frozenset[str]:
@@ -177,7 +177,7 @@ VLLM = Engine(
     without_lora=_causal("Bloom", "Falcon") | _GPT2,
     lora_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
     saved_modules=frozenset({"classifier", "score"}),
-    reads_rank_pattern=True,
+    ignored_keys=(),
 )
 
 SGLANG = Engine(
@@ -237,8 +237,8 @@ SGLANG = Engine(
     ),
     without_lora=frozenset(),
     lora_ranks=(),
-    saved_modules=frozenset(),
-    reads_rank_pattern=False,
+    saved_modules=None,
+    ignored_keys=("alpha_pattern", "modules_to_save", "rank_pattern", "use_rslora"),
 )
 
 ENGINES = (VLLM, SGLANG)
