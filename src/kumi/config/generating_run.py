@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from kumi.config.schema import RunConfig
+from kumi.config.schema import PlanConfig, RunConfig
 from kumi.errors import ConfigError, LayoutError
 from kumi.spec.generation_layout import check_generation_layout, gathered_bytes
 from kumi.spec.job import Job
@@ -25,20 +23,21 @@ def check_generating_run(config: RunConfig, job: Job, layout: Layout) -> None:
             f"eval.tasks: task {tasks[0].name!r} needs log-probs of tokens, which the reward model that "
             f"objective.kind={config.objective.kind!r} trains does not compute; remove the tasks"
         )
-    for key, remedy in _generating(config):
+    for key, remedy in generating_keys(config):
         check_generation_layout(layout, key)
         if layout.zero:
             _check_memory(job, layout, key, remedy)
 
 
-def _generating(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield what generates texts during training, in words for messages, each with the way to leave it out."""
-    sample = config.sample
+def generating_keys(config: PlanConfig) -> list[tuple[str, str]]:
+    """Return what generates texts during training, in words for messages, each with the way to leave it out."""
+    sample, keys = config.sample, []
     if sample.prompts and sample.every:
-        yield f"sample.every={sample.every}", "set sample.every=0"
+        keys.append((f"sample.every={sample.every}", "set sample.every=0"))
     for task in config.eval.tasks:
         if task.kind == "exact_match":
-            yield f"task {task.name!r} of eval.tasks, of kind 'exact_match',", "remove the task"
+            keys.append((f"task {task.name!r} of eval.tasks, of kind 'exact_match',", "remove the task"))
+    return keys
 
 
 def _check_memory(job: Job, layout: Layout, key: str, remedy: str) -> None:

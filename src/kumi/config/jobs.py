@@ -8,6 +8,7 @@ from typing import Any
 
 from kumi.config.cluster_source import cluster_spec, cluster_with_nodes
 from kumi.config.document_lengths import document_span
+from kumi.config.generating_run import generating_keys
 from kumi.config.model_head import read_model
 from kumi.config.model_source import model_name, read_hf_config
 from kumi.config.numerics import choose_numerics
@@ -19,6 +20,7 @@ from kumi.plan.search.candidates import Pins
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import Device
 from kumi.spec.comm import Comm, engine_for, reduce_precision
+from kumi.spec.generation_layout import GENERATION_PINS
 from kumi.spec.job import Job
 from kumi.spec.lora import Lora
 from kumi.spec.loss_passes import LossPasses
@@ -37,7 +39,9 @@ class PlanInput:
 
 def plan_input(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> PlanInput:
     """Return the planner's input for `config`; arguments and errors as in `job`."""
-    return PlanInput(job(config, hf_config), config.layout.model_dump(exclude_none=True))
+    # A run that generates texts gets a layout that can, unless the run file pins another, which is then refused.
+    pinned = GENERATION_PINS if generating_keys(config) else {}
+    return PlanInput(job(config, hf_config), {**pinned, **config.layout.model_dump(exclude_none=True)})
 
 
 def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:

@@ -12,13 +12,18 @@ from kumi.spec.precision import ITEMSIZE, Precision
 from kumi.spec.sharding import local_shape
 
 
+# The degrees of axes on which no replies are generated.
+GENERATION_PINS = {"pp": 1, "cp": 1}
+
+
 def check_generation_layout(layout: Layout, needs: str = "generation") -> None:
     """Raise LayoutError unless replies can be generated on `layout`: with dp, ZeRO, tp and ep.
 
     A pipeline would idle in all stages but one, and a token has no sequence to split over cp. `needs` names the reason
     in the message.
     """
-    for axis, degree in (("pp", layout.pp), ("cp", layout.cp)):
+    for axis in GENERATION_PINS:
+        degree = getattr(layout, axis)
         if degree > 1:
             raise LayoutError(
                 f"{needs} needs layout.{axis} = 1, but it is {degree}: use dp, ZeRO, tp and ep, or convert the "
