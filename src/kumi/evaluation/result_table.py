@@ -49,7 +49,7 @@ def _cell(metric: Metric | None) -> str:
 
 
 def metric_figure(number: float, value: float) -> str:
-    """Return `number` with the digits that a table shows of `value`, a metric of which it is the value or the error."""
+    """Return `number`, the value or the error of a metric, with the digits that a table shows of its `value`."""
     return f"{number:.4f}" if abs(value) < 1e4 else f"{number:.4g}"
 
 
