@@ -345,7 +345,11 @@ class ExportSection(Section):
 class SampleSection(Section):
     """Sample texts from the model, during training and at the end."""
 
-    prompts: tuple[str, ...] = Field((), description="Texts to continue.")
+    prompts: Text | tuple[str, ...] = Field(
+        (),
+        description="Texts to continue, or a file of prompts: one on each line (.txt), or rows with prompt (.jsonl), a "
+        "text or the messages of a conversation.",
+    )
     every: NotNegative = Field(
         0,
         description="Steps between samples during training, each a page `samples/step-N.md` inside `train.out`; 0 "
@@ -353,6 +357,15 @@ class SampleSection(Section):
     )
     max_new_tokens: Positive = Field(48, description="Tokens to generate for each.")
     temperature: Number = Field(0.0, ge=0, description="Sampling temperature; 0 always takes the most likely token.")
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _check_prompts(cls, value: Any) -> Any:
+        # Before the two types are tried, whose errors would name types instead of values.
+        is_list = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        if not is_list and not (isinstance(value, str) and value):
+            raise ValueError(f"must be a list of texts, or the name of a file, got {value!r}")
+        return value
 
 
 class PlanSection(Section):

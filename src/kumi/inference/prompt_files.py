@@ -35,31 +35,31 @@ class PromptRow:
     columns: Mapping[str, Any]
 
 
-def read_prompts(path: Path) -> list[PromptRow]:
+def read_prompts(path: Path, key: str = "--prompts") -> list[PromptRow]:
     """Return the prompts of a file: each line of a .txt that is not blank, or each row of .jsonl, .json or .parquet.
 
-    A row has "prompt", a text or messages, or "messages". Raise ConfigError for another file, DataError for a row that
-    cannot be read.
+    A row has "prompt", a text or messages, or "messages". Raise ConfigError, which begins with the flag or `key` of the
+    file, for another file; DataError for a row that cannot be read.
     """
     if not path.is_file():
-        raise ConfigError(f"--prompts {looked_for(path)}: is no file; name a .txt or .jsonl file")
+        raise ConfigError(f"{key} {looked_for(path)}: is no file; name a .txt or .jsonl file")
     kind = file_format(path)
     if kind == "text":
-        rows = list(_text_prompts(path))
+        rows = list(_text_prompts(path, key))
     elif kind is not None:
         rows = [_prompt_row(item, path) for item in read_rows(path, kind)]
     else:
-        raise ConfigError(f"--prompts {path}: its suffix is none of .txt, .jsonl, .json, .parquet, .arrow; rename it")
+        raise ConfigError(f"{key} {path}: its suffix is none of .txt, .jsonl, .json, .parquet, .arrow; rename it")
     if not rows:
-        raise ConfigError(f"--prompts {path}: has no prompts; write one on each line")
+        raise ConfigError(f"{key} {path}: has no prompts; write one on each line")
     return rows
 
 
-def _text_prompts(path: Path) -> Iterator[PromptRow]:
+def _text_prompts(path: Path, key: str) -> Iterator[PromptRow]:
     with open_bytes(path) as file:
         raw = file.read(_MAX_TEXT + 1)
     if len(raw) > _MAX_TEXT:
-        raise ConfigError(f"--prompts {path}: is larger than 1 GiB; write the prompts as .jsonl, or split the file")
+        raise ConfigError(f"{key} {path}: is larger than 1 GiB; write the prompts as .jsonl, or split the file")
     for line, text in enumerate(raw.split(b"\n"), 1):
         try:
             prompt = text.decode().removesuffix("\r")

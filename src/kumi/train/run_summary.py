@@ -159,8 +159,11 @@ def next_commands(run: ResolvedRun, output: TrainOutput, code: int = OK) -> Iter
     else:
         yield f"kumi data inspect {file}"
     if output.model_dir is not None and run.model.lora is None and run.model.head == "lm":
-        prompt = next(iter(run.config.sample.prompts), "hello")
-        yield f"kumi generate {shlex.quote(str(output.model_dir))} --prompt {shlex.quote(prompt)}"
+        prompts, model = run.config.sample.prompts, shlex.quote(str(output.model_dir))
+        if isinstance(prompts, str):
+            yield f"kumi generate {model} --prompts {shlex.quote(prompts)} --out replies.jsonl"
+        else:
+            yield f"kumi generate {model} --prompt {shlex.quote(next(iter(prompts), 'hello'))}"
     else:
         yield f"kumi describe {file}"
 

@@ -10,13 +10,19 @@ import torch.distributed as dist
 
 from kumi.config import ResolvedRun
 from kumi.data import load_tokenizer
+from kumi.data.chat.template import find_template
 from kumi.files.output import make_folder, write_text
 from kumi.inference.batched_decoder import BatchedDecoder, Reply
+from kumi.inference.prompt_encoder import PromptEncoder
+from kumi.inference.prompt_files import read_prompts
 from kumi.inference.sampling import Sampling
 from kumi.nn.decoder import Decoder
 from kumi.parallel.mesh import Mesh
 from kumi.safe_output import fenced
-from kumi.train.prepare_data import tokenizer_folder
+from kumi.train.prepare_data import chat_options, tokenizer_folder
+
+# Sequences that a rank decodes at once: their caches are in memory beside the training states.
+_SLOTS = 16
 
 
 @dataclass(frozen=True)
@@ -30,23 +36,62 @@ class SampleText:
     mean_log_prob: float | None
 
 
+@dataclass(frozen=True)
+class SamplePrompts:
+    """The prompts of [sample], for people and as token ids, and the ids that end a reply."""
+
+    texts: tuple[str, ...]
+    ids: tuple[list[int], ...]
+    stop_ids: frozenset[int]
+
+
+def encode_prompts(run: ResolvedRun) -> SamplePrompts:
+    """Return the prompts of [sample], given in the run file or in the file that it names.
+
+    A text is continued without special tokens, as documents are trained. Messages are rendered with the run's chat
+    template, up to the reply. Raise ConfigError or DataError for a file that cannot be read, and for messages without a
+    template or that it refuses.
+    """
+    section, folder = run.config.sample, tokenizer_folder(run)
+    tokenizer = load_tokenizer(folder)
+    plain = frozenset({tokenizer.eos_id})
+    if not isinstance(section.prompts, str):
+        return SamplePrompts(section.prompts, tuple(map(tokenizer.encode, section.prompts)), plain)
+    path = Path(section.prompts).expanduser()
+    rows = read_prompts(path, "sample.prompts")
+    texts: list[str] = []
+    ids: list[list[int]] = []
+    encoder = None
+    for row in rows:
+        if isinstance(row.prompt, str):
+            texts.append(row.prompt)
+            ids.append(tokenizer.encode(row.prompt))
+            continue
+        if encoder is None:
+            options = chat_options(run)
+            encoder = PromptEncoder(tokenizer, find_template(options, folder), stop_ids=plain, options=options)
+        ids.append(encoder.encode(row.prompt, row.columns, f"{path}:{row.line}"))
+        texts.append(tokenizer.decode(ids[-1]))
+    return SamplePrompts(tuple(texts), tuple(ids), plain if encoder is None else encoder.stop_ids)
+
+
 def sample_texts(decoder: Decoder, run: ResolvedRun, mesh: Mesh | None = None) -> list[SampleText]:
     """Return the model's replies to the prompts of [sample], on every rank of `mesh`, which all call this together."""
-    section, tokenizer = run.config.sample, load_tokenizer(tokenizer_folder(run))
-    limit = decoder.spec.learned_positions
+    section, prompts = run.config.sample, encode_prompts(run)
+    tokenizer, limit = load_tokenizer(tokenizer_folder(run)), decoder.spec.learned_positions
     # A prompt that fills all learned positions keeps its end, and room for one token.
-    asked = [ids[-(limit - 1) :] if limit else ids for ids in map(tokenizer.encode, section.prompts)]
+    asked = [ids[-(limit - 1) :] if limit else ids for ids in prompts.ids]
     sampling = Sampling(
         max_new_tokens=section.max_new_tokens,
         temperature=section.temperature,
         seed=run.config.train.seed,
-        stop_ids=frozenset({tokenizer.eos_id}),
+        stop_ids=prompts.stop_ids,
     )
-    batch = BatchedDecoder(decoder, slots=len(asked), mesh=mesh)
+    batch = BatchedDecoder(decoder, slots=min(_SLOTS, len(asked)), mesh=mesh)
     replies = _of_all_ranks(list(batch.generate(asked, sampling)), mesh)
     return [
         SampleText(
-            section.prompts[reply.prompt],
+            prompts.texts[reply.prompt],
             tokenizer.decode(reply.ids),
             reply.finish,
             len(reply.ids),

@@ -143,6 +143,7 @@ def check_run(run: ResolvedRun) -> None:
         from kumi.train.task_evaluation import check_tasks
 
         check_tasks(run)
+    _check_samples(run)
     if run.config.model.init == "pretrained":
         _check_weights(run)
     root = checkpoint_root(run.out)
@@ -203,6 +204,22 @@ def _check_adapters(run: ResolvedRun) -> None:
         from kumi.convert.hf.adapter_read import adapters_reader
 
         adapters_reader(Path(os.path.expanduser(section.source)), run.model)
+
+
+def _check_samples(run: ResolvedRun) -> None:
+    """Raise ConfigError or DataError if sample.prompts names a file of prompts that cannot be used.
+
+    A tokenizer that is yet to be trained encodes them only later.
+    """
+    section = run.config.sample
+    if isinstance(section.prompts, str):
+        from kumi.inference.prompt_files import read_prompts
+        from kumi.train.samples import encode_prompts
+
+        if isinstance(run.config.data.tokenizer, str):
+            encode_prompts(run)
+        else:
+            read_prompts(Path(section.prompts).expanduser(), "sample.prompts")
 
 
 def _check_weights(run: ResolvedRun) -> None:
