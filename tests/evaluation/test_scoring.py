@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from kumi.errors import ConfigError
 from kumi.evaluation.evaluated_model import EvaluatedModel, lead
 from kumi.evaluation.score_requests import ROW_TOKENS, Request, pack_requests, shorten
 from kumi.inference.sampling import Sampling
+from kumi.nn.attention.shared_prefix import Branch, find_branches, supports_branches
 from kumi.nn.decoder import Decoder
 from kumi.parallel.build import build
 from kumi.parallel.mesh import Mesh, RankInfo
@@ -65,12 +67,62 @@ def test_packed_scores_are_those_of_each_request_alone(family, single):
     assert not all(score.greedy for score in scores)
 
 
+def _choices(questions: int, seed: int = 0) -> list[Request]:
+    """Questions with four choices each, in an order in which those of one do not stand together."""
+    draw = random.Random(seed)
+    contexts = [tuple(draw.randrange(VOCAB) for _ in range(draw.randint(2, 16))) for _ in range(questions)]
+    choices = [tuple(draw.randrange(VOCAB) for _ in range(draw.randint(1, 5))) for _ in range(4 * questions)]
+    return [Request(contexts[number % questions], choice) for number, choice in enumerate(choices)]
+
+
+@pytest.mark.parametrize("family", ["qwen", "latent", "sinks", "gemma", "gpt", "moe", "hybrid", "scores"])
+def test_a_shared_context_changes_no_score(family, single):
+    """Full attention, windows, latents, capped scores, sinks, learned positions; the last two do not share."""
+    decoder = Decoder(SPECS[family], dtype=torch.float64)
+    init_weights(decoder, SPECS[family], 3)
+    requests = [request for request in _choices(9) if family != "gpt" or sum(map(len, request)) <= 16]
+    alone = [_alone(decoder, request) for request in requests]
+    model = EvaluatedModel(decoder, single, max_length=MAX_LENGTH, tokens=60)
+    assert model.shares_contexts == (family not in ("hybrid", "scores"))
+    scores = model.score(requests)
+    assert [score.log_prob for score in scores] == pytest.approx([score for score, _ in alone], rel=1e-10)
+    assert [score.greedy for score in scores] == [greedy for _, greedy in alone]
+
+
+def test_alibi_counts_the_positions_of_the_shared_context(single):
+    layers = [layer for layer in SPECS["scores"].layers if layer.attention.rope is None]
+    spec = replace(SPECS["scores"], layers=tuple(layers))
+    assert supports_branches(spec)
+    decoder = Decoder(spec, dtype=torch.float64)
+    init_weights(decoder, spec, 3)
+    requests = _choices(5)
+    scores = EvaluatedModel(decoder, single, max_length=MAX_LENGTH, tokens=60).score(requests)
+    expected = [_alone(decoder, request)[0] for request in requests]
+    assert [score.log_prob for score in scores] == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_shared_context_is_in_its_row_once():
+    """Context 200 tokens, 4 choices of 10: 239 positions in place of 836."""
+    requests = [Request(tuple(range(200)), tuple(range(start, start + 10))) for start in (300, 400, 500, 600)]
+    (batch,) = pack_requests(requests, tokens=2048, share=True)
+    assert batch.columns["input_ids"].shape == (1, 239)
+    assert (batch.columns["labels"] >= 0).sum() == 40
+    (apart,) = pack_requests(requests, tokens=2048)
+    assert apart.columns["input_ids"].shape == (1, 4 * 209)
+    positions, documents = (torch.from_numpy(batch.columns[name]) for name in ("position_ids", "document_ids"))
+    starts = range(199, 239, 10)
+    assert find_branches(positions, documents) == [Branch(0, 0, 199, start, start + 10) for start in starts]
+    many = [Request(tuple(range(200)), (number,) * 10) for number in range(300)]
+    rows = [batch.columns["input_ids"].shape[1] for batch in pack_requests(many, tokens=4096, share=True)]
+    assert max(rows) <= ROW_TOKENS
+
+
 def _score_on(layout: Layout, family: str) -> list[list[tuple[float, bool]]] | None:
     mesh = mesh_of(layout)
     module = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=7)
     model = EvaluatedModel(module, mesh, max_length=MAX_LENGTH, tokens=40)
     # Fewer requests than ranks, none, and many: several units of work.
-    sets = [_requests(1), [], _requests(25, seed=1)]
+    sets = [_requests(1), [], _requests(25, seed=1), _choices(7)]
     return lead(model, lambda model: [model.score(requests) for requests in sets])
 
 

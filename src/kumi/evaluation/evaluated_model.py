@@ -9,6 +9,7 @@ Rank 0 alone has data, tokenizer and tasks. It broadcasts units of work to the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -22,6 +23,7 @@ from kumi.data.binfile import Array
 from kumi.evaluation.score_requests import PackedBatch, Request, Score, pack_requests, shorten
 from kumi.inference.batched_decoder import BatchedDecoder, Reply
 from kumi.inference.sampling import Sampling
+from kumi.nn.attention.shared_prefix import branching_attention, supports_branches
 from kumi.nn.decoder import Decoder
 from kumi.nn.logit_chunks import TokenScores
 from kumi.objectives import OBJECTIVES
@@ -29,7 +31,7 @@ from kumi.parallel import pipeline
 from kumi.parallel.mesh import Mesh, all_reduce_sum
 from kumi.parallel.ring_attention import positions_of_rank
 from kumi.parallel.run_microbatches import decoder_inputs, evaluating, shard_batch
-from kumi.parallel.stage_modules import unwrap
+from kumi.parallel.stage_modules import stages_of, unwrap
 from kumi.spec.generation_layout import check_generation_layout
 
 # Receives the numbers of requests and their scores, as soon as they are known.
@@ -78,6 +80,10 @@ class EvaluatedModel:
         self.decode_text = decode_text
         self.tokens = tokens or _TOKENS.get(mesh.device.type, _TOKENS["cuda"])
         self.shortened = 0
+        self._decoders = [stage for stage in map(unwrap, stages_of(module).values()) if isinstance(stage, Decoder)]
+        # On a GPU, the tokens that a shared context saves cost less time than the small operators of each branch.
+        is_cpu, spec = mesh.device.type == "cpu", self._decoders[0].spec
+        self.shares_contexts = is_cpu and mesh.layout.cp == 1 and supports_branches(spec)
         # A rank that fails within a unit leaves the others inside of its collectives, where no message reaches them.
         self.is_broken = False
 
@@ -132,7 +138,9 @@ class EvaluatedModel:
         layout = self.mesh.layout
         # A context-parallel rank has two pieces of a row, a tensor-parallel rank a part of the tokens.
         multiple = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
-        batches = pack_requests(requests, tokens=self.tokens, ranks=layout.dp, multiple=multiple)
+        batches = pack_requests(
+            requests, tokens=self.tokens, ranks=layout.dp, multiple=multiple, share=self.shares_contexts
+        )
         while group := list(islice(batches, 1 if layout.pp == 1 else 4 * layout.pp)):
             yield group
 
@@ -158,7 +166,8 @@ class EvaluatedModel:
             rows = self._own_rows(len(batch["input_ids"]))
             own = {name: torch.from_numpy(column[rows]) for name, column in batch.items()}
             inputs.append({**decoder_inputs(shard_batch(objective, own, mesh)), "statistics": ("top",)})
-        outputs = pipeline.forward_microbatches(self.module, mesh, inputs)
+        with self._branching():
+            outputs = pipeline.forward_microbatches(self.module, mesh, inputs)
         shapes = [batch["input_ids"].shape for batch in batches]
         tables = [torch.zeros(2, *shape, dtype=torch.float64, device=mesh.device) for shape in shapes]
         # Ranks without the head have no outputs. All ranks of a tensor-parallel group have the same.
@@ -169,6 +178,18 @@ class EvaluatedModel:
         sizes = np.cumsum([table.numel() for table in tables])[:-1]
         parts = [part.reshape(2, *shape) for part, shape in zip(np.split(total, sizes), shapes, strict=True)]
         return [(part[0], part[1] > 0) for part in parts]
+
+    @contextmanager
+    def _branching(self) -> Iterator[None]:
+        """A context in which the decoders compute shared contexts, if this model shares them."""
+        slots = [decoder.make_attention for decoder in self._decoders]
+        for decoder in self._decoders if self.shares_contexts else ():
+            decoder.make_attention = branching_attention
+        try:
+            yield
+        finally:
+            for decoder, slot in zip(self._decoders, slots, strict=True):
+                decoder.make_attention = slot
 
     def _replies(self, unit: _GenerateUnit) -> list[Reply]:
         """Return the replies to the prompts of `unit`, in their order."""

@@ -1,6 +1,8 @@
 """Pack requests for log-probs into rows of tokens, and read their scores from those of the rows.
 
-A request is a document of its own in its row: it does not see the others.
+A request is a document of its own in its row: it does not see the others. Requests with the same context, such as the
+choices of one question, may share it: the row then has it once, and each of them as a branch of it
+(`kumi.nn.attention.shared_prefix`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from kumi.errors import ConfigError
 
 # Tokens of a row, unless a request is longer: rows that are much longer than the requests in them gain nothing more.
 ROW_TOKENS = 1024
+# Contexts up to this length are not shared: a branch costs the attention of each layer a few operators more.
+MIN_SHARED = 8
 
 
 class Request(NamedTuple):
@@ -78,17 +82,19 @@ def shorten(request: Request, max_length: int) -> Request:
 
 
 def pack_requests(
-    requests: Sequence[Request], *, tokens: int, ranks: int = 1, multiple: int = 1
+    requests: Sequence[Request], *, tokens: int, ranks: int = 1, multiple: int = 1, share: bool = False
 ) -> Iterator[PackedBatch]:
     """Yield batches that score every one of `requests` once, those with the longest rows first.
 
     tokens: positions of a batch for each of `ranks` data-parallel ranks, at least one row. The rows of rank r are the
     r-th of equal parts; missing rows are padding.
     multiple: the row length S is a multiple of it.
+    share: requests with the same context have it once.
     """
-    lengths = np.array([len(context) + len(continuation) - 1 for context, continuation in requests], np.int64)
-    if not len(lengths):
+    if not requests:
         return
+    groups = _groups(requests, share)
+    lengths = np.array([_length([requests[number] for number in group]) for group in groups], np.int64)
     # Few tokens are divided among the ranks.
     capacity = max(int(lengths.max()), min(ROW_TOKENS, tokens, -(-int(lengths.sum()) // ranks)))
     bins = pack(lengths, capacity, 0)
@@ -100,29 +106,66 @@ def pack_requests(
         part = order[start : start + count]
         length = _rounded(sizes[part[0]], multiple)
         padded = -(-len(part) // ranks) * ranks
-        yield _filled(requests, [rows[row] for row in part], padded, length)
+        yield _filled(requests, [[groups[unit] for unit in rows[row]] for row in part], padded, length)
+
+
+def _groups(requests: Sequence[Request], share: bool) -> list[list[int]]:
+    """Return the numbers of the requests that share a context: groups of one where none is shared.
+
+    A group has at most `ROW_TOKENS` positions, unless its context alone has more.
+    """
+    groups: list[list[int]] = []
+    latest: dict[tuple[int, ...], int] = {}
+    sizes: list[int] = []
+    for number, (context, continuation) in enumerate(requests):
+        group = latest.get(context) if share and len(context) > MIN_SHARED else None
+        if group is not None and sizes[group] + len(continuation) <= max(ROW_TOKENS, 2 * len(context)):
+            groups[group].append(number)
+            sizes[group] += len(continuation)
+        else:
+            latest[context] = len(groups)
+            groups.append([number])
+            sizes.append(len(context) + len(continuation) - 1)
+    return groups
+
+
+def _length(group: Sequence[Request]) -> int:
+    """Return the positions of requests that share a context."""
+    return len(group[0].context) - 1 + sum(len(request.continuation) for request in group)
 
 
 def _rounded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def _filled(requests: Sequence[Request], rows: Sequence[Array], count: int, length: int) -> PackedBatch:
-    """Return a batch of `count` rows of `length` positions with the requests `rows`, and padding after them."""
+def _filled(
+    requests: Sequence[Request], rows: Sequence[Sequence[Sequence[int]]], count: int, length: int
+) -> PackedBatch:
+    """Return a batch of `count` rows of `length` positions with the groups of requests `rows`, and padding after
+    them."""
     columns = padding_rows(count, length)
-    spans = []
-    for row, units in enumerate(rows):
-        start = 0
-        for document, unit in enumerate(units.tolist()):
-            context, continuation = requests[unit]
-            stop = start + len(context) + len(continuation) - 1
-            first = stop - len(continuation)
-            columns["input_ids"][row, start:stop] = (*context, *continuation[:-1])
-            columns["labels"][row, first:stop] = continuation
-            columns["position_ids"][row, start:stop] = range(stop - start)
-            columns["document_ids"][row, start:stop] = document
-            spans.append(Span(unit, row, first, stop))
-            start = stop
+    spans: list[Span] = []
+    for row, groups in enumerate(rows):
+        start, document = 0, 0
+        for group in groups:
+            # The last token of a context has another label in each of several requests: it begins their branches.
+            context = requests[group[0]].context
+            shared = len(context) - 1
+            columns["input_ids"][row, start : start + shared] = context[:-1]
+            columns["position_ids"][row, start : start + shared] = range(shared)
+            columns["document_ids"][row, start : start + shared] = document
+            start += shared
+            for number in group:
+                document += len(group) > 1
+                continuation = requests[number].continuation
+                stop = start + len(continuation)
+                columns["input_ids"][row, start:stop] = (context[-1], *continuation[:-1])
+                columns["labels"][row, start:stop] = continuation
+                columns["position_ids"][row, start:stop] = range(shared, shared + len(continuation))
+                columns["document_ids"][row, start:stop] = document
+                spans.append(Span(number, row, start, stop))
+                start = stop
+            document += 1
         columns["position_ids"][row, start:] = range(length - start)
-        columns["document_ids"][row, start:] = len(units)
+        columns["document_ids"][row, start:] = document
     return PackedBatch(columns, spans)
