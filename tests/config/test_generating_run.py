@@ -37,7 +37,8 @@ def _input(**changes):
 )
 def test_runs_that_generate_have_no_stages_and_no_parts_of_sequences(generates):
     limited = _input(**generates)
-    assert limited.pinned == {"pp": 1, "cp": 1} and _input().pinned == {}
+    assert limited.pinned == {"pp": 1, "cp": 1}
+    assert _input().pinned == {}
     layout = plan(limited.job, limited.pinned).best.layout
     assert (layout.pp, layout.cp) == (1, 1)
 

@@ -11,7 +11,6 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE, Precision
 from kumi.spec.sharding import local_shape
 
-
 # The degrees of axes on which no replies are generated.
 GENERATION_PINS = {"pp": 1, "cp": 1}
 
