@@ -1,15 +1,31 @@
-"""Find the rank that an outside launcher gave this process, and the network interface for its peers. No torch here."""
+"""Find where this process stands in a run on several machines, and the network interface for its peers. No torch here.
+
+A process is one rank of an outside launcher (`LaunchedRank`), or the agent of one node, which starts the ranks of that
+node (`Standing`), or alone on its machine (None). `find_standing` decides by the first of these that is present:
+
+    1. the command line          kumi train RUN.toml --node 1 --nodes 4 --head HOST:PORT
+    2. kumi's variables          KUMI_NODE, KUMI_NODES, KUMI_HEAD
+    3. a launcher of ranks       torchrun, Open MPI's mpirun, mpiexec, srun with one task per rank
+    4. PyTorch's TrainJob        PET_NODE_RANK, PET_NNODES, PET_MASTER_ADDR, PET_MASTER_PORT
+    5. srun, one task a node     SLURM_NODEID, SLURM_STEP_NUM_NODES, SLURM_STEP_NODELIST
+    6. SkyPilot                  SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES, SKYPILOT_NODE_IPS
+
+What 1 and 2 leave open, 4 to 6 or the index of a Kubernetes Indexed Job (JOB_COMPLETION_INDEX) complete.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kumi.errors import LayoutError
+from kumi.errors import ConfigError, LayoutError
 
 # Launcher, and its variables for rank, world size and local rank. The first launcher with a variable set counts.
 # srun's world size is that of the job step, since SLURM_PROCID and SLURM_NTASKS are set in batch scripts, too.
@@ -21,6 +37,10 @@ _RANK_VARIABLES = (
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+NODE, NODES, HEAD = "KUMI_NODE", "KUMI_NODES", "KUMI_HEAD"
+# Ports of heads that nobody chose: below those that the kernel gives to outgoing connections.
+_FIRST_PORT, _PORTS = 20_000, 10_000
+_SCONTROL_SECONDS = 20.0
 _ROUTES = Path("/proc/net/route")
 _ROUTES_6 = Path("/proc/net/ipv6_route")
 
@@ -39,12 +59,236 @@ class LaunchedRank:
         return variables if self.local_rank is None else {**variables, "LOCAL_RANK": str(self.local_rank)}
 
 
+@dataclass(frozen=True)
+class HeadAddress:
+    """Where the head of a run listens: the host as the nodes reach it, a name or an address, and the port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where the agent of one node stands in a run on several nodes. Node 0 has the head and rank 0."""
+
+    node: int
+    nodes: int
+    head: HeadAddress
+    local_ranks: int | None  # ranks of a node, where the source says it
+    source: str  # where this is from, in words
+
+
+def find_standing(
+    environ: Mapping[str, str], *, node: int | None = None, nodes: int | None = None, head: str | None = None
+) -> Standing | LaunchedRank | None:
+    """Return where this process stands (see the module docstring); None for the only process of a run.
+
+    `node`, `nodes` and `head` are those of the command line. Raise ConfigError if the node's place is only half
+    described or impossible, and LayoutError if a rank's is.
+    """
+    parts = [
+        _Part("the command line", {"--node": node, "--nodes": nodes, "--head": head}, node, nodes, head),
+        _Part("KUMI_NODE, KUMI_NODES and KUMI_HEAD", _present(environ, NODE, NODES, HEAD)).read(NODE, NODES, HEAD),
+    ]
+    if not any(part.present for part in parts):
+        launched = launched_rank(environ)
+        if launched is not None:
+            return launched
+        parts = []
+    if all(any(getattr(part, name) is not None for part in parts) for name in ("node", "nodes", "head")):
+        return _complete(parts)
+    scheduled = next((part for read in _SCHEDULERS if (part := read(environ)) is not None), None)
+    index = _present(environ, "JOB_COMPLETION_INDEX")
+    if scheduled is None and parts and index:
+        scheduled = _Part("a Kubernetes Indexed Job", index).read("JOB_COMPLETION_INDEX")
+    parts += [] if scheduled is None else [scheduled]
+    return _complete(parts) if parts else None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one source says about a node's place. `seen`: the variables or options by which it says so."""
+
+    source: str
+    seen: Mapping[str, str | int | None]
+    node: int | None = None
+    nodes: int | None = None
+    head: str | None = None
+    local_ranks: int | None = None
+    invalid: tuple[str, ...] = field(default=())  # variables whose value is no number
+
+    @property
+    def present(self) -> bool:
+        return any(value is not None for value in self.seen.values())
+
+    def read(self, node: str, nodes: str | None = None, head: str | None = None) -> _Part:
+        """Return this part with the values of the variables `node`, `nodes` and `head` in `seen`."""
+        numbers = {name: self.seen.get(name) for name in (node, nodes) if name is not None}
+        invalid = tuple(name for name, text in numbers.items() if text is not None and not _is_number(str(text)))
+        values = {name: int(text) for name, text in numbers.items() if text is not None and name not in invalid}
+        address = self.seen.get(head) if head is not None else None
+        return replace(
+            self,
+            node=values.get(node),
+            nodes=None if nodes is None else values.get(nodes),
+            head=None if address is None else str(address),
+            invalid=invalid,
+        )
+
+
+def _present(environ: Mapping[str, str], *names: str) -> dict[str, str | int | None]:
+    return {name: environ[name] for name in names if environ.get(name)}
+
+
+def _trainjob_part(environ: Mapping[str, str]) -> _Part | None:
+    """Read the variables that Kubeflow's TrainJob sets for torchrun. Without PET_NODE_RANK and PET_NNODES there are
+    none."""
+    seen = _present(environ, "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NPROC_PER_NODE")
+    if not {"PET_NODE_RANK", "PET_NNODES"} & set(seen):
+        return None
+    host, port = seen.get("PET_MASTER_ADDR"), seen.get("PET_MASTER_PORT")
+    ranks = str(seen.get("PET_NPROC_PER_NODE", ""))  # a number, or auto, cpu, gpu
+    part = _Part("a TrainJob (PET_NODE_RANK)", seen).read("PET_NODE_RANK", "PET_NNODES")
+    return replace(
+        part,
+        head=None if host is None or port is None else _join_address(str(host), str(port)),
+        local_ranks=int(ranks) if _is_number(ranks) else None,
+    )
+
+
+def _slurm_part(environ: Mapping[str, str]) -> _Part | None:
+    """Read the step of srun, if it has several tasks, one on each node.
+
+    A batch script and the shell of `salloc` are outside of such a step. They count as one machine, although they have
+    SLURM_NNODES, SLURM_NODEID and SLURM_PROCID, too.
+    """
+    if not _one_task_a_node(environ):
+        return None
+    seen = _present(environ, "SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
+    part = _Part("srun, one task a node", seen).read("SLURM_NODEID", "SLURM_STEP_NUM_NODES")
+    job, step, hosts = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"))
+    if not hosts or not _is_number(job):
+        return part
+    # All nodes derive the same port; steps of one job, and jobs that share a node, have different ones.
+    number = int(job) + 101 * (int(step) if _is_number(step) else 0)
+    host = _slurm_address(first_host(hosts))
+    return replace(part, head=_join_address(host, str(_FIRST_PORT + number % _PORTS)))
+
+
+def _one_task_a_node(environ: Mapping[str, str]) -> bool:
+    """Return True in a step of srun with several tasks, each on a node of its own."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    return tasks != "1" and tasks == environ.get("SLURM_STEP_NUM_NODES")
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of Slurm's list, such as gpu007 of "gpu[007-009,12],cpu1"."""
+    name = re.split(r",(?![^\[]*\])", hosts)[0]
+    while (match := re.search(r"\[([^\]]*)\]", name)) is not None:
+        name = name[: match.start()] + re.split("[-,]", match[1])[0] + name[match.end() :]
+    return name
+
+
+def _slurm_address(name: str) -> str:
+    """Return the address of the node `name`; Slurm's own address of it where no name server knows the name."""
+    try:
+        socket.getaddrinfo(name, None)
+        return name
+    except OSError:
+        pass
+    command = ["scontrol", "--oneliner", "show", "node", name]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return name
+    address = re.search(r"\bNodeAddr=(\S+)", shown)
+    return name if address is None else address[1]
+
+
+def _skypilot_part(environ: Mapping[str, str]) -> _Part | None:
+    """Read the variables of a SkyPilot task."""
+    names = ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE")
+    seen = _present(environ, *names)
+    if not set(names[:2]) & set(seen):
+        return None
+    part = _Part("SkyPilot", seen).read(*names[:2])
+    addresses = str(seen.get("SKYPILOT_NODE_IPS", "")).split()
+    port = _FIRST_PORT + zlib.crc32(environ.get("SKYPILOT_TASK_ID", "").encode()) % _PORTS
+    gpus = str(seen.get("SKYPILOT_NUM_GPUS_PER_NODE", ""))
+    return replace(
+        part,
+        head=_join_address(addresses[0], str(port)) if addresses else None,
+        local_ranks=int(gpus) if _is_number(gpus) and int(gpus) else None,
+    )
+
+
+_SCHEDULERS: tuple[Callable[[Mapping[str, str]], _Part | None], ...] = (_trainjob_part, _slurm_part, _skypilot_part)
+
+
+def _complete(parts: list[_Part]) -> Standing | None:
+    """Return the place that `parts` describe, the first that says something counting; None for one node."""
+    node = next((part.node for part in parts if part.node is not None), None)
+    nodes = next((part.nodes for part in parts if part.nodes is not None), None)
+    head = next((part.head for part in parts if part.head is not None), None)
+    if any(part.invalid for part in parts):
+        names = ", ".join(name for part in parts for name in part.invalid)
+        raise _half_set(parts, f"{names} is not a number")
+    if nodes == 0 or (nodes is not None and node is not None and node >= nodes):
+        raise _half_set(parts, "nodes are numbered from 0, below the number of nodes")
+    if nodes == 1:
+        return None
+    missing = [
+        f"{option} or {variable}"
+        for option, variable, value in (("--node", NODE, node), ("--nodes", NODES, nodes), ("--head", HEAD, head))
+        if value is None
+    ]
+    if missing or node is None or nodes is None or head is None:
+        raise _half_set(parts, f"it lacks {' and '.join(missing)}")
+    local_ranks = next((part.local_ranks for part in parts if part.local_ranks is not None), None)
+    source = next(part.source for part in parts if part.present)
+    return Standing(node, nodes, _parse_address(head, parts), local_ranks, source)
+
+
+def _half_set(parts: list[_Part], reason: str) -> ConfigError:
+    seen = ", ".join(
+        f"{name}={' '.join(str(value).split())}"
+        for part in parts
+        for name, value in part.seen.items()
+        if value is not None
+    )
+    return ConfigError(
+        f"{seen} does not describe the place of this node in the run: {reason}; start `kumi train` on every node with "
+        f"--node, --nodes and --head HOST:PORT of node 0, or unset these for a run on this machine alone"
+    )
+
+
+def _join_address(host: str, port: str) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _parse_address(text: str, parts: list[_Part]) -> HeadAddress:
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([\w.-]+)):(\d{1,5})", text, re.ASCII)
+    if match is None or not 0 < int(match[3]) < 65_536:
+        raise _half_set(parts, f"the head {text!r} is not HOST:PORT, or [ADDRESS]:PORT for IPv6")
+    return HeadAddress(match[1] or match[2], int(match[3]))
+
+
 def launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """Return the rank that an outside launcher gave this process; None without a launcher.
+    """Return the rank that an outside launcher gave this process; None without a launcher of ranks.
 
     Raise LayoutError if `environ` sets only some of the variables that a rank needs, or sets invalid values.
     """
+    if _present(environ, NODE, NODES, HEAD):
+        return None
     for launcher, rank, size, _ in _RANK_VARIABLES:
+        # `srun --mpi=pmi2` gives its tasks PMI's variables, too.
+        srun_numbers = (environ.get("SLURM_PROCID"), environ.get("SLURM_STEP_NUM_TASKS"))
+        by_pmi = launcher == "mpiexec" and (environ.get(rank), environ.get(size)) == srun_numbers
+        if (launcher == "srun" or by_pmi) and _one_task_a_node(environ):
+            continue
         by_torchrun = launcher == "torchrun"
         # With other launchers, a world size of 1 is a single program that starts its own ranks. Their rank variables do
         # not count alone, because SLURM_PROCID is set in batch scripts, too.
