@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kumi.launch.control_folder import Failure
-from kumi.launch.failure_causes import rank_timeout_error, root_cause_error
+from kumi.launch.failure_causes import rank_timeout_error, root_cause
 from kumi.launch.watch import RankDeath
 
 PRIMARY = Failure(0, 3.0, ["ValueError"], "bad value", "ValueError: bad value", secondary=False)
@@ -29,7 +29,7 @@ UNKNOWN = RankDeath(4, 2.5, None)
 )
 def test_the_cause_is_the_earliest_of_the_lowest_class(deaths, failures, message, tmp_path):
     watch = SimpleNamespace(deaths=deaths, killed={})
-    error = root_cause_error(watch, {}, failures, tmp_path, out_of_memory=False)
+    error = root_cause(watch, {}, failures, tmp_path, out_of_memory=False).error
     with pytest.raises(type(error), match=message):
         raise error
 

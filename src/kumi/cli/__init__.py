@@ -17,6 +17,7 @@ from kumi.cli import bench, convert, data, describe, eval, generate, init, plan,
 from kumi.cli.completion import complete
 from kumi.cli.json_output import json_output
 from kumi.errors import INTERRUPTED, OK, ConfigError, KumiError
+from kumi.launch import signals
 from kumi.process_limits import let_threads_sleep
 from kumi.safe_output import make_output_safe
 
@@ -29,7 +30,16 @@ _RESUMABLE = (data.run, train.run, eval.run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code (see kumi.errors). Print help where no verb is given."""
+    """Run one command and return its exit code (see kumi.errors). Print help where no verb is given.
+
+    A stop signal ends the command with the signal's exit code, from here on until training has its own handlers: a
+    batch system may send one while PyTorch is still being imported.
+    """
+    with signals.exit_on_signal():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     if argv is None:
         make_output_safe()
     parser = _parser()

@@ -52,6 +52,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> int:
+    """Return `text` as an integer of at least 0."""
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 0, got {text!r}")
+    return int(text)
+
+
 def token_count(text: str) -> float:
     """Return a positive number of tokens, written as 300B or 1e12."""
     from kumi.errors import ConfigError

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kumi.cli.arguments import add_run_file, add_verb
+from kumi.cli.arguments import add_run_file, add_verb, not_negative, positive
 from kumi.errors import OK, ConfigError, FitError
 
 
@@ -29,6 +29,17 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--rank", metavar="R", help="with --dry-run: the rank, or all-stages; default: a rank with the most memory"
     )
+    nodes = parser.add_argument_group(
+        "several nodes", "start this command on every node; without these options, the environment says where it is"
+    )
+    nodes.add_argument("--node", type=not_negative, metavar="N", help="number of this node, from 0")
+    nodes.add_argument("--nodes", type=positive, metavar="N", help="number of nodes")
+    nodes.add_argument("--head", metavar="HOST:PORT", help="address of node 0, and a free port on it")
+    nodes.add_argument(
+        "--end-with-stdin",
+        action="store_true",
+        help="save and end, as at SIGHUP, when standard input closes, for starts over ssh",
+    )
     parser.set_defaults(run_verb=run)
 
 
@@ -38,20 +49,23 @@ def run(arguments: Namespace) -> int:
         return _dry_run(arguments)
     if arguments.rank:
         raise ConfigError("train: --rank has no effect without --dry-run; add --dry-run, or remove --rank")
-    from kumi.launch import signals
-
-    with signals.exit_on_signal():
-        return _train(arguments)
+    return _train(arguments)
 
 
 def _train(arguments: Namespace) -> int:
     from kumi.config import load
+    from kumi.launch.signals import hang_up_with_stdin
+    from kumi.launch.standing import Standing, find_standing
     from kumi.train.run_summary import train_output
     from kumi.train.start import start
 
+    standing = find_standing(os.environ, node=arguments.node, nodes=arguments.nodes, head=arguments.head)
+    if arguments.end_with_stdin:
+        hang_up_with_stdin()
     config = load(arguments.run, arguments.overrides)
-    code = start(config, allow_change=tuple(arguments.allow_change))
-    if arguments.json and os.environ.get("RANK", "0") == "0":
+    code = start(config, allow_change=tuple(arguments.allow_change), standing=standing)
+    number = 0 if standing is None else standing.node if isinstance(standing, Standing) else standing.rank
+    if arguments.json and number == 0:
         output = asdict(train_output(config, code))
         arguments.write_json({key: str(value) if isinstance(value, Path) else value for key, value in output.items()})
     return code

@@ -1,13 +1,14 @@
 """The control folder: ranks report to their launcher that they started, returned or failed.
 
-    .launch-XXXX/lock           locked by the launcher and its ranks; a free lock means that all of them are dead
+    .launch-HOST-XXXX/lock      locked by the launcher and its ranks; a free lock means that all of them are dead
                  go             written by the launcher once all ranks have started
                  1.pid          process id of rank 1
                  1.returned     exit code of rank 1
                  1.failure      error of rank 1, as JSON
 
 The control folder lies beside the ranks' logs. If a launcher is killed, its control folder stays there, and the next
-launcher removes it.
+launcher on the same host removes it. On some network file systems a lock holds on one host only, so that other hosts
+could not tell a dead launcher from a living one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -51,9 +54,10 @@ def control_folder(log_dir: Path) -> Iterator[Path]:
 
     Remove the control folders of dead launchers first.
     """
-    for folder in log_dir.glob(f"{_PREFIX}*"):
+    prefix = f"{_PREFIX}{re.sub('[^A-Za-z0-9.]', '_', socket.gethostname())[:64]}-"
+    for folder in log_dir.glob(f"{prefix}*"):
         _remove_stale(folder)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=log_dir))
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=log_dir))
     with open(folder / "lock", "w") as lock:  # ranks inherit the lock, so it is free only when the last rank is dead
         with suppress(OSError):  # a file system without locks; its control folders are never removed as stale
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,7 +8,8 @@ secondary failure is an error that another rank's failure may have caused: a los
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import kumi.errors
@@ -16,10 +17,26 @@ from kumi.errors import CommunicationError, DeviceMemoryError, KumiError
 from kumi.launch.control_folder import Failure, log_path
 from kumi.launch.watch import RankDeath, Watch
 
+PRIMARY, UNCLEAR, SECONDARY, UNKNOWN = range(4)  # classes of causes, in the order in which they are blamed
 _TRACE_LINES = 12
 # gloo raises plain RuntimeErrors, both if a peer's process has ended and if a peer does not respond in time.
 _CLOSED = ("closed by peer", "connection reset", "connection refused", "broken pipe", "pair closure")
 _TIMEOUT = ("timed out", "timeout", "failed to pass monitoredbarrier")
+
+
+@dataclass(frozen=True)
+class RootCause:
+    """Why the ranks of this machine failed: the error to show, its class, and the monotonic time of the failure.
+
+    `waiting`: the rank, if it timed out in a collective. `silent`: ranks that the launcher killed before they reported
+    anything -> unusual state of their process, or "".
+    """
+
+    error: KumiError
+    severity: int
+    at: float
+    waiting: int | None = None
+    silent: Mapping[int, str] = field(default_factory=dict)
 
 
 def is_secondary(error: BaseException) -> bool:
@@ -56,10 +73,10 @@ def rank_timeout_error(ranks: dict[int, str], *, waiting: int) -> CommunicationE
     )
 
 
-def root_cause_error(
+def root_cause(
     watch: Watch, exits: dict[int, int], failures: list[Failure], log_dir: Path, *, out_of_memory: bool
-) -> KumiError:
-    """Return the error of the rank that caused the failure: the earliest primary failure.
+) -> RootCause:
+    """Return the failure of the rank that caused the others: the earliest primary failure.
 
     Without one, it is the earliest unclear death, else the earliest secondary failure (see the module docstring).
 
@@ -72,22 +89,25 @@ def root_cause_error(
     # gloo aborts a process whose peer sends fewer bytes than expected.
     unclear = (None, -signal.SIGABRT, -signal.SIGTERM)
     causes: list[tuple[int, float, Failure | RankDeath]] = [
-        *((2 if failure.secondary else 0, failure.at, failure) for failure in failures),
-        *((1 if death.code in unclear else 0, death.at, death) for death in crashes),
+        *((SECONDARY if failure.secondary else PRIMARY, failure.at, failure) for failure in failures),
+        *((UNCLEAR if death.code in unclear else PRIMARY, death.at, death) for death in crashes),
     ]
-    if not causes:
-        return CommunicationError(f"a rank ended without reporting a cause; see the logs in {log_dir}")
-    cause = min(causes, key=lambda candidate: candidate[:2])[2]
     silent = {rank: state for rank, state in watch.killed.items() if rank not in reported}
+    if not causes:
+        error: KumiError = CommunicationError(f"a rank ended without reporting a cause; see the logs in {log_dir}")
+        return RootCause(error, UNKNOWN, 0.0, silent=silent)
+    severity, at, cause = min(causes, key=lambda candidate: candidate[:2])
     if isinstance(cause, RankDeath):
         words = _exception_message(log_path(log_dir, cause.rank))
+        error = _death_error(cause, log_dir, out_of_memory=out_of_memory)
     else:
         words = cause.message if cause.secondary else ""
-    if silent and is_timeout(words):  # on a timeout, NCCL aborts the rank and gloo raises
-        return rank_timeout_error(silent, waiting=cause.rank)
-    if isinstance(cause, RankDeath):
-        return _death_error(cause, log_dir, out_of_memory=out_of_memory)
-    return _rank_error(cause, log_dir)
+        error = _rank_error(cause, log_dir)
+    waiting = cause.rank if is_timeout(words) else None  # on a timeout, NCCL aborts the rank and gloo raises
+    if silent and waiting is not None:
+        # The ranks waited for each other, so all of them are to blame, or a rank of another machine.
+        return RootCause(rank_timeout_error(silent, waiting=waiting), severity, at, waiting, silent)
+    return RootCause(error, severity, at, waiting, silent)
 
 
 def _rank_error(failure: Failure, log_dir: Path) -> KumiError:

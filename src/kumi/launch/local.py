@@ -19,19 +19,22 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kumi.config import ResolvedRun
 from kumi.config.local_machine import threads_per_rank
 from kumi.errors import CommunicationError, RefusedError
 from kumi.launch import signals
 from kumi.launch.control_folder import control_folder, read_failures
-from kumi.launch.failure_causes import root_cause_error
+from kumi.launch.failure_causes import root_cause
 from kumi.launch.oom import oom_kills
-from kumi.launch.rank_process import RankStart, run_rank
+from kumi.launch.rank_process import NodeRanks, RankStart, run_rank
 from kumi.launch.standing import LaunchedRank, interface_to, launched_rank, outward_interface
 from kumi.launch.watch import Watch
 from kumi.process_limits import SLEEPING_THREADS
+
+if TYPE_CHECKING:
+    from kumi.launch.agent import HeadLink
 
 # The agent handles only this signal, which makes it give up. `signals` handles the others.
 _AGENT_SIGNAL = signal.SIGUSR2
@@ -68,7 +71,26 @@ def run_ranks(
             return fn(*args) or 0
     log_dir = Path(log_dir).absolute()
     log_dir.mkdir(parents=True, exist_ok=True)
-    return _run_under_agent(fn, args, nproc, log_dir, grace)
+    return _run_under_agent(fn, args, nproc, log_dir, grace, None)
+
+
+def run_node_ranks(
+    fn: Callable[..., int | None],
+    args: tuple[Any, ...],
+    *,
+    nproc: int,
+    log_dir: Path,
+    link: HeadLink,
+    grace: float = 600.0,
+) -> int:
+    """Run `fn(*args)` on each of the `nproc` ranks of this node of several, and return this node's exit code.
+
+    All nodes must have called `link.wait_for_all()`. Otherwise as `run_ranks`. Ranks are also ended if the link to the
+    head is lost, or the head says so.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with link.watching():
+        return _run_under_agent(fn, args, nproc, log_dir.absolute(), grace, link)
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
@@ -76,12 +98,12 @@ def is_rank(environ: Mapping[str, str]) -> bool:
     return launched_rank(environ) is not None
 
 
-def rank_environment(nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(nproc: int, environ: Mapping[str, str], *, nodes: int = 1) -> dict[str, str]:
     """Return the variables that `nproc` ranks of this machine need and that `environ` does not set.
 
     OMP_NUM_THREADS and OMP_WAIT_POLICY take effect only if they are set before torch is imported. Ranks that kumi
-    starts communicate over the loopback interface; ranks of an outside launcher, over the interface that leads to
-    rank 0.
+    starts communicate over the loopback interface, if this machine is the only one of `nodes`; ranks of an outside
+    launcher, over the interface that leads to rank 0.
     """
     variables = {
         **SLEEPING_THREADS,  # spinning threads would take the cores from the other ranks
@@ -94,7 +116,7 @@ def rank_environment(nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
         variables |= launched.torch_environment()
         interface = _interface(launched, nproc, environ)
         variables |= {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
-    elif nproc > 1:
+    elif nproc > 1 and nodes == 1:
         variables["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     return {name: value for name, value in variables.items() if name not in environ}
 
@@ -111,29 +133,48 @@ def _interface(launched: LaunchedRank, nproc: int, environ: Mapping[str, str]) -
 
 
 def _run_under_agent(
-    fn: Callable[..., int | None], args: tuple[Any, ...], nproc: int, log_dir: Path, grace: float
+    fn: Callable[..., int | None], args: tuple[Any, ...], nproc: int, log_dir: Path, grace: float, link: HeadLink | None
 ) -> int:
     environ_before, kills_before = dict(os.environ), oom_kills()
     threads = threads_per_rank(nproc, os.environ)
-    os.environ.update(rank_environment(nproc, environ_before))
+    os.environ.update(_environment(nproc, environ_before, link))
+    place = None if link is None else _place(link, nproc)
     try:
         with control_folder(log_dir) as control:
+            start = RankStart(control, log_dir, os.getpid(), threads, place)
             with (
                 _quiet_agent(),
                 signals.installed() as flag,
-                Watch(control, nproc, flag, grace, _AGENT_SIGNAL) as watch,
+                Watch(control, nproc, flag, grace, _AGENT_SIGNAL, link) as watch,
             ):
                 flag.patient = True
-                codes, exits = _run_elastic_agent(nproc, fn, args, RankStart(control, log_dir, os.getpid(), threads))
+                codes, exits = _run_elastic_agent(nproc, fn, args, start)
             if codes is not None:
                 return next((code for code in codes if code), 0)
             if flag.requested is not None and (flag.insisted or watch.out_of_grace):
+                if link is not None:
+                    link.forced = flag.insisted
                 return _forced_stop_code(flag, grace)
             out_of_memory = oom_kills() != kills_before
-            raise root_cause_error(watch, exits, read_failures(control), log_dir, out_of_memory=out_of_memory)
+            cause = root_cause(watch, exits, read_failures(control), log_dir, out_of_memory=out_of_memory)
+            if link is not None:
+                link.cause = cause
+            raise cause.error
     finally:
         for name in set(os.environ) - set(environ_before):  # one of these variables is set by the agent
             del os.environ[name]
+
+
+def _environment(nproc: int, environ: Mapping[str, str], link: HeadLink | None) -> dict[str, str]:
+    """Return the variables of `rank_environment`, and gloo's interface to the other nodes unless `environ` has one."""
+    if link is None:
+        return rank_environment(nproc, environ)
+    variables, interface = rank_environment(nproc, environ, nodes=link.standing.nodes), link.interface
+    return variables if interface is None else {"GLOO_SOCKET_IFNAME": interface, **variables, **environ}
+
+
+def _place(link: HeadLink, nproc: int) -> NodeRanks:
+    return NodeRanks(link.standing.node, link.standing.nodes, nproc, link.standing.head.host, link.port)
 
 
 def _run_elastic_agent(
@@ -141,7 +182,8 @@ def _run_elastic_agent(
 ) -> tuple[list[int] | None, dict[int, int]]:
     """Run the ranks under torch's elastic agent.
 
-    Return the exit codes of all ranks, and {}; if a rank failed, None and the exit codes that the agent saw, by rank.
+    Return the exit codes of all ranks of this machine, and {}; if a rank failed, None and the exit codes that the agent
+    saw, by rank. The agent knows the ranks of this machine alone.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -172,7 +214,8 @@ def _run_elastic_agent(
     try:
         results = elastic_launch(config, run_rank)(fn, args, start)
     except ChildFailedError as error:
-        return None, {rank: failure.exitcode for rank, failure in error.failures.items()}
+        first = 0 if start.place is None else start.place.first
+        return None, {first + rank: failure.exitcode for rank, failure in error.failures.items()}
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise

@@ -25,6 +25,36 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
+class NodeRanks:
+    """The ranks of one node among those of several. `host` and `port`: of the store that all ranks connect to."""
+
+    node: int
+    nodes: int
+    ranks: int  # of each node
+    host: str
+    port: int
+
+    @property
+    def first(self) -> int:
+        """The lowest rank of the node."""
+        return self.node * self.ranks
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """Return torch's variables for the rank with the number `local_rank` in the node."""
+        rank, size = str(self.first + local_rank), str(self.nodes * self.ranks)
+        return {
+            "RANK": rank,
+            "ROLE_RANK": rank,
+            "WORLD_SIZE": size,
+            "ROLE_WORLD_SIZE": size,
+            "GROUP_RANK": str(self.node),
+            "GROUP_WORLD_SIZE": str(self.nodes),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+@dataclass(frozen=True)
 class RankStart:
     """What the launcher passes to each rank."""
 
@@ -32,12 +62,15 @@ class RankStart:
     log_dir: Path
     parent: int  # process id of the launcher
     threads: int  # for computation
+    place: NodeRanks | None = None  # in a run on several nodes
 
 
 def run_rank(fn: Callable[..., int | None], args: tuple[Any, ...], start: RankStart) -> int:
     """Run `fn(*args)` in a started rank and return its exit code; on an error, report a Failure and end the process."""
     import torch
 
+    if start.place is not None:
+        os.environ.update(start.place.environment(int(os.environ["LOCAL_RANK"])))
     rank = int(os.environ["RANK"])
     die_with_parent(start.parent)
     log = os.open(log_path(start.log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
@@ -49,7 +82,7 @@ def run_rank(fn: Callable[..., int | None], args: tuple[Any, ...], start: RankSt
     torch.set_num_threads(start.threads)
     announce_rank(start.control, rank)
     try:
-        code = _await_all(start.control, flag)
+        code = _await_all(start.control, flag, alone=start.place is None)
         if code is None:
             code = _call(fn, args)
     except BaseException as error:
@@ -59,15 +92,18 @@ def run_rank(fn: Callable[..., int | None], args: tuple[Any, ...], start: RankSt
     return code
 
 
-def _await_all(control: Path, flag: signals.StopFlag) -> int | None:
+def _await_all(control: Path, flag: signals.StopFlag, *, alone: bool) -> int | None:
     """Wait until all ranks have started. Return None, or the exit code if a stop signal comes before that.
+
+    If the ranks are not `alone` on their machine, ranks of other nodes may have begun when the signal comes here. All
+    then agree in the first step.
 
     No rank may connect to the parent's store before the last rank is forked: on each connection, a thread of the store
     looks up the client's address, and a rank forked at that instant inherits the C library's resolver lock, locked for
     ever.
     """
     while not ranks_released(control):
-        if flag.requested is not None:
+        if alone and flag.requested is not None:
             return signals.exit_code(flag.requested)
         time.sleep(0.005)
     return None

@@ -108,6 +108,24 @@ def exit_on_signal() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
+def hang_up_with_stdin() -> None:
+    """Send SIGHUP to this process when its standard input closes: ssh leaves a command running when its client dies.
+
+    Whoever starts this process keeps the other end of a pipe open and writes nothing. What is written is dropped.
+    """
+    threading.Thread(target=_await_end_of_stdin, name="kumi-stdin", daemon=True).start()
+
+
+def _await_end_of_stdin() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)  # only the main thread receives signals
+    try:
+        while os.read(0, 4096):
+            continue
+    except OSError:  # it was closed before
+        pass
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGHUP)
+
+
 def _leave(signum: int, frame: FrameType | None) -> None:
     name = signal.Signals(signum).name
     print(f"{name}: stopped; run the same command again to continue", file=sys.stderr, flush=True)

@@ -41,6 +41,7 @@ NODE, NODES, HEAD = "KUMI_NODE", "KUMI_NODES", "KUMI_HEAD"
 # Ports of heads that nobody chose: below those that the kernel gives to outgoing connections.
 _FIRST_PORT, _PORTS = 20_000, 10_000
 _SCONTROL_SECONDS = 20.0
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # heads of runs whose nodes are all on one machine
 _ROUTES = Path("/proc/net/route")
 _ROUTES_6 = Path("/proc/net/ipv6_route")
 

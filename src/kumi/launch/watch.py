@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from kumi.launch.control_folder import has_returned, read_pids, release_ranks
 from kumi.launch.signals import EXIT_CODES, StopFlag
@@ -35,19 +36,40 @@ class RankDeath:
     code: int | None  # exit code, negative for a signal; None if only the agent knows it
 
 
+class OtherNodes(Protocol):
+    """The other nodes of a run, as the watch of one node sees them (`kumi.launch.agent.HeadLink`)."""
+
+    stopping: bool  # the ranks of this node must end
+
+    def started(self) -> None:
+        """Note that all ranks of this node have started."""
+
+    def may_begin(self) -> bool:
+        """Return True once the ranks of all nodes have started."""
+
+
 class Watch:
     """A thread that forwards a stop request to the ranks, and kills the remaining ranks after a failure.
 
     After a stop request, ranks have `grace` seconds before they are killed. `agent_signal` makes the agent in the main
-    thread give up.
+    thread give up. `others`: the other nodes of the run.
     """
 
-    def __init__(self, control: Path, nproc: int, flag: StopFlag, grace: float, agent_signal: signal.Signals) -> None:
+    def __init__(
+        self,
+        control: Path,
+        nproc: int,
+        flag: StopFlag,
+        grace: float,
+        agent_signal: signal.Signals,
+        others: OtherNodes | None = None,
+    ) -> None:
         self.deaths: list[RankDeath] = []
         self.killed: dict[int, str] = {}  # ranks that this watch killed -> process state before, see _process_state
         self.out_of_grace = False  # ranks were killed because they did not stop in time
         self._control, self._nproc, self._flag, self._grace = control, nproc, flag, grace
-        self._agent_signal = agent_signal
+        self._agent_signal, self._others = agent_signal, others
+        self._released = False
         self._pids: dict[int, int] = {}
         self._handles: dict[int, int] = {}  # living rank -> its pidfd, if the system has pidfds
         self._alive: set[int] = set()
@@ -73,9 +95,13 @@ class Watch:
         while not self._ended.is_set():
             if len(self._pids) < self._nproc:
                 self._find_ranks()
-                if len(self._pids) == self._nproc:
+                if len(self._pids) == self._nproc and self._others is not None:
+                    self._others.started()
+            if len(self._pids) == self._nproc and not self._released:
+                self._released = self._others is None or self._others.may_begin()
+                if self._released:
                     release_ranks(self._control)
-            self._pause(_POLL_SECONDS if len(self._pids) == self._nproc else _START_SECONDS)
+            self._pause(_POLL_SECONDS if self._released else _START_SECONDS)
             self._note_deaths()
             self._decide(time.monotonic())
 
@@ -125,8 +151,11 @@ class Watch:
                 self._send(rank, signal.Signals(requested))
         if self._flag.insisted:
             self._kill_at = min(self._kill_at, now)
+        if self._others is not None and self._others.stopping:
+            self._kill_at = min(self._kill_at, now + _SETTLE_SECONDS)
         if now >= self._kill_at:
-            self.out_of_grace |= not self.deaths and not self._flag.insisted
+            stopping = self._others is not None and self._others.stopping
+            self.out_of_grace |= not self.deaths and not self._flag.insisted and not stopping
             for rank in self._alive - set(self.killed):
                 self.killed[rank] = _process_state(self._pids[rank])
                 self._send(rank, signal.SIGKILL)

@@ -7,14 +7,18 @@ runs/<name>/
   metrics.jsonl      one JSON object per step, and one per evaluation
   data/              tokenizer and tokenised data
   checkpoints/       step_000200/ ...
+  .lock              owner of the run folder, see kumi.train.folder_lock
+  .token             secret by which the nodes of the run recognise each other
+  stop               asks the run to save and end, see kumi.launch.stop_file
   logs/              output of the ranks
   hf/                the Hugging Face folder, at the end
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
+import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,13 +31,19 @@ from kumi.config.run_plan import PLAN_FILE, RunPlan
 from kumi.config.stored_config import CONFIG_FILE, changed_keys, load_stored_config
 from kumi.data import foreign_files
 from kumi.errors import RefusedError
-from kumi.files.output import open_append, open_new, refuse_link
+from kumi.files.output import open_new, refuse_link
+from kumi.launch.stop_file import STOP_FILE, obey_stop_file, process_age
+from kumi.train.folder_lock import LOCK, lock_folder
 
-_CHECKPOINTS, _LOCK = "checkpoints", ".lock"
+_CHECKPOINTS, _TOKEN, _TOKEN_DRAFT = "checkpoints", ".token", ".token.part"
+_TOKEN_SECONDS, _NOTE_SECONDS = 600.0, 20.0
 _CONFIG_DRAFT, _PLAN_DRAFT = "config.part", "plan.part"
 # Names that a run writes in its folder. Users may add files and links with other names once the run has begun.
 RUN_FILES = (
-    _LOCK,
+    LOCK,
+    _TOKEN,
+    _TOKEN_DRAFT,
+    STOP_FILE,
     CONFIG_FILE,
     _CONFIG_DRAFT,
     PLAN_FILE,
@@ -64,6 +74,7 @@ _CHANGEABLE_KEYS = (
     "log",
     "export",
     "sample",
+    "recover",
     "batch.mean_document_tokens",
     "data.workers",
     "data.cache",
@@ -96,13 +107,14 @@ def claim_run_folder(
 
     Raise RefusedError if the folder belongs to another run, if the stored configuration differs in a key that neither
     `_CHANGEABLE_KEYS` nor `allow_change` names, or if another process is training there. Call `check` once the folder
-    is locked, and let its errors through. Nothing is written before all checks have passed.
+    is locked, and let its errors through. Nothing is written before all checks have passed. Within the block, the run
+    obeys its stop file.
     """
     _check_names(allow_change)
     _refuse_links(out)
     _check_config(out, config, allow_change)
     out.mkdir(parents=True, exist_ok=True)
-    with _locked(out):
+    with lock_folder(out), obey_stop_file(out, process_age()):
         _check_config(out, config, allow_change)  # another process may have claimed the folder in the meantime
         check()
         resumed = (out / CONFIG_FILE).exists()
@@ -110,6 +122,35 @@ def claim_run_folder(
             _write_atomically(out / PLAN_FILE, out / _PLAN_DRAFT, plan.text())
         _write_atomically(out / CONFIG_FILE, out / _CONFIG_DRAFT, dump(config))
         yield resumed
+
+
+def run_token(out: Path, *, node: int) -> str:
+    """Return the secret that the nodes of the run in `out` share. Node 0 makes it, in a file that others cannot read.
+
+    On other nodes, wait for the file. Raise RefusedError if the folder belongs to something else, or if the file does
+    not come.
+    """
+    _refuse_links(out)
+    if node == 0 and not (out / _TOKEN).exists():
+        if out.exists() and not out.is_dir():
+            raise RefusedError(f"train.out: {out} is a file; name a folder for the run")
+        if not (out / CONFIG_FILE).exists():
+            _refuse_foreign(out)
+        out.mkdir(parents=True, exist_ok=True)
+        _write_atomically(out / _TOKEN, out / _TOKEN_DRAFT, secrets.token_hex(32), mode=0o600)
+    began, noted = time.monotonic(), False
+    while not (out / _TOKEN).exists():
+        seconds = time.monotonic() - began
+        if seconds > _TOKEN_SECONDS:
+            raise RefusedError(
+                f"train.out: {out} has no file {_TOKEN} on node {node} after {seconds:.0f} s: start node 0, and let "
+                f"train.out be a folder that all nodes share"
+            )
+        if not noted and seconds > _NOTE_SECONDS:
+            noted = True
+            print(f"node {node}     waits for {out / _TOKEN} of node 0", file=sys.stderr, flush=True)
+        time.sleep(0.2)
+    return (out / _TOKEN).read_text()
 
 
 def _refuse_links(out: Path) -> None:
@@ -141,7 +182,7 @@ def _refuse_foreign(out: Path) -> None:
     configuration.
     """
     names = {item.name for item in out.iterdir()} if out.exists() else set()
-    names -= {_LOCK, _CONFIG_DRAFT, PLAN_FILE, _PLAN_DRAFT}
+    names -= {LOCK, _TOKEN, _TOKEN_DRAFT, STOP_FILE, _CONFIG_DRAFT, PLAN_FILE, _PLAN_DRAFT}
     if _CHECKPOINTS in names:
         raise RefusedError(
             f"train.out: {out} has checkpoints but no {CONFIG_FILE}, so their run is not known; restore the file "
@@ -170,25 +211,10 @@ def _may_change(key: str, allow_change: Sequence[str]) -> bool:
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in (*_CHANGEABLE_KEYS, *allow_change))
 
 
-@contextmanager
-def _locked(out: Path, patience: float = 15.0) -> Iterator[None]:
-    """Take an exclusive lock on `out`, waiting at most `patience` seconds for ranks of a killed run to end."""
-    with open_append(out / _LOCK) as file:
-        for attempt in range(int(patience / 0.1) + 1):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if attempt == int(patience / 0.1):
-                    raise RefusedError(
-                        f"train.out: {out} is in use by another kumi process; wait for it, or stop it"
-                    ) from None
-                time.sleep(0.1)
-        yield
-
-
-def _write_atomically(file: Path, part: Path, text: str) -> None:
+def _write_atomically(file: Path, part: Path, text: str, mode: int | None = None) -> None:
     with open_new(part) as handle:
+        if mode is not None:
+            os.fchmod(handle.fileno(), mode)
         handle.write(text)
         handle.flush()
         os.fsync(handle.fileno())

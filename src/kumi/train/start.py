@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,9 +18,10 @@ from kumi.config.run_plan import RunPlan, parse_plan
 from kumi.config.schema import LayoutSection
 from kumi.data import Store
 from kumi.errors import OK, ConfigError, LayoutError, ModelError
+from kumi.launch.agent import HeadLink, run_as_agent
 from kumi.launch.launchers import pick_launcher
-from kumi.launch.local import rank_environment
-from kumi.launch.standing import LaunchedRank, launched_rank
+from kumi.launch.local import rank_environment, run_node_ranks
+from kumi.launch.standing import LaunchedRank, Standing, find_standing, launched_rank
 from kumi.report.reading_lines import describe_reading, reading_lines
 from kumi.report.run_description import describe_resolved, make_console, render_description
 from kumi.spec.families import check_trainable
@@ -32,38 +34,63 @@ from kumi.train.callbacks import Listener
 from kumi.train.dataset_commits import dataset_paths, dataset_snapshots
 from kumi.train.measure_numerics import with_measured_numerics, with_numerics
 from kumi.train.prepare_data import check_data, open_data, prepare_data
-from kumi.train.run_folder import checkpoint_root, claim_run_folder
+from kumi.train.run_folder import checkpoint_root, claim_run_folder, run_token
 from kumi.train.run_summary import summary_lines
-from kumi.units import format_count
+from kumi.units import format_count, parse_duration
 
 if TYPE_CHECKING:
     from kumi.launch.rendezvous import Rendezvous
 
 
-def start(config: RunConfig, *, allow_change: Sequence[str] = (), listener: Listener | None = None) -> int:
+def start(
+    config: RunConfig,
+    *,
+    allow_change: Sequence[str] = (),
+    listener: Listener | None = None,
+    standing: Standing | LaunchedRank | None = None,
+) -> int:
     """Start or resume the run of `config` and write its Hugging Face folder. Return the exit code (see kumi.errors).
 
-    Under an outside launcher (torchrun, srun), every rank calls this. `listener` receives the training's events on
-    rank 0.
+    Under an outside launcher of ranks (torchrun, srun), every rank calls this; in a run on several nodes, the agent of
+    every node. `standing`: which of them this process is; by default from the environment. `listener` receives the
+    training's events on rank 0.
     """
+    standing = find_standing(os.environ) if standing is None else standing
+    if isinstance(standing, Standing):
+        token = run_token(Path(os.path.expanduser(config.train.out)), node=standing.node)
+        lost = parse_duration(config.recover.lost)
+        return run_as_agent(standing, token, lost, partial(_start_node, config, allow_change, listener))
     run = open_run(config)
     # OpenMP reads these variables once, when torch is imported, and any call below may import torch.
     os.environ.update(rank_environment(run.cluster.devices_per_node, os.environ))
-    launched = launched_rank(os.environ)
-    _check_ranks(run, launched)
-    if launched is None or launched.rank == 0:
+    _check_ranks(run, standing)
+    if standing is None or standing.rank == 0:
         run = with_measured_numerics(run)  # this forks, so it must come before this process starts threads
-    if launched is None or launched.world_size == 1:
+    if standing is None or standing.world_size == 1:
         return _lead(run, allow_change, None, listener)
     from kumi.launch.rendezvous import rendezvous
 
-    with rendezvous(launched) as peers:
-        return _follow(run, peers) if launched.rank else _lead(run, allow_change, peers, listener)
+    with rendezvous(standing) as peers:
+        return _follow(run, peers) if standing.rank else _lead(run, allow_change, peers, listener)
 
 
-def _lead(run: ResolvedRun, allow_change: Sequence[str], peers: Rendezvous | None, listener: Listener | None) -> int:
-    """Lead the run as rank 0 of the launched ranks `peers`; if `peers` is None, as the process that starts all
-    ranks."""
+def _start_node(config: RunConfig, allow_change: Sequence[str], listener: Listener | None, link: HeadLink) -> int:
+    """Start the run as the agent of one of its nodes. Return the exit code of this node."""
+    node = link.standing.node
+    run = open_run(config)
+    os.environ.update(rank_environment(run.cluster.devices_per_node, os.environ, nodes=link.standing.nodes))
+    _check_ranks(run, link.standing)
+    if node == 0:
+        run = with_measured_numerics(run)  # this forks, so it must come before this process starts threads
+    link.follow()
+    return _follow(run, link) if node else _lead(run, allow_change, link, listener)
+
+
+def _lead(
+    run: ResolvedRun, allow_change: Sequence[str], peers: Rendezvous | HeadLink | None, listener: Listener | None
+) -> int:
+    """Lead the run as rank 0 of the launched ranks `peers`, or as node 0 of several; if `peers` is None, as the process
+    that starts all ranks."""
     if run.config.export.push is not None:
         hub.check_push(run.config.export.push, "export.push")
     _fetch_weights(run)
@@ -99,8 +126,8 @@ def _lead(run: ResolvedRun, allow_change: Sequence[str], peers: Rendezvous | Non
         return code
 
 
-def _follow(run: ResolvedRun, peers: Rendezvous) -> int:
-    """Start the run as a launched rank other than 0: wait for rank 0 to prepare the data, then train."""
+def _follow(run: ResolvedRun, peers: Rendezvous | HeadLink) -> int:
+    """Start the run as a launched rank or a node other than 0: wait until that has prepared the data, then train."""
     _fetch_weights(run)
     check_run(run)
     message = json.loads(peers.receive())
@@ -162,14 +189,26 @@ def _resume_notes(run: ResolvedRun, allow_change: Sequence[str]) -> list[str]:
     return resume_notes(run, allow_change)
 
 
-def _check_ranks(run: ResolvedRun, launched: LaunchedRank | None) -> None:
-    """Raise LayoutError unless a launcher reaches the machines of `run` and WORLD_SIZE, if set, matches the layout."""
-    pick_launcher(run, launched)
-    needed = run.layout.world_size
-    if launched is not None and launched.world_size != needed:
+def _check_ranks(run: ResolvedRun, standing: Standing | LaunchedRank | None) -> None:
+    """Raise LayoutError unless the ranks or nodes that were started are those of the run."""
+    needed, cluster = run.layout.world_size, run.cluster
+    if isinstance(standing, Standing):
+        if standing.nodes != cluster.nodes:
+            raise LayoutError(
+                f"cluster.nodes={cluster.nodes}, but {standing.source} starts {standing.nodes} nodes; set "
+                f"cluster.nodes={standing.nodes}, or start {cluster.nodes}"
+            )
+        if standing.local_ranks not in (None, cluster.devices_per_node):
+            raise LayoutError(
+                f"cluster.devices_per_node={cluster.devices_per_node}, but {standing.source} gives each node "
+                f"{standing.local_ranks} devices; let both be the same"
+            )
+        return
+    pick_launcher(run, standing)
+    if standing is not None and standing.world_size != needed:
         raise LayoutError(
-            f"the layout needs {needed} ranks, but WORLD_SIZE={launched.world_size}; start {needed} ranks, or set "
-            f"cluster and layout for {launched.world_size}"
+            f"the layout needs {needed} ranks, but WORLD_SIZE={standing.world_size}; start {needed} ranks, or set "
+            f"cluster and layout for {standing.world_size}"
         )
 
 
@@ -244,13 +283,17 @@ def _is_trained(run: ResolvedRun) -> bool:
     return step_of(last) >= (run.planned_steps if ended is None else ended) and (run.out / "probe.safetensors").exists()
 
 
-def _launch(run: ResolvedRun, store: Store, peers: Rendezvous | None, listener: Listener | None) -> int:
+def _launch(run: ResolvedRun, store: Store, peers: Rendezvous | HeadLink | None, listener: Listener | None) -> int:
     # This imports torch before the ranks are forked, so that they need not import it.
     from kumi.train.loop import train_rank
 
     if peers is not None:
         peers.wait_for_all()
-    return pick_launcher(run, launched_rank(os.environ)).start(run, train_rank, (run, store, listener))
+    arguments = (run, store, listener)
+    if isinstance(peers, HeadLink):
+        nproc, logs = run.cluster.devices_per_node, run.out / "logs"
+        return run_node_ranks(train_rank, arguments, nproc=nproc, log_dir=logs, link=peers)
+    return pick_launcher(run, launched_rank(os.environ)).start(run, train_rank, arguments)
 
 
 def _data_line(store: Store, objective: str) -> str:
