@@ -1,11 +1,9 @@
 """Two machines, as two network namespaces joined by a virtual cable: torchrun on each, with the command it is given."""
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,46 +13,17 @@ from tests.train.conftest import losses, run_file
 from tests.train.test_failing_ranks import under_agent
 
 from forked import run_forked
+from namespaces import enter_namespace, two_namespaces
 
 HEAD, OTHER = "10.66.0.1", "10.66.0.2"  # within the namespaces alone
 SLOW = Path(__file__).with_name("slow_data.py")
 TIMEOUT_S = 10
-CLONE_NEWNET = 0x40000000
-
-
-def ip(*words):
-    done = subprocess.run(["ip", *words], capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
-    return done.stdout
-
-
-def remove(name):
-    """End the processes in the namespace, which may have lost their agent, and delete it."""
-    for pid in ip("netns", "pids", name).split():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
-    ip("netns", "del", name)
 
 
 @pytest.fixture
 def nodes():
     """The names of two network namespaces, HEAD and OTHER."""
-    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need Linux, root and iproute2")
-    names = [f"kumi-{os.getpid()}-{number}" for number in range(2)]
-    with contextlib.ExitStack() as stack:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                stack.callback(remove, name)
-            ip("link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth0", "netns", names[1])
-            for name, address in zip(names, (HEAD, OTHER)):
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", "veth0")
-                ip("-n", name, "link", "set", "veth0", "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except OSError as error:
-            pytest.skip(f"network namespaces are not allowed here: {error}")
+    with two_namespaces([HEAD, OTHER]) as names:
         yield names
 
 
@@ -120,9 +89,7 @@ def test_two_nodes_train_as_one_process(nodes, small, tmp_path, ranks, program):
 
 def on_a_node(name, node, folder):
     """Torchrun's agent with one rank in the network namespace `name`, in this process, which was forked for it."""
-    with open(f"/run/netns/{name}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
+    enter_namespace(name)
     os.environ.pop("GLOO_SOCKET_IFNAME", None)  # the suite sets it
     os.environ["SLOW_SECONDS"] = str(TIMEOUT_S + 2)
     os.chdir(folder)

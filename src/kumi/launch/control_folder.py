@@ -20,12 +20,14 @@ import re
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-_PREFIX = ".launch-"
+_PREFIX, _DRAFT = ".launch-", ".new"
+_DRAFT_SECONDS = 600.0
 # Every rank allocates this many bytes on disk at its start, so that it can report a failure on a full disk.
 _REPORT_BYTES = 64 * 1024
 
@@ -57,10 +59,11 @@ def control_folder(log_dir: Path) -> Iterator[Path]:
     prefix = f"{_PREFIX}{re.sub('[^A-Za-z0-9.]', '_', socket.gethostname())[:64]}-"
     for folder in log_dir.glob(f"{prefix}*"):
         _remove_stale(folder)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=log_dir))
-    with open(folder / "lock", "w") as lock:  # ranks inherit the lock, so it is free only when the last rank is dead
+    draft = Path(tempfile.mkdtemp(prefix=prefix, suffix=_DRAFT, dir=log_dir))
+    with open(draft / "lock", "w") as lock:  # ranks inherit the lock, so it is free only when the last rank is dead
         with suppress(OSError):  # a file system without locks; its control folders are never removed as stale
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder = draft.rename(draft.with_name(draft.name.removesuffix(_DRAFT)))
         try:
             yield folder
         finally:
@@ -68,11 +71,14 @@ def control_folder(log_dir: Path) -> Iterator[Path]:
 
 
 def _remove_stale(folder: Path) -> None:
+    # The launcher of another node on this host may just be making its folder.
     try:
+        if folder.name.endswith(_DRAFT) and time.time() - folder.stat().st_mtime < _DRAFT_SECONDS:
+            return
         with open(folder / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-    except FileNotFoundError:  # the launcher was killed before it made the lock, or is just making it
+    except FileNotFoundError:  # the launcher was killed before it made the lock
         with suppress(OSError):
             folder.rmdir()
     except OSError:

@@ -86,5 +86,6 @@ def decide(reports: Iterable[Report]) -> Verdict:
     silent = {rank: state for report in reports for rank, state in report.silent.items()}
     if cause.waiting is not None and silent:
         error = rank_timeout_error(silent, waiting=cause.waiting)
-        return Verdict(CommunicationError.exit_code, cause.node, CommunicationError.__name__, str(error))
+        node = next(report.node for report in reports if report.silent)
+        return Verdict(CommunicationError.exit_code, node, CommunicationError.__name__, str(error))
     return Verdict(cause.code, cause.node, cause.kind, cause.message)
