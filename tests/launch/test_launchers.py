@@ -21,7 +21,7 @@ def test_one_machine_is_that_of_the_process(tmp_path):
 
 
 def test_several_machines_are_refused_unless_a_launcher_has_started_this_rank():
-    with pytest.raises(LayoutError, match=r"cluster.nodes=2, .* start the 4 ranks with a launcher such as torchrun"):
+    with pytest.raises(LayoutError, match=r"cluster.nodes=2, but .* start `kumi train` on each of the 2 nodes \(`srun"):
         pick_launcher(run_on(2), None)
     assert pick_launcher(run_on(2), LaunchedRank(3, 4, 1)) is local
 

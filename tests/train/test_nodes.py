@@ -246,6 +246,6 @@ def test_the_end_of_standard_input_ends_the_run(pair):
 
 
 def test_nodes_that_are_not_those_of_the_run_are_refused(pair):
-    nodes = pair("cluster.nodes=3", "layout.dp_shard=6")
+    nodes = pair("cluster.nodes=4", "layout.dp_shard=8")
     assert codes(nodes) == [2, 2]
-    assert "cluster.nodes=3, but the command line starts 2 nodes" in nodes[0].text()
+    assert "cluster.nodes=4, but the command line starts 2 nodes" in nodes[0].text()

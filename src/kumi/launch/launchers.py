@@ -50,6 +50,7 @@ def pick_launcher(run: ResolvedRun, launched: LaunchedRank | None) -> Launcher:
         if launcher.max_nodes is None or launcher.max_nodes >= nodes:
             return launcher
     raise LayoutError(
-        f"cluster.nodes={nodes}, but kumi starts ranks on one machine only; start the {run.layout.world_size} ranks "
-        f"with a launcher such as torchrun, or set cluster.nodes=1"
+        f"cluster.nodes={nodes}, but this process was started alone, for one machine; start `kumi train` on each of the "
+        f"{nodes} nodes (`srun --ntasks-per-node=1 kumi train ...`, or with --node, --nodes and --head), or set "
+        f"cluster.nodes=1"
     )
