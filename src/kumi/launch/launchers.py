@@ -50,7 +50,7 @@ def pick_launcher(run: ResolvedRun, launched: LaunchedRank | None) -> Launcher:
         if launcher.max_nodes is None or launcher.max_nodes >= nodes:
             return launcher
     raise LayoutError(
-        f"cluster.nodes={nodes}, but this process was started alone, for one machine; start `kumi train` on each of the "
-        f"{nodes} nodes (`srun --ntasks-per-node=1 kumi train ...`, or with --node, --nodes and --head), or set "
+        f"cluster.nodes={nodes}, but this process was started alone, for one machine; start `kumi train` on each of "
+        f"the {nodes} nodes (`srun --ntasks-per-node=1 kumi train ...`, or with --node, --nodes and --head), or set "
         f"cluster.nodes=1"
     )
