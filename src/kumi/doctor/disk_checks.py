@@ -1,0 +1,104 @@
+"""Checks of disks: the run folder is one writable folder that all nodes see, with room for the checkpoints."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+from kumi.doctor.finding import Reading
+from kumi.doctor.here import Here
+from kumi.files.output import make_folder, remove_tree, write_text
+
+# Folder inside the run folder for the files of `shared_folder`.
+DOCTOR_FOLDER = ".doctor"
+# A network file system may show a new file this late.
+_VISIBLE_SECONDS = 6.0
+_POLL_SECONDS = 0.1
+
+
+def free_disk(here: Here) -> Reading:
+    """Return the free bytes on the disk of the run folder, and those that the run's checkpoints need."""
+    if here.run is None:
+        return Reading(absent="no run file is given")
+    return Reading(shutil.disk_usage(_existing(here.run.out)).free, need=here.run.checkpoint_space)
+
+
+def _existing(path: Path) -> Path:
+    """Return the nearest folder above `path` that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def shared_folder(here: Here) -> Reading:
+    """Write a file in the run folder on each node, and look there for the files of the other nodes.
+
+    Node 0 writes first; the others look for its file, write one each, and node 0 looks for all of them.
+    """
+    if here.run is None:
+        return Reading(absent="no run file is given")
+    out, meeting, node = here.run.out, here.meeting, here.meeting.seat.node
+    existed = out.exists()
+    folder = out / DOCTOR_FOLDER
+    mark = secrets.token_hex(8) if node == 0 else ""
+    problem = _write(folder / "0", mark) if node == 0 else ""
+    marks = meeting.exchange("the file of node 0", {"mark": mark, "problem": problem}, seconds=10.0)
+    first = marks.get(0, {})
+    began = time.monotonic()
+    if node and not first.get("problem"):
+        if not _appears(folder / "0", str(first.get("mark"))):
+            problem = f"{out} is not the folder of node 0: its file does not appear here within {_VISIBLE_SECONDS:g} s"
+        else:
+            problem = _write(folder / str(node), str(first.get("mark")))
+    problems = meeting.exchange("the files of all nodes", problem, seconds=_VISIBLE_SECONDS + 10.0)
+    if node == 0 and not problem:
+        late = [other for other in problems if not problems[other] and not _appears(folder / str(other), mark)]
+        names = ", ".join(f"{meeting.seat.noun} {other}" for other in late)
+        problem = f"the files of {names} in {out} do not appear here" if late else ""
+    seconds = time.monotonic() - began
+    meeting.exchange("all files were read", None, seconds=_VISIBLE_SECONDS * len(problems) + 10.0)
+    if node == 0:
+        _clean(out, folder, existed=existed)
+    if problem:
+        return Reading(problems=(problem,))
+    if node:
+        return Reading(absent="node 0 reports")
+    return Reading("writable" if len(problems) == 1 else f"writable, and the same: files visible after {seconds:.2f} s")
+
+
+def _write(file: Path, text: str) -> str:
+    """Write `file`, and return the reason if that fails, or ""."""
+    try:
+        file.parent.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
+        write_text(file, text)
+    except OSError as error:
+        return f"{file.parent.parent} is not writable ({error.strerror or error})"
+    return ""
+
+
+def _appears(file: Path, text: str) -> bool:
+    """Wait until `file` contains `text`; return False after `_VISIBLE_SECONDS`."""
+    until = time.monotonic() + _VISIBLE_SECONDS
+    while time.monotonic() < until:
+        try:
+            list(file.parent.iterdir())  # makes NFS look at the server
+            if file.read_text() == text:
+                return True
+        except OSError:
+            pass
+        time.sleep(_POLL_SECONDS)
+    return False
+
+
+def _clean(out: Path, folder: Path, *, existed: bool) -> None:
+    """Remove the files of this check, and the run folder if this check created it."""
+    try:
+        remove_tree(folder)
+        if not existed:
+            out.rmdir()
+    except OSError:
+        return  # not writable: the finding says so

@@ -1,0 +1,372 @@
+"""The nodes meet at the head: one TCP connection from each node to node 0, with lines of JSON. No torch here.
+
+    node 0   listens at the head's port, welcomes the nodes that come in time, and collects and distributes values
+    others   connect, say which node they are, send values and receive those of all
+
+A node that dies closes its connection, so the others learn at once who is gone. At the end node 0 closes its port
+before its connections: a node that has seen its connection end may use the same port of the head again.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from kumi.errors import CommunicationError
+
+_PROTOCOL = "kumi doctor 1"
+# The longest message, and the time in which a node must take one.
+_LONGEST_LINE = 64 * 2**20
+_SEND_SECONDS = 10.0
+_CONNECT_SECONDS = 3.0
+_RETRY_SECONDS = 0.2
+# Node 0 may be late by this much, because it waits for the slowest node and judges.
+_HEAD_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of this process among those that examine their nodes.
+
+    `node`, `nodes`: its number and how many there are.
+    `host`, `port`: the address of the head; empty with one node.
+    `noun`: node, or rank where a launcher started one process per device.
+    """
+
+    node: int = 0
+    nodes: int = 1
+    host: str = ""
+    port: int = 0
+    noun: str = "node"
+
+
+class Meeting:
+    """The nodes that met, as seen from one of them. This class is a meeting of one; `_Head` and `_Peer` have others.
+
+    `hosts`: host names by node, of those that met. `lost`: nodes that left, with what was going on.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.hosts: dict[int, str] = {seat.node: socket.gethostname()}
+        self.lost: dict[int, str] = {}
+
+    @property
+    def members(self) -> list[int]:
+        """The numbers of the nodes that met and have not left, in order."""
+        return sorted(set(self.hosts) - set(self.lost))
+
+    def exchange(self, topic: str, value: Any, seconds: float) -> dict[int, Any]:
+        """Send `value` to all members and return the values of all, by node; wait at most about `seconds`.
+
+        All members call this with the same `topic` in the same order. A member that leaves or is silent becomes lost.
+        Raise CommunicationError if node 0 left.
+        """
+        return {self.seat.node: value}
+
+    def call(self, node: int, topic: str, seconds: float) -> Any:
+        """Return the reply of `node`, which is in `answer` with the same `topic`. For node 0."""
+        raise NotImplementedError
+
+    def answer(self, topic: str, reply: Callable[[], Any], seconds: float) -> None:
+        """Reply to each call of node 0 with `topic` until it calls "end". For nodes other than 0."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the meeting. Other nodes than node 0 wait until node 0 has closed its port."""
+
+
+class PortTakenError(CommunicationError):
+    """The head's port is in use, or may not be used."""
+
+
+class HeadUnreachableError(CommunicationError):
+    """This node cannot take part: node 0 does not answer, or refuses it."""
+
+
+class _Line:
+    """A connection that carries one JSON object per line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._buffer = bytearray()
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.connection.settimeout(_SEND_SECONDS)
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, until: float) -> dict[str, Any] | None:
+        """Return the next message; None if the other side left. Raise TimeoutError at the time `until`."""
+        while (message := self.next()) is None:
+            self.connection.settimeout(max(0.001, until - time.monotonic()))
+            if not self.read():
+                return None
+        return message
+
+    def read(self) -> bool:
+        """Read some bytes; return False if the other side left."""
+        try:
+            data = self.connection.recv(2**18)
+        except ConnectionError:
+            return False
+        self._buffer += data
+        return bool(data) and len(self._buffer) <= _LONGEST_LINE
+
+    def next(self) -> dict[str, Any] | None:
+        """Return the next message that has been read completely, or None. Raise ValueError if it is not JSON."""
+        end = self._buffer.find(b"\n")
+        if end < 0:
+            return None
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ValueError(f"a message is not an object but {type(message).__name__}")
+        return message
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class _Head(Meeting):
+    """The meeting as seen from node 0."""
+
+    def __init__(self, seat: Seat) -> None:
+        """Open the port. Raise PortTakenError if that fails."""
+        super().__init__(seat)
+        self._lines: dict[int, _Line] = {}
+        self.refused: list[str] = []  # why nodes were turned away
+        try:
+            self._listener = _listen(seat.port, seat.nodes)
+        except OSError as error:
+            raise PortTakenError(f"port {seat.port} cannot be opened ({error.strerror or error})") from error
+
+    def gather(self, until: float) -> None:
+        """Welcome nodes until all are there, or until the time `until`; then tell all who came."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while len(self._lines) < self.seat.nodes - 1 and (left := until - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    if key.fileobj is self._listener:
+                        connection, _ = self._listener.accept()
+                        selector.register(connection, selectors.EVENT_READ, _Line(connection))
+                    elif (done := self._welcome(key.data)) is not None:
+                        selector.unregister(key.fileobj)
+                        if not done:
+                            key.data.close()
+            for key in list(selector.get_map().values()):
+                if key.data is not None:  # connected, but sent no greeting
+                    key.data.close()
+        self._send_all({"hosts": self.hosts})
+
+    def _welcome(self, line: _Line) -> bool | None:
+        """Read the greeting of a new connection. Return True if it is a node's, False if not, None if it is
+        incomplete."""
+        try:
+            alive, greeting = line.read(), line.next()
+        except ValueError:
+            return False
+        if greeting is None:
+            return None if alive else False
+        node, nodes, nouns = greeting.get("node"), greeting.get("nodes"), f"{self.seat.noun}s"
+        if greeting.get("protocol") != _PROTOCOL or type(node) is not int:
+            reason = f"a process that is not {_PROTOCOL!r} connected"
+        elif nodes != self.seat.nodes:
+            reason = f"{self.seat.noun} {node} expects {nodes} {nouns}, and node 0 {self.seat.nodes}"
+        elif not 0 < node < self.seat.nodes or node in self._lines:
+            reason = f"two processes are {self.seat.noun} {node} of {self.seat.nodes}"
+        else:
+            self._lines[node], self.hosts[node] = line, str(greeting.get("host", ""))[:64]
+            return True
+        self.refused.append(reason)
+        with suppress(OSError):
+            line.send({"refused": reason})
+        return False
+
+    def exchange(self, topic: str, value: Any, seconds: float) -> dict[int, Any]:
+        values, until = {0: value}, time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            for node in self.members[1:]:
+                selector.register(self._lines[node].connection, selectors.EVENT_READ, node)
+            while selector.get_map() and (left := until - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    node = key.data
+                    message = self._read(node, topic)
+                    if message is not None:
+                        values[node] = message.get("value")
+                    if message is not None or node in self.lost:
+                        selector.unregister(key.fileobj)
+            for key in list(selector.get_map().values()):
+                self._lose(key.data, topic)
+        self._send_all({"topic": topic, "values": values, "lost": self.lost})
+        return {node: values[node] for node in sorted(values) if node not in self.lost}
+
+    def _read(self, node: int, topic: str) -> dict[str, Any] | None:
+        """Return the message of `node` on `topic` if it is complete; a node that left, or sent another, is lost."""
+        line = self._lines[node]
+        try:
+            alive, message = line.read(), line.next()
+        except ValueError:
+            alive, message = False, None
+        if (message is None and not alive) or (message is not None and message.get("topic") != topic):
+            self._lose(node, topic)
+            return None
+        return message
+
+    def call(self, node: int, topic: str, seconds: float) -> Any:
+        try:
+            self._lines[node].send({"call": topic})
+            message = self._lines[node].receive(time.monotonic() + seconds)
+        except (OSError, ValueError):
+            message = None
+        if message is None or message.get("reply") != topic:
+            self._lose(node, topic)
+            return None
+        return message.get("value")
+
+    def _send_all(self, message: dict[str, Any]) -> None:
+        for node in self.members[1:]:
+            try:
+                self._lines[node].send(message)
+            except OSError:
+                self._lose(node, str(message.get("topic", "the greeting")))
+
+    def _lose(self, node: int, topic: str) -> None:
+        if node not in self.lost:
+            self.lost[node] = topic
+            self._lines[node].close()
+
+    def close(self) -> None:
+        self._listener.close()
+        for line in self._lines.values():
+            line.close()
+
+
+class _Peer(Meeting):
+    """The meeting as seen from a node other than 0."""
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__(seat)
+        self._line: _Line | None = None
+
+    def gather(self, until: float) -> None:
+        """Connect to node 0 until the time `until`, and wait until it knows who came.
+
+        Raise HeadUnreachableError if node 0 does not answer, or refuses this node.
+        """
+        where = f"{self.seat.host}:{self.seat.port}"
+        self._line = _Line(_connect(self.seat, until))
+        seat = self.seat
+        greeting = {"protocol": _PROTOCOL, "node": seat.node, "nodes": seat.nodes, "host": self.hosts[seat.node]}
+        try:
+            self._line.send(greeting)
+            welcome = self._line.receive(until + _HEAD_SECONDS)
+        except (OSError, ValueError) as error:
+            raise HeadUnreachableError(f"{where} answers, but not as kumi doctor ({error})") from error
+        if welcome is None or "hosts" not in welcome:
+            reason = (welcome or {}).get("refused", "it closed the connection")
+            raise HeadUnreachableError(f"node 0 at {where} refuses {self.seat.noun} {self.seat.node}: {reason}")
+        self.hosts = {int(node): str(host) for node, host in welcome["hosts"].items()}
+
+    def exchange(self, topic: str, value: Any, seconds: float) -> dict[int, Any]:
+        message = self._exchange(topic, value, seconds)
+        self.lost = {int(node): str(during) for node, during in message.get("lost", {}).items()}
+        values = {int(node): value for node, value in message.get("values", {}).items()}
+        return {node: values[node] for node in sorted(values) if node not in self.lost}
+
+    def _exchange(self, topic: str, value: Any, seconds: float) -> dict[str, Any]:
+        try:
+            self._connected().send({"topic": topic, "value": value})
+            message = self._connected().receive(time.monotonic() + seconds + _HEAD_SECONDS)
+        except (OSError, ValueError) as error:
+            raise self._gone(topic) from error
+        if message is None or message.get("topic") != topic:
+            raise self._gone(topic)
+        return message
+
+    def answer(self, topic: str, reply: Callable[[], Any], seconds: float) -> None:
+        try:
+            while True:
+                message = self._connected().receive(time.monotonic() + seconds)
+                if message is None or message.get("call") not in (topic, "end"):
+                    raise self._gone(topic)
+                self._connected().send({"reply": message["call"], "value": reply()})
+                if message["call"] == "end":
+                    return
+        except (OSError, ValueError) as error:
+            raise self._gone(topic) from error
+
+    def _connected(self) -> _Line:
+        assert self._line is not None, "gather comes first"
+        return self._line
+
+    def _gone(self, topic: str) -> CommunicationError:
+        return CommunicationError(
+            f"node 0 at {self.seat.host}:{self.seat.port} ended, or gave up on this {self.seat.noun}, during {topic!r}; "
+            f"see its output for the reason"
+        )
+
+    def close(self) -> None:
+        if self._line is not None:
+            with suppress(OSError, ValueError):
+                self._line.receive(time.monotonic() + _HEAD_SECONDS)  # node 0 closes its port, then this connection
+            self._line.close()
+
+
+@contextmanager
+def open_meeting(seat: Seat) -> Iterator[Meeting]:
+    """Open the meeting of all nodes for the duration of the block; `gather` completes it.
+
+    Raise PortTakenError on node 0 if the head's port cannot be opened.
+    """
+    meeting = Meeting(seat) if seat.nodes == 1 else _Head(seat) if seat.node == 0 else _Peer(seat)
+    try:
+        yield meeting
+    finally:
+        meeting.close()
+
+
+def gather(meeting: Meeting, until: float) -> list[str]:
+    """Wait for all nodes until the time `until`; return why node 0 turned processes away.
+
+    Raise HeadUnreachableError on a node that cannot take part.
+    """
+    if isinstance(meeting, _Head | _Peer):
+        meeting.gather(until)
+    return meeting.refused if isinstance(meeting, _Head) else []
+
+
+def _listen(port: int, nodes: int) -> socket.socket:
+    """Return a socket that listens on `port` of all interfaces, over IPv6 as well where the system has it."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=max(nodes, 16), dualstack_ipv6=True
+            )
+        except OSError as error:
+            if error.errno is not None and "in use" in (error.strerror or ""):
+                raise
+    return socket.create_server(("", port), backlog=max(nodes, 16))
+
+
+def _connect(seat: Seat, until: float) -> socket.socket:
+    """Return a connection to node 0; try again until the time `until`. Raise HeadUnreachableError."""
+    while True:
+        left = until - time.monotonic()
+        try:
+            return socket.create_connection((seat.host, seat.port), timeout=max(0.1, min(_CONNECT_SECONDS, left)))
+        except OSError as error:
+            if left < _RETRY_SECONDS:
+                reason = error.strerror or str(error)
+                raise HeadUnreachableError(
+                    f"{seat.noun} {seat.node} cannot reach node 0 at {seat.host}:{seat.port} ({reason})"
+                ) from error
+            time.sleep(_RETRY_SECONDS)
