@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,41 @@ def run_forked(function: Callable[..., object], *args: Any, timeout: float = 300
     The exit code is that of a SystemExit, 1 after any other exception, negative after a signal. Raise TimeoutError
     if the child has not ended after `timeout` seconds; it is killed then, with its own children.
     """
+    return run_all_forked([lambda: function(*args)], timeout)[0]
+
+
+def run_all_forked(functions: Sequence[Callable[[], object]], timeout: float = 300.0) -> list[tuple[int, str, str]]:
+    """Run each of `functions` in a child of its own, all at the same time; return what `run_forked` does for each."""
     with tempfile.TemporaryDirectory(prefix="kumi-forked-") as folder:
-        files = [Path(folder, name) for name in ("stdout", "stderr")]
-        child = os.fork()
-        if not child:
-            _run(function, args, files)
-        until = time.monotonic() + timeout
+        files = [
+            [Path(folder, f"{name}-{number}") for name in ("stdout", "stderr")] for number in range(len(functions))
+        ]
+        children: dict[int, int] = {}  # process id -> number of the function
+        codes: dict[int, int] = {}
         try:
-            while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            for number, function in enumerate(functions):
+                child = os.fork()
+                if not child:
+                    _run(function, (), files[number])
+                children[child] = number
+            until = time.monotonic() + timeout
+            while len(codes) < len(functions):
+                for child, number in children.items():
+                    ended = (0, 0) if number in codes else os.waitpid(child, os.WNOHANG)
+                    if ended[0]:
+                        codes[number] = os.waitstatus_to_exitcode(ended[1])
                 if time.monotonic() > until:
+                    late = next(number for number in range(len(functions)) if number not in codes)
                     raise TimeoutError(
-                        f"{function} has not ended after {timeout:.0f} s: {files[1].read_text()[-3000:]}"
+                        f"{functions[late]} has not ended after {timeout:.0f} s: {files[late][1].read_text()[-3000:]}"
                     )
                 time.sleep(0.02)
-        except BaseException:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            raise
-        stdout, stderr = (file.read_text() for file in files)
-    return os.waitstatus_to_exitcode(ended[1]), stdout, stderr
+        finally:
+            for child, number in children.items():
+                if number not in codes:
+                    os.killpg(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+        return [(codes[number], *(file.read_text() for file in pair)) for number, pair in enumerate(files)]
 
 
 def _run(function: Callable[..., object], args: tuple[Any, ...], files: list[Path]) -> None:

@@ -1,4 +1,4 @@
-"""Two machines, as two network namespaces joined by a virtual cable."""
+"""Machines as network namespaces: two that are joined by a virtual cable, or several at a virtual switch."""
 
 from __future__ import annotations
 
@@ -26,16 +26,43 @@ def two_namespaces(addresses: Sequence[str]) -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
         try:
             for name in names:
-                _ip("netns", "add", name)
+                ip("netns", "add", name)
                 stack.callback(_remove, name)
-            _ip("link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth0", "netns", names[1])
+            ip("link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth0", "netns", names[1])
             for name, address in zip(names, addresses):
                 words = (
                     [f"{address}/64", "dev", "veth0", "nodad"] if ":" in address else [f"{address}/24", "dev", "veth0"]
                 )
-                _ip("-n", name, "addr", "add", *words)
-                _ip("-n", name, "link", "set", "veth0", "up")
-                _ip("-n", name, "link", "set", "lo", "up")
+                ip("-n", name, "addr", "add", *words)
+                ip("-n", name, "link", "set", "veth0", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except OSError as error:
+            pytest.skip(f"network namespaces are not allowed here: {error}")
+        yield names
+
+
+@contextlib.contextmanager
+def switched_namespaces(addresses: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the names of namespaces whose interfaces net0 have the IPv4 `addresses`, joined by a switch, which is a
+    bridge in a further namespace. Skip the test where the system does not allow them."""
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need Linux, root and iproute2")
+    names = [f"kumi-switched-{os.getpid()}-{number}" for number in range(len(addresses))]
+    switch = f"kumi-switch-{os.getpid()}"
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in (switch, *names):
+                ip("netns", "add", name)
+                stack.callback(_remove, name)
+                ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
+            ip("-n", switch, "link", "set", "bridge0", "up")
+            for number, (name, address) in enumerate(zip(names, addresses)):
+                port = f"port{number}"
+                ip("link", "add", "net0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+                ip("-n", switch, "link", "set", port, "master", "bridge0", "up")
+                ip("-n", name, "addr", "add", f"{address}/24", "dev", "net0")
+                ip("-n", name, "link", "set", "net0", "up")
         except OSError as error:
             pytest.skip(f"network namespaces are not allowed here: {error}")
         yield names
@@ -50,10 +77,11 @@ def enter_namespace(name: str) -> None:
 
 def cut_cable(name: str) -> None:
     """Let the cable of the namespace `name` drop everything: neither side hears that the other is gone."""
-    _ip("-n", name, "link", "set", "veth0", "down")
+    ip("-n", name, "link", "set", "veth0", "down")
 
 
-def _ip(*words: str) -> str:
+def ip(*words: str) -> str:
+    """Run the program `ip` and return its output. Raise OSError if it fails."""
     done = subprocess.run(["ip", *words], capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
@@ -62,7 +90,7 @@ def _ip(*words: str) -> str:
 
 def _remove(name: str) -> None:
     """End the processes in the namespace, which may have lost their agent, and delete it."""
-    for pid in _ip("netns", "pids", name).split():
+    for pid in ip("netns", "pids", name).split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-    _ip("netns", "del", name)
+    ip("netns", "del", name)

@@ -75,6 +75,7 @@ def test_verbs_and_flags_are_frozen():
             "--rank",
             "-h",
         ],
+        "doctor": ["--head", "--help", "--json", "--node", "--nodes", "--wait", "-h"],
         "generate": [
             "--base",
             "--batch-size",
@@ -168,7 +169,8 @@ def test_config_keys_are_frozen():
 
 
 @pytest.mark.parametrize(
-    "verb", ["init", "describe", "plan", "data", "train", "generate", "eval", "convert", "vocab", "push", "bench"]
+    "verb",
+    ["init", "describe", "plan", "data", "doctor", "train", "generate", "eval", "convert", "vocab", "push", "bench"],
 )
 def test_every_verb_has_help_with_an_example(verb, capsys):
     with pytest.raises(SystemExit) as ended:

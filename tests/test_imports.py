@@ -37,6 +37,7 @@ ORDER = [
     "dryrun",
     "inference",
     "launch",
+    "doctor",
     "evaluation",
     "train",
     "bench",

@@ -41,6 +41,7 @@ COMMANDS = [
     (["data", "prepare", "first.toml", *SMALL], {"sources"}),
     (["data", "inspect", "first.toml", *SMALL], {"sources"}),
     (["data", "check", "first.toml", *SMALL], {"sources", "exact", "near", "against", "listed", "list"}),
+    (["doctor", "first.toml", *SMALL], {"verdict", "nodes", "findings", "seconds"}),
     (["train", "first.toml", *SMALL], {"global_step", "training_loss", "model_dir"}),
     (["train", "--dry-run", "first.toml", *SMALL], {"ranks", "cost"}),
     (["convert", "runs/quickstart/checkpoints/step_000002", "hf", "--to", "hf", "--verify"], {"target", "verified"}),

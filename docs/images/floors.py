@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 # From the top down: what a floor is about, and its packages. A package imports from its own floor and those below it.
 FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("commands and Python functions", ("cli", "api")),
-    ("training, evaluating, launching", ("train", "evaluation", "bench", "launch")),
+    ("training, evaluating, launching", ("train", "evaluation", "bench", "doctor", "launch")),
     ("text from models", ("inference",)),
     ("models on many ranks", ("parallel", "dryrun")),
     ("conversion", ("convert",)),
@@ -26,7 +26,19 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("hub", "files", "safe_output", "progress", "units", "paths", "process_limits", "errors", "deprecated"),
     ),
 )
-TORCH = {"train", "evaluation", "bench", "launch", "convert", "inference", "dryrun", "parallel", "nn", "compat"}
+TORCH = {
+    "train",
+    "evaluation",
+    "bench",
+    "doctor",
+    "launch",
+    "convert",
+    "inference",
+    "dryrun",
+    "parallel",
+    "nn",
+    "compat",
+}
 LEFT, ROW, GAP = 250.0, 34.0, 6.0
 
 

@@ -58,6 +58,7 @@ REASONS: dict[str, list[str]] = {
         "launch/oom.py oom_kills _files",
         "launch/standing.py _read",
         "launch/watch.py _process_state",
+        "doctor/network_checks.py machine_id",
         "train/process_memory.py baseline_memory _resident_bytes",
         "train/cpu_contention.py cpu_wait_seconds",
         "safe_output.py make_output_safe",

@@ -63,10 +63,10 @@ def torchrun(names, folder, ranks, program, **environ):
             assert code == 0, output.read()
 
 
-def start(folder, ranks):
-    """Write the run file of two nodes with `ranks` ranks each."""
+def start(folder, ranks, *, doctor=False):
+    """Write the run file of two nodes with `ranks` ranks each. `doctor`: the run begins with checks of the nodes."""
     shutil.rmtree(folder / "run")
-    run_file(folder, cluster={"devices_per_node": ranks, "nodes": 2}, train__timeout_s=TIMEOUT_S)
+    run_file(folder, cluster={"devices_per_node": ranks, "nodes": 2}, train__timeout_s=TIMEOUT_S, train__doctor=doctor)
 
 
 def check(folder, small):
@@ -116,7 +116,8 @@ def both(names, folder):
 
 def test_nodes_wait_for_data_that_takes_longer_than_the_timeout(nodes, small, tmp_path):
     folder = small.copy(tmp_path)
-    start(folder, 1)
+    start(folder, 1, doctor=True)
     code, stdout, stderr = run_forked(both, nodes, folder, timeout=240)
     assert code == 0, stdout + stderr
+    assert "checks of 2 ranks passed" in stdout
     check(folder, small)

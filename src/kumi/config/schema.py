@@ -290,6 +290,11 @@ class TrainSection(Section):
         description="Seconds that ranks wait for each other in a collective, and for their shards of a checkpoint; "
         "then the run ends with exit code 7 and names the missing ranks.",
     )
+    doctor: Switch = Field(
+        True,
+        description="Check the nodes before a run on several of them, as `kumi doctor --nodes` does, and a few limits "
+        "of a single machine; end with exit code 2 if a check fails.",
+    )
 
     @model_validator(mode="after")
     def _check_one_length(self) -> TrainSection:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 
 from kumi.doctor.finding import Fleet, Judgement, Reading
+from kumi.doctor.fleet_rules import shorten
 from kumi.doctor.here import Here
-from kumi.doctor.rules import shorten
 
 SKEW_SECONDS = 1.0
 _TOPIC, _ROUNDS, _REPLY_SECONDS = "clock", 3, 5.0

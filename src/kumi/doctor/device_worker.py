@@ -7,7 +7,6 @@ See `kumi.doctor.device_workers`. Every command of one line is answered by one l
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -18,7 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from kumi.launch.head_messages import decode, encode
 from kumi.launch.rank_process import die_with_parent
 
 # The matmul that measures a device: side of its matrices, and dtype.
@@ -28,9 +29,9 @@ _WARM_UP_SECONDS = 0.3
 # Elements of the all-reduce. Element i of rank r is (i + r) % _MODULUS, so that float32 sums of up to 16,000 ranks are
 # exact, whatever the order of the summands.
 _ELEMENTS, _MODULUS = 2**20, 1000
-# A transfer between two nodes lasts about this long; the best of a few counts.
-_TRANSFER_SECONDS, _TRANSFERS = 0.15, 3
-_FIRST_BYTES, _MOST_BYTES = 2**20, 2**28
+# A transfer between two nodes lasts about this long; the best of a few counts, fewer if they last longer.
+_TRANSFER_SECONDS, _TRANSFERS, _PAIR_SECONDS = 0.1, 3, 0.6
+_FIRST_BYTES, _MOST_BYTES = 2**19, 2**28
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 Answer = dict[str, Any]
@@ -52,7 +53,7 @@ def versions(worker: Worker) -> Answer:
     """Return the versions of the libraries that torch has loaded, and the name of the device."""
     if worker.device.type != "cuda":
         return {"nccl": "", "cuda": "", "name": "cpu"}
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {"nccl": nccl, "cuda": str(torch.version.cuda), "name": torch.cuda.get_device_name(worker.device)}
 
 
@@ -83,7 +84,7 @@ def _multiply(worker: Worker, matrix: torch.Tensor, product: torch.Tensor, secon
 
 def serve(worker: Worker, host: str) -> Answer:
     """Open the store of the process group, for rank 0, and return its port."""
-    worker.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    worker.store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     return {"port": worker.store.port}
 
 
@@ -91,7 +92,7 @@ def join(worker: Worker, host: str, port: int, rank: int, world: int, seconds: f
     """Join the process group of all devices of all nodes."""
     timeout = timedelta(seconds=seconds)
     if worker.store is None:
-        worker.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        worker.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     backend = _BACKENDS[worker.device.type]
     cuda = worker.device.type == "cuda"
     dist.init_process_group(
@@ -109,9 +110,11 @@ def all_reduce(worker: Worker) -> Answer:
     """All-reduce numbers whose sum is exact. Return how many elements of the sum are wrong, and the best seconds."""
     rank, world = dist.get_rank(), dist.get_world_size()
     index = torch.arange(_ELEMENTS, device=worker.device)
-    expected = torch.zeros(_ELEMENTS, device=worker.device)
+    residues = torch.arange(_MODULUS, device=worker.device)
+    sums = torch.zeros(_MODULUS, device=worker.device)  # by index % _MODULUS
     for other in range(world):
-        expected += (index + other) % _MODULUS
+        sums += (residues + other) % _MODULUS
+    expected = sums[index % _MODULUS]
     wrong, times = 0, []
     for _ in range(_TRANSFERS):
         numbers = ((index + rank) % _MODULUS).to(torch.float32)
@@ -141,29 +144,30 @@ def transfers(worker: Worker, peers: list[int]) -> Answer:
 
 
 def _send_rate(worker: Worker, peer: int) -> float:
-    """Send tensors to `peer`, which is in `_receive_all`, and return the best bytes/s."""
-    size, rates = _FIRST_BYTES, []
-    for number in range(_TRANSFERS + 1):
+    """Send tensors to `peer`, which is in `_receive_all`, and return the best bytes/s. Size 0 ends the transfers."""
+    rates: list[float] = []
+    size, began = _FIRST_BYTES, time.perf_counter()
+    while len(rates) <= _TRANSFERS and time.perf_counter() - began < _PAIR_SECONDS:
         dist.send(torch.tensor([size], device=worker.device), peer)
         tensor = torch.zeros(size // 4, device=worker.device)
         _confirm(worker, peer)
-        worker.synchronize()
-        began = time.perf_counter()
+        started = time.perf_counter()
         dist.send(tensor, peer)
         _confirm(worker, peer)
-        rate = size / (time.perf_counter() - began)
-        if number:
-            rates.append(rate)
-        else:  # the first transfer opens connections, and tells how much fits into the time
-            size = 4 * int(min(max(rate * _TRANSFER_SECONDS, _FIRST_BYTES), _MOST_BYTES) // 4)
+        rates.append(size / (time.perf_counter() - started))
+        # The first transfer opens connections, and tells how much fits into the time.
+        size = 4 * int(min(max(rates[0] * _TRANSFER_SECONDS, _FIRST_BYTES), _MOST_BYTES) // 4)
+    dist.send(torch.tensor([0], device=worker.device), peer)
     return max(rates)
 
 
 def _receive_all(worker: Worker, peer: int) -> None:
-    """Receive the tensors of `_send_rate` from `peer`."""
-    for _ in range(_TRANSFERS + 1):
-        size = torch.zeros(1, dtype=torch.int64, device=worker.device)
+    """Receive the tensors of `_send_rate` from `peer`, and confirm each when it is expected and when it has come."""
+    size = torch.zeros(1, dtype=torch.int64, device=worker.device)
+    while True:
         dist.recv(size, peer)
+        if not int(size):
+            return
         tensor = torch.empty(int(size) // 4, device=worker.device)
         dist.send(torch.zeros(1, device=worker.device), peer)
         dist.recv(tensor, peer)
@@ -186,18 +190,18 @@ def main() -> None:
     """Answer the commands on standard input until it ends."""
     parent, kind, number = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     die_with_parent(parent)
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.dup(1)
     os.dup2(2, 1)  # libraries that print must not disturb the answers
     worker = Worker(torch.device("cuda", number) if kind == "cuda" else torch.device("cpu"))
     if kind == "cuda" and number < torch.cuda.device_count():
         torch.cuda.set_device(worker.device)
     for line in sys.stdin:
-        command = json.loads(line)
+        command = decode(line.encode())
         try:
             answer = _COMMANDS[command.pop("do")](worker, **command)
         except Exception as error:  # the doctor reports any failure of a device as a finding
             answer = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
-        answers.write(json.dumps(answer) + "\n")
+        os.write(answers, encode(answer))
     os._exit(0)  # without tear-down, in which a broken group may hang
 
 

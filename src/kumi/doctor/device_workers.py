@@ -6,7 +6,6 @@ that forks its ranks later must have no CUDA and no threads.
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import subprocess
@@ -17,7 +16,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from kumi.launch.head_messages import decode, encode
+
 Reply = Mapping[str, Any]
+_END_SECONDS = 2.0
 
 
 class DeviceWorkers:
@@ -26,7 +28,9 @@ class DeviceWorkers:
     def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
         self.processes = processes
 
-    def ask(self, command: str, seconds: float, each: Mapping[int, Mapping[str, Any]] | None = None) -> dict[int, Reply]:
+    def ask(
+        self, command: str, seconds: float, each: Mapping[int, Mapping[str, Any]] | None = None
+    ) -> dict[int, Reply]:
         """Send `command` to all workers and return their replies by device, after at most `seconds`.
 
         `each`: further values for single workers. The reply of a worker that failed, died or was late is
@@ -35,17 +39,21 @@ class DeviceWorkers:
         self.send(command, each)
         return self.receive(seconds)
 
+    def ask_one(self, device: int, command: str, values: Mapping[str, Any], seconds: float) -> dict[int, Reply]:
+        """Send `command` with `values` to the worker of `device` alone; otherwise as `ask`."""
+        return DeviceWorkers({device: self.processes[device]}).ask(command, seconds, {device: values})
+
     def send(self, command: str, each: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         """Send `command` to all workers, without waiting for the replies."""
         for device, process in self.processes.items():
-            line = json.dumps({"do": command, **(each or {}).get(device, {})}) + "\n"
+            line = encode({"do": command, **(each or {}).get(device, {})})
             with suppress(OSError):  # it died, which `receive` reports
-                _pipe(process.stdin).write(line.encode())
+                _pipe(process.stdin).write(line)
                 _pipe(process.stdin).flush()
 
     def receive(self, seconds: float) -> dict[int, Reply]:
         """Return one reply of each worker, by device; see `ask`. A worker that is late is killed."""
-        until, buffers = time.monotonic() + seconds, {device: b"" for device in self.processes}
+        until, buffers = time.monotonic() + seconds, dict.fromkeys(self.processes, b"")
         replies: dict[int, Reply] = {}
         with selectors.DefaultSelector() as selector:
             for device, process in self.processes.items():
@@ -103,10 +111,13 @@ def first_error(replies: Mapping[int, Reply]) -> str:
 
 def _parse(line: bytes, process: subprocess.Popen[bytes]) -> Reply:
     try:
-        reply = json.loads(line)
+        return decode(line)
     except ValueError:
-        return {"error": f"the process of the device ended with code {process.wait()}"}
-    return reply if isinstance(reply, dict) else {"error": "the process of the device sent no object"}
+        try:
+            code = process.wait(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return {"error": "the process of the device sent no answer but other output"}
+        return {"error": f"the process of the device ended with code {code}"}
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:

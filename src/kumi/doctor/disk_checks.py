@@ -9,7 +9,9 @@ from pathlib import Path
 
 from kumi.doctor.finding import Reading
 from kumi.doctor.here import Here
+from kumi.errors import RefusedError
 from kumi.files.output import make_folder, remove_tree, write_text
+from kumi.files.untrusted import read_bytes
 
 # Folder inside the run folder for the files of `shared_folder`.
 DOCTOR_FOLDER = ".doctor"
@@ -22,6 +24,8 @@ def free_disk(here: Here) -> Reading:
     """Return the free bytes on the disk of the run folder, and those that the run's checkpoints need."""
     if here.run is None:
         return Reading(absent="no run file is given")
+    if here.run.problem:
+        return Reading(absent="the run file cannot be used")
     return Reading(shutil.disk_usage(_existing(here.run.out)).free, need=here.run.checkpoint_space)
 
 
@@ -86,9 +90,9 @@ def _appears(file: Path, text: str) -> bool:
     while time.monotonic() < until:
         try:
             list(file.parent.iterdir())  # makes NFS look at the server
-            if file.read_text() == text:
+            if read_bytes(file.parent, file.name, RefusedError) == text.encode():
                 return True
-        except OSError:
+        except (OSError, RefusedError):
             pass
         time.sleep(_POLL_SECONDS)
     return False

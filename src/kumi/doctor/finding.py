@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 # skip: the check does not apply here, or could not be made. The value says why.
 Verdict = Literal["ok", "warn", "fail", "skip"]
-_SEVERITY: tuple[Verdict, ...] = ("skip", "ok", "warn", "fail")
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,7 @@ class Check:
     `together`: all nodes measure at the same time, after the other checks; `measure` may exchange messages.
     `needs`: names of checks that must not have failed before this one is made.
     `seconds`: the time after which a node counts as lost in this check.
+    `stops_run`: a failure keeps a run from starting. A slow node does not: the run is slow, but right.
     """
 
     name: str
@@ -93,6 +93,7 @@ class Check:
     together: bool = False
     needs: tuple[str, ...] = ()
     seconds: float = 10.0
+    stops_run: bool = True
 
 
 @dataclass(frozen=True)
@@ -136,11 +137,13 @@ def _with_sentences(judgement: Judgement, readings: Mapping[int, Reading], fleet
     """Return `judgement` with the problems and warnings of single nodes; they replace the value of a good verdict."""
     verdict, nodes = judgement.verdict, set(judgement.nodes)
     texts = [] if verdict in ("ok", "skip") else [judgement.value]
-    for severity, sentences in (("fail", "problems"), ("warn", "warnings")):
-        for node, reading in readings.items():
-            for sentence in getattr(reading, sentences):
-                texts.append(fleet.about(node, sentence))
-                nodes.add(node)
-                verdict = max(verdict, severity, key=_SEVERITY.index)  # type: ignore[type-var]
+    for node, reading in readings.items():
+        for sentence in (*reading.problems, *reading.warnings):
+            texts.append(fleet.about(node, sentence))
+            nodes.add(node)
+        if reading.problems:
+            verdict = "fail"
+        elif reading.warnings and verdict != "fail":
+            verdict = "warn"
     value = "; ".join(text for text in texts if text) or judgement.value
     return Judgement(verdict, value, judgement.limit, tuple(sorted(nodes)))

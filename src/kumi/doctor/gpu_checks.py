@@ -40,7 +40,9 @@ def gpu_memory_errors(here: Here) -> Reading:
     gpus = _gpus(here)
     if not gpus:
         return Reading(absent=_absent(here))
-    problems, warnings, counted = [], [], 0
+    problems: list[str] = []
+    warnings: list[str] = []
+    counted = 0
     for number, gpu in gpus:
         errors = [_integer(tag.text) for tag in gpu.iterfind("ecc_errors/volatile/*") if "uncorrectable" in tag.tag]
         errors += [_integer(tag.text) for tag in gpu.iterfind("ecc_errors/volatile/double_bit/total")]
@@ -61,7 +63,8 @@ def gpu_throttling(here: Here) -> Reading:
     gpus = _gpus(here)
     if not gpus:
         return Reading(absent=_absent(here))
-    problems, warnings = [], []
+    problems: list[str] = []
+    warnings: list[str] = []
     for number, gpu in gpus:
         reasons = [
             re.sub(r"^clocks_(event|throttle)_reason_", "", tag.tag)
@@ -121,7 +124,7 @@ def _gpus(here: Here) -> list[tuple[int, ElementTree.Element]]:
         root = ElementTree.fromstring(here.smi)
     except ElementTree.ParseError as error:
         raise OSError(f"nvidia-smi printed no valid XML ({error})") from error
-    return list(enumerate(root.iter("gpu")))
+    return list(enumerate(root.findall("gpu")))
 
 
 def _absent(here: Here) -> str:
@@ -135,4 +138,3 @@ def _text(gpu: ElementTree.Element, path: str) -> str:
 def _integer(text: str | None) -> int | None:
     """Return the number in a field; None if it says N/A or anything else."""
     return int(text) if text is not None and text.strip().isdecimal() else None
-

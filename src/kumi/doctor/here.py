@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from kumi.config import RunConfig
+from kumi.config.cluster_source import cluster_spec
 from kumi.config.jobs import plan_input
 from kumi.config.model_source import fetch_snapshots, read_hf_config, source_folder
 from kumi.config.stored_config import run_folder
 from kumi.doctor.device_workers import DeviceWorkers
 from kumi.doctor.meeting import Meeting
+from kumi.errors import KumiError
+from kumi.spec.cluster import ClusterSpec
 from kumi.spec.job import Job
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.storage.folders import checkpoint_root, list_complete
@@ -32,21 +35,30 @@ class RunNeeds:
     """What a run needs from its nodes.
 
     `out`: the run folder. `checkpoint_space`: free bytes for its checkpoints. `digests`: a hash of each key's value.
+    `problem`: why this node cannot describe the run, or "".
     """
 
     out: Path
     checkpoint_space: int
     digests: Mapping[str, str]
+    problem: str = ""
 
 
-def run_needs(config: RunConfig, job: Job) -> RunNeeds:
-    """Return what the run of `config` and `job` needs from its nodes."""
+def run_needs(config: RunConfig, job: Job | None = None) -> tuple[ClusterSpec, RunNeeds]:
+    """Return the machines of the run of `config`, and what the run needs from them. `job`: if it is known already.
+
+    An error of the model's description becomes `RunNeeds.problem`, so that the other nodes hear of it.
+    """
     out = run_folder(config)
     assert out is not None, "a run has a folder"
-    return RunNeeds(out, checkpoint_space(config, job, out), _digests(config))
+    try:
+        job = _job(config) if job is None else job
+        return job.cluster, RunNeeds(out, checkpoint_space(config, job, out), _digests(config))
+    except KumiError as error:
+        return cluster_spec(config.cluster), RunNeeds(out, 0, _digests(config), str(error))
 
 
-def job_of(config: RunConfig) -> Job:
+def _job(config: RunConfig) -> Job:
     """Return the job of `config`, without the search for a layout. Raise ConfigError or ModelError."""
     source = source_folder(config.model.source, fetch_snapshots(config))
     return plan_input(config, read_hf_config(config.model, source)).job
@@ -107,6 +119,12 @@ class Here:
     @property
     def several_nodes(self) -> bool:
         return self.meeting.seat.nodes > 1
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of the run on all nodes."""
+        nodes = self.meeting.seat.nodes
+        return nodes if self.meeting.seat.noun == "rank" else nodes * self.devices.per_node
 
     @cached_property
     def smi(self) -> str:

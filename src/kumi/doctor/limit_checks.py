@@ -34,7 +34,7 @@ def shared_memory(here: Here) -> Reading:
 
 def open_files(here: Here) -> Reading:
     """Return the limit of open files of a process (`ulimit -n`), and the number that a rank needs."""
-    ranks = min(here.devices.per_node * here.nodes, _MOST_PARTNERS)
+    ranks = min(here.ranks, _MOST_PARTNERS)
     return Reading(_soft_limit(resource.RLIMIT_NOFILE), need=_OWN_FILES + _FILES_PER_RANK * ranks)
 
 
@@ -47,9 +47,7 @@ def locked_memory(here: Here) -> Reading:
 
 def processes(here: Here) -> Reading:
     """Return the limit of threads of this user (`ulimit -u`), and the number that the ranks of this machine need."""
-    return Reading(
-        _soft_limit(resource.RLIMIT_NPROC), need=_OWN_THREADS + _THREADS_PER_RANK * here.devices.per_node
-    )
+    return Reading(_soft_limit(resource.RLIMIT_NPROC), need=_OWN_THREADS + _THREADS_PER_RANK * here.devices.per_node)
 
 
 def show_count(count: float) -> str:

@@ -9,7 +9,6 @@ before its connections: a node that has seen its connection end may use the same
 
 from __future__ import annotations
 
-import json
 import selectors
 import socket
 import time
@@ -18,7 +17,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from kumi.errors import CommunicationError
+from kumi.errors import CommunicationError, ConfigError
+from kumi.launch.head import listen
+from kumi.launch.head_messages import decode, encode
+from kumi.launch.standing import HeadAddress
 
 _PROTOCOL = "kumi doctor 1"
 # The longest message, and the time in which a node must take one.
@@ -83,7 +85,7 @@ class Meeting:
 
 
 class PortTakenError(CommunicationError):
-    """The head's port is in use, or may not be used."""
+    """Node 0 cannot listen at the head's port."""
 
 
 class HeadUnreachableError(CommunicationError):
@@ -101,7 +103,7 @@ class _Line:
 
     def send(self, message: dict[str, Any]) -> None:
         self.connection.settimeout(_SEND_SECONDS)
-        self.connection.sendall(json.dumps(message).encode() + b"\n")
+        self.connection.sendall(encode(message))
 
     def receive(self, until: float) -> dict[str, Any] | None:
         """Return the next message; None if the other side left. Raise TimeoutError at the time `until`."""
@@ -121,16 +123,13 @@ class _Line:
         return bool(data) and len(self._buffer) <= _LONGEST_LINE
 
     def next(self) -> dict[str, Any] | None:
-        """Return the next message that has been read completely, or None. Raise ValueError if it is not JSON."""
+        """Return the next message that has been read completely, or None. Raise ValueError if it is no object."""
         end = self._buffer.find(b"\n")
         if end < 0:
             return None
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
-        message = json.loads(line)
-        if not isinstance(message, dict):
-            raise ValueError(f"a message is not an object but {type(message).__name__}")
-        return message
+        return decode(line)
 
     def close(self) -> None:
         self.connection.close()
@@ -145,9 +144,9 @@ class _Head(Meeting):
         self._lines: dict[int, _Line] = {}
         self.refused: list[str] = []  # why nodes were turned away
         try:
-            self._listener = _listen(seat.port, seat.nodes)
-        except OSError as error:
-            raise PortTakenError(f"port {seat.port} cannot be opened ({error.strerror or error})") from error
+            self._listener = listen(HeadAddress(seat.host, seat.port))
+        except ConfigError as error:
+            raise PortTakenError(str(error)) from error
 
     def gather(self, until: float) -> None:
         """Welcome nodes until all are there, or until the time `until`; then tell all who came."""
@@ -195,31 +194,35 @@ class _Head(Meeting):
         values, until = {0: value}, time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             for node in self.members[1:]:
-                selector.register(self._lines[node].connection, selectors.EVENT_READ, node)
+                if not self._take(node, topic, values):  # it may have come together with an earlier message
+                    selector.register(self._lines[node].connection, selectors.EVENT_READ, node)
             while selector.get_map() and (left := until - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
-                    node = key.data
-                    message = self._read(node, topic)
-                    if message is not None:
-                        values[node] = message.get("value")
-                    if message is not None or node in self.lost:
+                    alive = self._lines[key.data].read()
+                    if self._take(key.data, topic, values):
                         selector.unregister(key.fileobj)
+                    elif not alive:
+                        selector.unregister(key.fileobj)
+                        self._lose(key.data, topic)
             for key in list(selector.get_map().values()):
                 self._lose(key.data, topic)
         self._send_all({"topic": topic, "values": values, "lost": self.lost})
         return {node: values[node] for node in sorted(values) if node not in self.lost}
 
-    def _read(self, node: int, topic: str) -> dict[str, Any] | None:
-        """Return the message of `node` on `topic` if it is complete; a node that left, or sent another, is lost."""
-        line = self._lines[node]
+    def _take(self, node: int, topic: str, values: dict[int, Any]) -> bool:
+        """Put the value of `node` into `values` if its message has been read. Return True if nothing more is expected:
+        it was there, or the node has sent another message and is lost."""
         try:
-            alive, message = line.read(), line.next()
+            message = self._lines[node].next()
         except ValueError:
-            alive, message = False, None
-        if (message is None and not alive) or (message is not None and message.get("topic") != topic):
+            message = {}
+        if message is None:
+            return False
+        if message.get("topic") == topic:
+            values[node] = message.get("value")
+        else:
             self._lose(node, topic)
-            return None
-        return message
+        return True
 
     def call(self, node: int, topic: str, seconds: float) -> Any:
         try:
@@ -310,8 +313,8 @@ class _Peer(Meeting):
 
     def _gone(self, topic: str) -> CommunicationError:
         return CommunicationError(
-            f"node 0 at {self.seat.host}:{self.seat.port} ended, or gave up on this {self.seat.noun}, during {topic!r}; "
-            f"see its output for the reason"
+            f"node 0 at {self.seat.host}:{self.seat.port} ended, or gave up on this {self.seat.noun}, during "
+            f"{topic!r}; see its output for the reason"
         )
 
     def close(self) -> None:
@@ -342,19 +345,6 @@ def gather(meeting: Meeting, until: float) -> list[str]:
     if isinstance(meeting, _Head | _Peer):
         meeting.gather(until)
     return meeting.refused if isinstance(meeting, _Head) else []
-
-
-def _listen(port: int, nodes: int) -> socket.socket:
-    """Return a socket that listens on `port` of all interfaces, over IPv6 as well where the system has it."""
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=max(nodes, 16), dualstack_ipv6=True
-            )
-        except OSError as error:
-            if error.errno is not None and "in use" in (error.strerror or ""):
-                raise
-    return socket.create_server(("", port), backlog=max(nodes, 16))
 
 
 def _connect(seat: Seat, until: float) -> socket.socket:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from kumi.doctor.finding import Fleet, Judgement, Reading
+from kumi.doctor.fleet_rules import shorten
 from kumi.doctor.here import Here, is_secret
-from kumi.doctor.rules import shorten
 from kumi.launch.standing import interface_to
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 _INFINIBAND = Path("/sys/class/infiniband")
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_")
 # Variables that may differ between machines.
@@ -39,7 +39,7 @@ def interface(here: Here) -> Reading:
     if "lo" in names and not _is_loopback(host):
         problems.append(f"GLOO_SOCKET_IFNAME={chosen} is the loopback interface, which no other machine can reach")
     shown = f"{', '.join(filter(None, names)) or 'unknown'} to {host}"
-    return Reading({"shown": shown, "loopback": _is_loopback(host), "machine": _machine()}, problems=tuple(problems))
+    return Reading({"shown": shown, "loopback": _is_loopback(host), "machine": machine_id()}, problems=tuple(problems))
 
 
 def reaches_all(readings: Mapping[int, Reading], fleet: Fleet) -> Judgement:
@@ -62,10 +62,11 @@ def _is_loopback(host: str) -> bool:
     return any(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in answers)
 
 
-def _machine() -> str:
-    """Return a text that differs between machines, but not between the containers of one."""
+def machine_id() -> str:
+    """Return a text that processes have in common if they have the same network interfaces: on one machine, outside of
+    containers or in one of them."""
     try:
-        return _BOOT_ID.read_text().strip()
+        return f"{_BOOT_ID.read_text().strip()} {os.readlink(_NETWORK)}"
     except OSError:
         return socket.gethostname()
 
@@ -93,7 +94,8 @@ def network_variables(here: Here) -> Reading:
         for name, value in sorted(environ.items())
         if name.startswith(_PREFIXES)
     }
-    problems, warnings = [], []
+    problems: list[str] = []
+    warnings: list[str] = []
     if not here.several_nodes:  # with several nodes, `interface` says this
         problems += _unknown_interfaces(environ)
     adapters = os.listdir(_INFINIBAND) if _INFINIBAND.is_dir() else []
@@ -161,7 +163,9 @@ def partners_of(node: int, members: list[int]) -> list[int]:
 def all_connected(readings: Mapping[int, Reading], fleet: Fleet) -> Judgement:
     """Every pair has connected. A node in all pairs that failed is named alone."""
     limit = "all pairs connect"
-    results = {(node, int(other)): value for node, reading in readings.items() for other, value in reading.value.items()}
+    results = {
+        (node, int(other)): value for node, reading in readings.items() for other, value in reading.value.items()
+    }
     failed = {pair: value for pair, value in results.items() if isinstance(value, str)}
     if not failed:
         slowest = max(results.values(), default=0.0)

@@ -1,4 +1,4 @@
-"""Rules that judge the readings of all nodes: equal, enough, near the median, or nothing but the nodes' own problems."""
+"""Rules that judge the readings of all nodes: equal, enough, near the median, or only the nodes' own problems."""
 
 from __future__ import annotations
 

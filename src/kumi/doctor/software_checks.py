@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from kumi import __version__
 from kumi.doctor.device_workers import first_error
 from kumi.doctor.finding import Fleet, Judgement, Reading
+from kumi.doctor.fleet_rules import shorten
 from kumi.doctor.here import Here
-from kumi.doctor.rules import shorten
 
 # A worker imports torch before it answers for the first time: on a cold network disk that takes long.
 IMPORT_SECONDS = 60.0
@@ -41,7 +41,7 @@ def configuration(here: Here) -> Reading:
     """Return the hashes of the values of all keys of the run file, with overrides and defaults."""
     if here.run is None:
         return Reading(absent="no run file is given")
-    return Reading(dict(here.run.digests))
+    return Reading(dict(here.run.digests), problems=(here.run.problem,) if here.run.problem else ())
 
 
 def same_configuration(readings: Mapping[int, Reading], fleet: Fleet) -> Judgement:
@@ -57,7 +57,7 @@ def same_configuration(readings: Mapping[int, Reading], fleet: Fleet) -> Judgeme
     if not different:
         return Judgement("ok", f"{len(next(iter(readings.values())).value)} keys", limit)
     nodes = tuple(sorted({node for differing in different.values() for node in differing}))
-    listed = [f"{key} on {', '.join(map(fleet.label, differing))}" for key, differing in different.items()]
+    listed = [f"{key} on {shorten([fleet.label(node) for node in differing])}" for key, differing in different.items()]
     only_paths = all(key.startswith(_PATH_KEYS) for key in different)
     return Judgement("warn" if only_paths else "fail", f"another value of {shorten(listed)}", limit, nodes)
 

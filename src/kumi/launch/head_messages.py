@@ -59,7 +59,10 @@ def encode(message: dict[str, Any]) -> bytes:
 
 def decode(line: bytes) -> dict[str, Any]:
     """Return the message of a line. Raise ValueError if it is none."""
-    message = json.loads(line)
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError("a message is nested too deeply") from None
     if not isinstance(message, dict):
         raise ValueError("a message is an object")
     return message

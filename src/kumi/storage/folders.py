@@ -19,10 +19,17 @@ from kumi.files.output import refuse_link, remove_tree
 from kumi.files.untrusted import read_object
 from kumi.units import format_bytes
 
+# Folder of the checkpoints inside a run folder.
+CHECKPOINTS = "checkpoints"
 # File beside the checkpoints that names the step of the best one.
 BEST = "best.json"
 _COMPLETE = re.compile(r"step_(\d{6,})")
 _LEFTOVER = re.compile(r"step_(\d{6,})(\.deleted)?\.tmp")
+
+
+def checkpoint_root(out: Path) -> Path:
+    """Return the folder of the checkpoints of the run in `out`."""
+    return out / CHECKPOINTS
 
 
 def step_folder(root: Path | str, step: int) -> Path:

@@ -20,9 +20,8 @@ from kumi.errors import ConfigError
 from kumi.evaluation.task_result import HIGHER_IS_BETTER, METRICS_OF_KIND
 from kumi.files.output import write_text
 from kumi.objectives import LinearObjective, Objective, SequenceObjective
-from kumi.storage.folders import BEST, latest, list_complete, step_of
+from kumi.storage.folders import BEST, checkpoint_root, latest, list_complete, step_of
 from kumi.train.metrics import read_metrics
-from kumi.train.run_folder import checkpoint_root
 
 # Metrics that are better when lower, and when higher; those of a source have its name behind a slash.
 _LOWER = ("loss", "kl", "entropy")

@@ -30,6 +30,7 @@ from kumi.parallel.stage_modules import unwrap
 from kumi.parallel.state_tensors import fill_pieces, optimizer_pieces
 from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
+from kumi.storage.folders import checkpoint_root
 from kumi.train.best_checkpoint import BestSoFar, best_of_run, rewrite_best
 from kumi.train.callbacks import Callbacks, Listener
 from kumi.train.check_reference import check_reference
@@ -49,7 +50,6 @@ from kumi.train.process_memory import (
 )
 from kumi.train.reference_sums import lacks_references, make_references, open_references
 from kumi.train.resume import last_checkpoint, restore_state
-from kumi.train.run_folder import checkpoint_root
 from kumi.train.run_models import build_policy, build_reference
 from kumi.train.samples import sample_texts, write_samples
 from kumi.train.step import read_step, train_step

@@ -19,7 +19,7 @@ from kumi.spec import families
 from kumi.spec.saved_tensors import model_digest, model_shapes, optimizer_shapes
 from kumi.storage import checkpoint
 from kumi.storage.checkpoint import Checkpoint
-from kumi.train.run_folder import checkpoint_root
+from kumi.storage.folders import checkpoint_root
 from kumi.train.train_state import TrainState, adapter_base, cpu_arithmetic
 
 _OR_NEW_RUN = "or start a new run in another train.out"

@@ -30,12 +30,14 @@ from kumi.config.document_lengths import DATA
 from kumi.config.run_plan import PLAN_FILE, RunPlan
 from kumi.config.stored_config import CONFIG_FILE, changed_keys, load_stored_config
 from kumi.data import foreign_files
+from kumi.doctor.disk_checks import DOCTOR_FOLDER
 from kumi.errors import RefusedError
 from kumi.files.output import open_new, refuse_link
 from kumi.launch.stop_file import STOP_FILE, obey_stop_file, process_age
+from kumi.storage.folders import CHECKPOINTS
 from kumi.train.folder_lock import LOCK, lock_folder
 
-_CHECKPOINTS, _TOKEN, _TOKEN_DRAFT = "checkpoints", ".token", ".token.part"
+_TOKEN, _TOKEN_DRAFT = ".token", ".token.part"
 _TOKEN_SECONDS, _NOTE_SECONDS = 600.0, 20.0
 _CONFIG_DRAFT, _PLAN_DRAFT = "config.part", "plan.part"
 # Names that a run writes in its folder. Users may add files and links with other names once the run has begun.
@@ -48,7 +50,7 @@ RUN_FILES = (
     _CONFIG_DRAFT,
     PLAN_FILE,
     _PLAN_DRAFT,
-    _CHECKPOINTS,
+    CHECKPOINTS,
     DATA,
     "sources.json",
     "metrics.jsonl",
@@ -62,6 +64,7 @@ RUN_FILES = (
     "probe.safetensors",
     "tensorboard",
     "wandb",
+    DOCTOR_FOLDER,
 )
 
 # Keys that a resume may change, because they do not change the training result beyond rounding.
@@ -83,16 +86,12 @@ _CHANGEABLE_KEYS = (
     "train.compile",
     "train.trace_step",
     "train.timeout_s",
+    "train.doctor",
     "train.offload_dir",
     "comm.bucket_mb",
     "comm.prefetch",
     "precision.numerics",
 )
-
-
-def checkpoint_root(out: Path) -> Path:
-    """Return the folder of the checkpoints of the run in `out`."""
-    return out / _CHECKPOINTS
 
 
 @contextmanager
@@ -182,8 +181,8 @@ def _refuse_foreign(out: Path) -> None:
     configuration.
     """
     names = {item.name for item in out.iterdir()} if out.exists() else set()
-    names -= {LOCK, _TOKEN, _TOKEN_DRAFT, STOP_FILE, _CONFIG_DRAFT, PLAN_FILE, _PLAN_DRAFT}
-    if _CHECKPOINTS in names:
+    names -= {LOCK, _TOKEN, _TOKEN_DRAFT, STOP_FILE, _CONFIG_DRAFT, PLAN_FILE, _PLAN_DRAFT, DOCTOR_FOLDER}
+    if CHECKPOINTS in names:
         raise RefusedError(
             f"train.out: {out} has checkpoints but no {CONFIG_FILE}, so their run is not known; restore the file "
             f"(`kumi describe RUN.toml --resolved` prints it), or name another folder"

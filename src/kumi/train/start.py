@@ -17,6 +17,8 @@ from kumi.config.resolve import with_plan, with_prepared_data
 from kumi.config.run_plan import RunPlan, parse_plan
 from kumi.config.schema import LayoutSection
 from kumi.data import Store
+from kumi.doctor.here import checkpoint_space
+from kumi.doctor.run_doctor import check_before_training
 from kumi.errors import OK, ConfigError, LayoutError, ModelError
 from kumi.launch.agent import HeadLink, run_as_agent
 from kumi.launch.launchers import pick_launcher
@@ -27,14 +29,13 @@ from kumi.report.run_description import describe_resolved, make_console, render_
 from kumi.spec.families import check_trainable
 from kumi.spec.numerics import parse_numerics
 from kumi.spec.schedules import FULL_BACKWARD
-from kumi.spec.sharding import checkpoint_bytes
-from kumi.storage.folders import check_free_space, latest, list_complete, step_of
+from kumi.storage.folders import check_free_space, checkpoint_root, latest, list_complete, step_of
 from kumi.train.best_checkpoint import check_metric, ended_early
 from kumi.train.callbacks import Listener
 from kumi.train.dataset_commits import dataset_paths, dataset_snapshots
 from kumi.train.measure_numerics import with_measured_numerics, with_numerics
 from kumi.train.prepare_data import check_data, open_data, prepare_data
-from kumi.train.run_folder import checkpoint_root, claim_run_folder, run_token
+from kumi.train.run_folder import claim_run_folder, run_token
 from kumi.train.run_summary import summary_lines
 from kumi.units import format_count, parse_duration
 
@@ -57,6 +58,7 @@ def start(
     """
     standing = find_standing(os.environ) if standing is None else standing
     if isinstance(standing, Standing):
+        check_before_training(config, standing)  # before the head, whose port it uses
         token = run_token(Path(os.path.expanduser(config.train.out)), node=standing.node)
         lost = parse_duration(config.recover.lost)
         return run_as_agent(standing, token, lost, partial(_start_node, config, allow_change, listener))
@@ -66,6 +68,7 @@ def start(
     _check_ranks(run, standing)
     if standing is None or standing.rank == 0:
         run = with_measured_numerics(run)  # this forks, so it must come before this process starts threads
+    check_before_training(config, standing, run.job)
     if standing is None or standing.world_size == 1:
         return _lead(run, allow_change, None, listener)
     from kumi.launch.rendezvous import rendezvous
@@ -173,11 +176,7 @@ def check_run(run: ResolvedRun) -> None:
     _check_samples(run)
     if run.config.model.init == "pretrained":
         _check_weights(run)
-    root = checkpoint_root(run.out)
-    size = checkpoint_bytes(run.model, run.precision, run.optim)
-    # The disk has the old checkpoints, the best one and the new one until the new one is complete.
-    at_most = run.config.checkpoint.keep + 1 + (run.config.checkpoint.best is not None)
-    check_free_space(root, size * max(1, at_most - len(list_complete(root))))
+    check_free_space(checkpoint_root(run.out), checkpoint_space(run.config, run.job, run.out))
 
 
 def _resume_notes(run: ResolvedRun, allow_change: Sequence[str]) -> list[str]:

@@ -1,0 +1,76 @@
+"""`kumi doctor`: check this machine, or all nodes of a run, before training."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from typing import Any
+
+from kumi.cli.arguments import add_run_file, add_verb, not_negative
+from kumi.errors import OK, ConfigError
+
+
+def add(verbs: Any) -> None:
+    """Declare the verb's arguments."""
+    parser = add_verb(
+        verbs,
+        "doctor",
+        "Check this machine, or all nodes of a run, before training",
+        "kumi doctor examples/quickstart.toml",
+    )
+    add_run_file(parser, nargs="?")
+    parser.add_argument(
+        "--nodes",
+        action="store_true",
+        help="check all nodes together; start the command on every node, as the launcher starts `kumi train`",
+    )
+    parser.add_argument(
+        "--node",
+        type=not_negative,
+        metavar="N",
+        help="with --nodes: the number of this node, from 0; default: the launcher's",
+    )
+    parser.add_argument(
+        "--head", metavar="HOST:PORT", help="with --nodes: an address of node 0 that all nodes reach, and a free port"
+    )
+    parser.add_argument(
+        "--wait",
+        type=_seconds,
+        metavar="S",
+        help="with --nodes: seconds in which all nodes must have come; default: 15",
+    )
+    parser.set_defaults(run_verb=run)
+
+
+def run(arguments: Namespace) -> int:
+    """Examine, and print the table on node 0. Return the exit code: 2 if a check failed."""
+    from kumi.config import load
+    from kumi.doctor.examine import ARRIVAL_SECONDS
+    from kumi.doctor.findings_table import plain_examination, render_examination
+    from kumi.doctor.run_doctor import doctor
+    from kumi.report.run_description import print_content
+
+    named = [name for name in ("node", "head", "wait") if getattr(arguments, name) is not None]
+    if named and not arguments.nodes:
+        raise ConfigError(f"doctor: --{named[0]} has no effect without --nodes; add --nodes, or remove --{named[0]}")
+    if arguments.nodes and arguments.run is None:
+        raise ConfigError("doctor: --nodes needs the run file, which names the number of nodes; add RUN.toml")
+    examination = doctor(
+        None if arguments.run is None else load(arguments.run, arguments.overrides),
+        nodes=arguments.nodes,
+        node=arguments.node,
+        head=arguments.head,
+        wait=ARRIVAL_SECONDS if arguments.wait is None else arguments.wait,
+    )
+    if examination.shown_here:
+        if arguments.json:
+            arguments.write_json(plain_examination(examination))
+        else:
+            print_content(render_examination(examination))
+    return ConfigError.exit_code if examination.verdict == "fail" else OK
+
+
+def _seconds(text: str) -> float:
+    if not text.replace(".", "", 1).isdecimal() or not 0 < float(text) <= 3600:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds up to 3600, got {text!r}")
+    return float(text)
