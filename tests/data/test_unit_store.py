@@ -150,6 +150,15 @@ def test_ten_kills_at_random_leave_the_same_bytes(chat_source, stored_chats, cha
     assert contents(out) == contents(stored_chats.folder)
 
 
+def test_a_process_killed_while_it_removed_the_units_leaves_none(chat_source, stored_chats, chat_tokens, tmp_path):
+    out = tmp_path / "out"
+    prepare([chat_source], chat_tokens, out, validation=0.2, workers=1)
+    (out / "cache").mkdir()
+    (out / "cache/unit").write_bytes(b"tokens")
+    prepare([chat_source], chat_tokens, out, validation=0.2, workers=1)
+    assert contents(out) == contents(stored_chats.folder)
+
+
 @pytest.mark.exhaustive
 def test_ten_kills_of_workers_leave_the_same_bytes(chat_source, stored_chats, chat_tokens, tmp_path):
     draw = random.Random(1)

@@ -62,9 +62,10 @@ def test_a_checkpoint_becomes_the_model_that_was_exported(files, tmp_path):
     assert sha256(tmp_path / "hf/model.safetensors") == expected["run/hf/model.safetensors"]
 
 
-def test_adapters_are_merged_into_the_base_that_they_name(files, tmp_path):
-    assert main(["convert", "adapted/adapter", str(tmp_path / "merged"), "--to", "hf", "--base", "run/hf"]) == 0
-    assert main(["convert", "adapted/checkpoints/step_000004", str(tmp_path / "same"), "--to", "hf"]) == 0
+def test_adapters_are_merged_into_their_base_which_has_moved(files, tmp_path):
+    base = ["--to", "hf", "--base", "run/hf"]
+    assert main(["convert", "adapted/adapter", str(tmp_path / "merged"), *base]) == 0
+    assert main(["convert", "adapted/checkpoints/step_000004", str(tmp_path / "same"), *base]) == 0
     assert sha256(tmp_path / "merged/model.safetensors") == sha256(tmp_path / "same/model.safetensors")
 
 

@@ -42,6 +42,7 @@ from kumi.spec.data_source import ChatOptions, Source
 from kumi.units import format_count
 
 OWNER = ".kumi-data"
+_CACHE = "cache"  # units that are tokenized, until all are merged
 # Folders inside a run's folder of data.
 TOKENS, TOKENIZER = "tokens", "tokenizer"
 
@@ -82,6 +83,7 @@ def prepare(
                 f"{folder}: verified by its digests; added checksums of its blocks to {store_meta.META}",
                 file=sys.stderr,
             )
+        remove_tree(folder / _CACHE)  # also that of a process that was killed while it removed it
         _store_weights(folder, plan)
         if on_error == "fail":
             _refuse_faults(folder)
@@ -170,7 +172,7 @@ def _print_columns(plan: Plan) -> None:
 
 def _build_store(folder: Path, plan: Plan, run: _Run) -> None:
     """Tokenize the units of `plan` and merge them into a store in `folder`."""
-    cache = folder / "cache"
+    cache = folder / _CACHE
     make_folder(cache)
     try:
         _run_units(cache, plan, run)
@@ -183,7 +185,6 @@ def _build_store(folder: Path, plan: Plan, run: _Run) -> None:
             f"{folder}: {reason}; finished units are kept, free some space and run the same command again "
             "(the last step needs space for the tokens twice)"
         ) from error
-    remove_tree(cache)
 
 
 def _run_units(cache: Path, plan: Plan, run: _Run) -> None:
