@@ -44,7 +44,7 @@ def _prose(file):
     """Return the docstrings and comments of `file`."""
     tokens = tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
     comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = [ast.get_docstring(node) or "" for node in ast.walk(_tree(file)) if isinstance(node, documented)]
     return "\n".join(docstrings + comments)
 
@@ -123,7 +123,7 @@ def test_a_public_name_stands_for_one_thing_in_its_package():
 
 def test_no_string_is_cut_in_two():
     """No text is a statement of its own, and no docstring has the quotes of two joined strings."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     cut = []
     for file in FILES:
         tree = _tree(file)

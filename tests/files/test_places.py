@@ -56,6 +56,8 @@ REASONS: dict[str, list[str]] = {
         "process_limits.py free_memory _left_in_groups _left",
         "data/chat/limits.py __init__",
         "launch/oom.py oom_kills _files",
+        "launch/stop_file.py process_age",
+        "train/folder_lock.py _machine",
         "launch/standing.py _read",
         "launch/watch.py _process_state",
         "doctor/network_checks.py machine_id",

@@ -220,7 +220,7 @@ def test_allow_change_goes_on_with_the_new_value(small, tmp_path):
 
 def test_a_folder_in_use(small, tmp_path, capfd, monkeypatch):
     folder = small.copy(tmp_path)
-    monkeypatch.setattr(run_folder._locked.__wrapped__, "__defaults__", (0.2,))
+    monkeypatch.setattr(run_folder.lock_folder.__wrapped__, "__defaults__", (0.2,))
     with contextlib.chdir(folder):
         run = run_file(folder)
         with run_folder.claim_run_folder(folder / "run", load(run)):
@@ -264,7 +264,7 @@ def test_weights_of_another_model_are_refused_before_the_data_are_made(refused):
 @pytest.mark.parametrize(
     ("nodes", "place", "words"),
     [
-        (2, None, "cluster.nodes=2, but kumi starts ranks on one machine only"),
+        (2, None, "cluster.nodes=2, but this process was started alone"),
         (1, LaunchedRank(0, 2, 0), "needs 1 ranks, but WORLD_SIZE=2"),
     ],
 )

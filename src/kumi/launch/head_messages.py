@@ -31,6 +31,8 @@ import secrets
 import socket
 from typing import Any
 
+from kumi.files.untrusted import CONFIG, strict_json
+
 LINE_BYTES = 2**20  # of a message, at most: the text of an error has 4,000 characters
 HELLO_SECONDS = 10.0  # for the first three lines
 BEATS = 5  # beats in the time after which a silent peer counts as lost
@@ -59,10 +61,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 def decode(line: bytes) -> dict[str, Any]:
     """Return the message of a line. Raise ValueError if it is none."""
-    try:
-        message = json.loads(line)
-    except RecursionError:
-        raise ValueError("a message is nested too deeply") from None
+    message = strict_json(line, CONFIG)
     if not isinstance(message, dict):
         raise ValueError("a message is an object")
     return message

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kumi.files.output import open_new
 from kumi.launch.signals import EXIT_CODES
 
 STOP_FILE = "stop"
@@ -58,10 +59,8 @@ def _poll(file: Path, ended: threading.Event) -> None:
 def _file_system_time(folder: Path) -> float:
     """Return the time by the clock of the file system of `folder`, which may be another machine's."""
     mark = folder / f"{STOP_FILE}.clock"
-    with suppress(OSError):
-        mark.unlink()
     try:
-        with open(mark, "x") as handle:
+        with open_new(mark) as handle:
             return os.fstat(handle.fileno()).st_mtime
     except OSError:
         return time.time()

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from kumi.errors import RefusedError
 from kumi.files.output import open_append
+from kumi.files.untrusted import read_regular, strict_json
 
 LOCK = ".lock"
 _BEAT_SECONDS = 2.0
@@ -121,7 +122,7 @@ def _write(handle: int, owner: LockOwner) -> None:
 def _read(out: Path) -> LockOwner | None:
     """Return the owner in the lock file; None if there is none, or it is just being written."""
     try:
-        return LockOwner(**json.loads((out / LOCK).read_bytes()[:4096]))
+        return LockOwner(**strict_json(read_regular(out / LOCK, 4096)))
     except (OSError, ValueError, TypeError):
         return None
 

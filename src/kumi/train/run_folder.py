@@ -33,11 +33,13 @@ from kumi.data import foreign_files
 from kumi.doctor.disk_checks import DOCTOR_FOLDER
 from kumi.errors import RefusedError
 from kumi.files.output import open_new, refuse_link
+from kumi.files.untrusted import explain, read_regular
 from kumi.launch.stop_file import STOP_FILE, obey_stop_file, process_age
 from kumi.storage.folders import CHECKPOINTS
 from kumi.train.folder_lock import LOCK, lock_folder
 
 _TOKEN, _TOKEN_DRAFT = ".token", ".token.part"
+_TOKEN_DIGITS = 64
 _TOKEN_SECONDS, _NOTE_SECONDS = 600.0, 20.0
 _CONFIG_DRAFT, _PLAN_DRAFT = "config.part", "plan.part"
 # Names that a run writes in its folder. Users may add files and links with other names once the run has begun.
@@ -136,7 +138,7 @@ def run_token(out: Path, *, node: int) -> str:
         if not (out / CONFIG_FILE).exists():
             _refuse_foreign(out)
         out.mkdir(parents=True, exist_ok=True)
-        _write_atomically(out / _TOKEN, out / _TOKEN_DRAFT, secrets.token_hex(32), mode=0o600)
+        _write_atomically(out / _TOKEN, out / _TOKEN_DRAFT, secrets.token_hex(_TOKEN_DIGITS // 2), mode=0o600)
     began, noted = time.monotonic(), False
     while not (out / _TOKEN).exists():
         seconds = time.monotonic() - began
@@ -149,7 +151,19 @@ def run_token(out: Path, *, node: int) -> str:
             noted = True
             print(f"node {node}     waits for {out / _TOKEN} of node 0", file=sys.stderr, flush=True)
         time.sleep(0.2)
-    return (out / _TOKEN).read_text()
+    return _read_token(out / _TOKEN)
+
+
+def _read_token(file: Path) -> str:
+    try:
+        token = read_regular(file, _TOKEN_DIGITS).decode()
+    except (OSError, ValueError) as error:
+        raise RefusedError(f"{file}: cannot be read ({explain(error)}); delete it, and start all nodes anew") from None
+    if len(token) != _TOKEN_DIGITS:
+        raise RefusedError(
+            f"{file}: has {len(token)} characters of {_TOKEN_DIGITS}; delete it, and start all nodes anew"
+        )
+    return token
 
 
 def _refuse_links(out: Path) -> None:
