@@ -76,6 +76,10 @@ def test_verbs_and_flags_are_frozen():
             "-h",
         ],
         "doctor": ["--head", "--help", "--json", "--node", "--nodes", "--wait", "-h"],
+        "launch": ["--help", "--json", "--out", "--submit", "--unchecked", "-h"],
+        "status": ["--help", "--json", "-h"],
+        "stop": ["--help", "--json", "--now", "-h"],
+        "logs": ["--follow", "--help", "--json", "--lines", "-h"],
         "generate": [
             "--base",
             "--batch-size",
@@ -170,7 +174,24 @@ def test_config_keys_are_frozen():
 
 @pytest.mark.parametrize(
     "verb",
-    ["init", "describe", "plan", "data", "doctor", "train", "generate", "eval", "convert", "vocab", "push", "bench"],
+    [
+        "init",
+        "describe",
+        "plan",
+        "data",
+        "doctor",
+        "train",
+        "launch",
+        "status",
+        "stop",
+        "logs",
+        "generate",
+        "eval",
+        "convert",
+        "vocab",
+        "push",
+        "bench",
+    ],
 )
 def test_every_verb_has_help_with_an_example(verb, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -26,6 +26,8 @@ _BANDWIDTH_UNITS = {f"{unit}/s": Decimal(size) for unit, size in _BYTE_UNITS.ite
 _FLOPS_UNITS = {f"{prefix}FLOP/s": 10**power for prefix, power in (("", 0), ("M", 6), ("G", 9), ("T", 12), ("P", 15))}
 _COUNT_UNITS = {"": Decimal(1), "K": Decimal(10**3), "M": Decimal(10**6), "B": Decimal(10**9), "T": Decimal(10**12)}
 _DURATION_UNITS = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "ns": Decimal("1e-9")}
+_TIME_SECONDS = (86400, 3600, 60, 1)
+_MAX_TIME = 10 * 365 * 86400
 
 
 def parse_bytes(text: str) -> int:
@@ -46,6 +48,15 @@ def parse_flops(text: str) -> float:
 def parse_duration(text: str) -> float:
     """Return the seconds of a text such as "25 us"."""
     return float(_parse(text, _DURATION_UNITS, "25 us"))
+
+
+def parse_time(text: str) -> int:
+    """Return the seconds of a text such as "24h", "90m" or "1d12h30m": days, hours, minutes and seconds, in order."""
+    match = re.fullmatch(r"\s*(?:(\d+)d)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:(\d+)s)?\s*", text, re.ASCII)
+    seconds = 0 if match is None else sum(int(part or 0) * size for part, size in zip(match.groups(), _TIME_SECONDS))
+    if not 0 < seconds < _MAX_TIME:
+        raise ConfigError(f"{text!r} is not a time; write, for example, '24h', '90m' or '1d12h', at most 10 years")
+    return seconds
 
 
 def parse_count(text: str) -> int:

@@ -13,7 +13,24 @@ import sys
 from collections.abc import Sequence
 
 from kumi import __version__
-from kumi.cli import bench, convert, data, describe, doctor, eval, generate, init, plan, push, train, vocab
+from kumi.cli import (
+    bench,
+    convert,
+    data,
+    describe,
+    doctor,
+    eval,
+    generate,
+    init,
+    launch,
+    logs,
+    plan,
+    push,
+    status,
+    stop,
+    train,
+    vocab,
+)
 from kumi.cli.completion import complete
 from kumi.cli.json_output import json_output
 from kumi.errors import INTERRUPTED, OK, ConfigError, KumiError
@@ -23,7 +40,24 @@ from kumi.safe_output import make_output_safe
 
 __all__ = ["main"]
 
-VERBS = (init, describe, plan, data, doctor, train, generate, eval, convert, vocab, push, bench)
+VERBS = (
+    init,
+    describe,
+    plan,
+    data,
+    doctor,
+    train,
+    launch,
+    status,
+    stop,
+    logs,
+    generate,
+    eval,
+    convert,
+    vocab,
+    push,
+    bench,
+)
 
 # Verbs that resume after an interruption.
 _RESUMABLE = (data.run, train.run, eval.run)

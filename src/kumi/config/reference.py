@@ -37,6 +37,10 @@ _NESTED = {
     "A tokenizer to train, as `data.tokenizer`": "TrainedTokenizer",
     "[data.chat]": "ChatSection",
     "A task, in `eval.tasks`": "TaskSection",
+    "[launch.slurm]": "SlurmSection",
+    "[launch.kubernetes]": "KubernetesSection",
+    "[launch.skypilot]": "SkypilotSection",
+    "[launch.ssh]": "SshSection",
 }
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kumi.config.data_section import DataSection
 from kumi.config.eval_section import EvalSection, is_task_metric
+from kumi.config.launch_section import LaunchSection
 from kumi.config.objective_section import ObjectiveSection, ReferenceSection
 from kumi.config.section import Decay, Fraction, NotNegative, Number, Positive, Section, Switch, Text, spec_key
 from kumi.config.usual_rate import usual_rates, with_usual_rate
@@ -436,6 +437,7 @@ class PlanConfig(Section):
     export: ExportSection = ExportSection()
     sample: SampleSection = SampleSection()
     recover: RecoverSection = RecoverSection()
+    launch: LaunchSection = LaunchSection()
 
     @model_validator(mode="before")
     @classmethod

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from kumi.config.launch_section import LINE, VARIABLE
 from kumi.config.schema import DATASET_ID, MODEL_ID
 
 
@@ -52,7 +53,12 @@ _EXPECTED = {
     "dict_type": "be a table",
     "model_type": "be a table of keys",
 }
-_PATTERNS = {MODEL_ID: "be a hub id, org/name", DATASET_ID: "be a hub id, name or org/name"}
+_PATTERNS = {
+    MODEL_ID: "be a hub id, org/name",
+    DATASET_ID: "be a hub id, name or org/name",
+    LINE: "be one line of text without control characters",
+    VARIABLE: "be the name of an environment variable",
+}
 
 
 def _sentence(item: dict[str, Any], root: type[BaseModel]) -> str:

@@ -11,6 +11,7 @@ runs/<name>/
   .token             secret by which the nodes of the run recognise each other
   stop               asks the run to save and end, see kumi.launch.stop_file
   logs/              output of the ranks
+  launch/            the file, the record and the output of a job that kumi launch submitted
   hf/                the Hugging Face folder, at the end
 """
 
@@ -34,6 +35,7 @@ from kumi.doctor.disk_checks import DOCTOR_FOLDER
 from kumi.errors import RefusedError
 from kumi.files.output import open_new, refuse_link
 from kumi.files.untrusted import explain, read_regular
+from kumi.launch.launch_job import LAUNCH_FOLDER
 from kumi.launch.stop_file import STOP_FILE, obey_stop_file, process_age
 from kumi.storage.folders import CHECKPOINTS
 from kumi.train.folder_lock import LOCK, lock_folder
@@ -57,6 +59,7 @@ RUN_FILES = (
     "sources.json",
     "metrics.jsonl",
     "logs",
+    LAUNCH_FOLDER,
     "samples",
     "hf",
     "hf.unverified",
@@ -80,6 +83,7 @@ _CHANGEABLE_KEYS = (
     "export",
     "sample",
     "recover",
+    "launch",
     "batch.mean_document_tokens",
     "data.workers",
     "data.cache",
@@ -191,11 +195,12 @@ def _check_config(out: Path, config: RunConfig, allow_change: Sequence[str]) -> 
 def _refuse_foreign(out: Path) -> None:
     """Raise RefusedError if `out`, which has no configuration yet, has files that kumi did not write.
 
-    Allowed are the data of `kumi data prepare`, and the files of a launch that was killed before it wrote its
-    configuration.
+    Allowed are the data of `kumi data prepare`, the files of `kumi launch`, and those of a launch that was killed
+    before it wrote its configuration.
     """
     names = {item.name for item in out.iterdir()} if out.exists() else set()
-    names -= {LOCK, _TOKEN, _TOKEN_DRAFT, STOP_FILE, _CONFIG_DRAFT, PLAN_FILE, _PLAN_DRAFT, DOCTOR_FOLDER}
+    names -= {LOCK, _TOKEN, _TOKEN_DRAFT, STOP_FILE, _CONFIG_DRAFT, PLAN_FILE, _PLAN_DRAFT}
+    names -= {DOCTOR_FOLDER, LAUNCH_FOLDER}
     if CHECKPOINTS in names:
         raise RefusedError(
             f"train.out: {out} has checkpoints but no {CONFIG_FILE}, so their run is not known; restore the file "
