@@ -20,6 +20,7 @@ ALLOWED = {
     "the tokenizers library reads it": ["post_processor"],
     "PyTorch's fake tensors read it": ["allow_non_fake_inputs", "_resize"],
     "FSDP2 reads it": ["param_dtype"],
+    "s3fs reads it": ["_s3", "retries"],
     "lm-evaluation-harness calls it": [
         "eot_token_id",
         "prefix_token_id",

@@ -23,7 +23,18 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("descriptions: frozen data", ("spec", "objectives", "megatron")),
     (
         "files, errors, units",
-        ("hub", "files", "safe_output", "progress", "units", "paths", "process_limits", "errors", "deprecated"),
+        (
+            "hub",
+            "remote",
+            "files",
+            "safe_output",
+            "progress",
+            "units",
+            "paths",
+            "process_limits",
+            "errors",
+            "deprecated",
+        ),
     ),
 )
 TORCH = {

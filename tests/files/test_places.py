@@ -83,6 +83,7 @@ REASONS: dict[str, list[str]] = {
         "bench/run_bench.py _measure",
         "bench/measuring_rank.py measure_rank",
         "train/child_process.py main _follow",
+        "storage/mirror_process.py main finish",
         "launch/rank_process.py _redirect_output",
         "train/measure_numerics.py _measure_in_subprocess",
         "evaluation/run_evaluation.py _evaluate evaluate_rank",
@@ -110,6 +111,7 @@ REASONS: dict[str, list[str]] = {
     ],
     "a rank's log, opened with O_NOFOLLOW": ["launch/rank_process.py run_rank"],
     "a new file of optimizer states, opened with O_EXCL": ["parallel/optim/nvme_store.py open_nvme_store"],
+    "a file of a store, by fsspec": ["remote/part_upload.py _stream"],
     "a folder, to sync it": ["storage/folders.py sync_folder"],
     "kumi's own checkpoint reader, which uses the door": [
         "convert/kumi_checkpoint.py open_saved_model",

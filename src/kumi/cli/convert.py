@@ -17,8 +17,12 @@ def add(verbs: Any) -> None:
     parser = add_verb(
         verbs, "convert", "Convert weights, streaming", "kumi convert runs/quickstart out --checkpoint best"
     )
-    parser.add_argument("source", metavar="SRC", help="a run, a folder of Hugging Face, kumi or Megatron, or a hub id")
-    parser.add_argument("target", metavar="DST", help="the folder, or the .gguf file, to write; it must not exist")
+    parser.add_argument(
+        "source", metavar="SRC", help="a run, a folder of Hugging Face, kumi or Megatron, a URL of one, or a hub id"
+    )
+    parser.add_argument(
+        "target", metavar="DST", help="the folder, its URL, or the .gguf file, to write; it must not exist"
+    )
     parser.add_argument(
         "--to",
         choices=["hf", "adapter", "kumi", "megatron", "gguf"],
@@ -121,6 +125,10 @@ def _gguf(arguments: Namespace) -> int:
             "convert: --to gguf and --llama-cpp FOLDER need each other: llama.cpp's own converter writes the file; "
             "name a copy of llama.cpp"
         )
+    from kumi.remote.addresses import refuse_url
+
+    refuse_url(arguments.target, "convert: --to gguf")
+
     from kumi.convert.handover.gguf_file import OUTTYPES, convert_to_gguf
 
     outtype = arguments.outtype or "auto"
@@ -154,7 +162,9 @@ def _check_push(arguments: Namespace) -> None:
     if arguments.to not in (None, "hf", "adapter"):
         raise ConfigError(f"convert: --push needs a Hugging Face folder, not --to {arguments.to}; use --to hf")
     from kumi.hub import check_push
+    from kumi.remote.addresses import refuse_url
 
+    refuse_url(arguments.target, "convert: --push")
     check_push(arguments.push, "--push")
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kumi.config.schema import PlanConfig
 from kumi.errors import KumiError
+from kumi.remote.cache_folder import local_run_folder
 from kumi.spec.batch import span_of_documents
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def data_folder(config: PlanConfig) -> Path | None:
         return Path(os.path.expanduser(config.data.cache))
     if config.data is None or config.train is None:
         return None
-    return Path(os.path.expanduser(config.train.out)) / DATA
+    return local_run_folder(config.train.out) / DATA
 
 
 def document_span(config: PlanConfig) -> float | None:

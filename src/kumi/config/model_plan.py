@@ -17,6 +17,7 @@ from kumi.config.model_source import read_hf_config
 from kumi.config.presets import preset_names, read_node
 from kumi.config.schema import PlanConfig
 from kumi.errors import ConfigError
+from kumi.remote.addresses import is_url
 from kumi.spec import families
 
 # Defaults: the sequence length of most pre-training, and the batch of about four million tokens with which the
@@ -26,7 +27,9 @@ _TOKENS_PER_STEP = 2**22
 
 
 def is_model(source: str) -> bool:
-    """Return True if `source` names a model: a folder with config.json, a .json file, or a hub id."""
+    """Return True if `source` names a model: a folder with config.json, a .json file, a URL, or a hub id."""
+    if is_url(source):
+        return not source.endswith(".toml")
     path = Path(os.path.expanduser(source))
     if path.is_dir():
         return (path / "config.json").is_file()

@@ -1,7 +1,8 @@
-"""The source of a model: a folder, a config.json, or a repository on the hub."""
+"""The source of a model: a folder, a config.json, a URL of a folder, or a repository on the hub."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from kumi.config.schema import ModelSection, PlanConfig
 from kumi.config.stored_config import run_folder
 from kumi.errors import ModelError
 from kumi.paths import looked_for
+from kumi.remote.addresses import is_url, url_name
+from kumi.remote.fetched_files import fetch_folder
 from kumi.spec.families import read_config
 
 
@@ -25,14 +28,29 @@ def model_folder(source: str, key: str) -> Path:
 
 
 def local_folder(source: str) -> Path:
-    """Return the folder `source`, or the folder of the file `source`."""
+    """Return the folder `source`, or the folder of the file `source`; of a URL the local copy without weights."""
+    if is_url(source):
+        return _fetch_small(source)
     path = Path(os.path.expanduser(source))
     return path.parent if path.is_file() else path
+
+
+@functools.cache
+def _fetch_small(url: str) -> Path:
+    return fetch_folder(url, "model", lambda name: "/" not in name and name.endswith(hub.SMALL_SUFFIXES))
+
+
+def fetch_url_weights(source: str | None) -> None:
+    """Fetch all files of the model `source` if it is a URL, to the folder that `local_folder` returns."""
+    if source is not None and is_url(source):
+        fetch_folder(source, "model", lambda name: "/" not in name)
 
 
 def model_name(section: ModelSection) -> str:
     """Return the model's name: the name of its local folder, or its hub id; "" for an inline config."""
     source = section.source
+    if source is not None and is_url(source):
+        return url_name(source)
     if source is None or not Path(os.path.expanduser(source)).exists():
         return source or ""
     return local_folder(source).resolve().name
@@ -43,7 +61,7 @@ def fetch_snapshot(source: str, key: str, out: Path | None = None) -> hub.Snapsh
 
     A run that has started in the folder `out` gets the commit of its first start.
     """
-    if Path(os.path.expanduser(source)).exists():
+    if is_url(source) or Path(os.path.expanduser(source)).exists():
         return None
     return hub.fetch(source, key, commit=None if out is None else hub.recorded_commit(out, key, source))
 
@@ -79,7 +97,7 @@ def read_hf_config(section: ModelSection, folder: Path | None = None) -> dict[st
     """
     if section.source is None:
         return dict(section.config or {})
-    file = Path(os.path.expanduser(section.source))
+    file = local_folder(section.source) if is_url(section.source) else Path(os.path.expanduser(section.source))
     if not file.is_file():
         folder = file if file.is_dir() else folder
         file = hub.fetch_config(section.source, "model.source") if folder is None else folder / "config.json"

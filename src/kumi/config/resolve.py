@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from kumi.config.task_file import with_tasks_of_files
 from kumi.errors import ConfigError, LayoutError
 from kumi.plan.estimates import Estimate, MemoryEstimate
 from kumi.plan.search.candidates import Pins
+from kumi.remote.cache_folder import local_run_folder
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.comm import Comm, illegal_comm
@@ -131,7 +131,7 @@ class ResolvedRun:
 
     @property
     def out(self) -> Path:
-        return Path(os.path.expanduser(self.config.train.out))
+        return local_run_folder(self.config.train.out)
 
     @property
     def reference_folder(self) -> Path | None:

@@ -13,6 +13,7 @@ from kumi.config.objective_section import ObjectiveSection, ReferenceSection
 from kumi.config.section import Decay, Fraction, NotNegative, Number, Positive, Section, Switch, Text, spec_key
 from kumi.config.usual_rate import usual_rates, with_usual_rate
 from kumi.errors import ConfigError
+from kumi.remote.addresses import is_url, refuse_url
 from kumi.spec.comm import COMPRESS, Comm
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
 from kumi.spec.lora import ALL_LINEAR, QUANTIZATIONS, Lora
@@ -263,7 +264,10 @@ class TrainSection(Section):
         description="Passes over the data, instead of `steps`: an epoch reads each source once, or "
         "`data.sources[].epochs` times. The number of steps follows from the prepared data.",
     )
-    out: Text = Field(description="Folder of the run; the same command resumes from it.", examples=["runs/my-run"])
+    out: Text = Field(
+        description="Folder of the run, or a URL such as s3://bucket/runs/my-run; the same command resumes from it.",
+        examples=["runs/my-run"],
+    )
     seed: NotNegative = Field(0, description="Seed of the initial weights and of the data order.")
     compile: Switch = Field(False, description="Compile each layer with torch.compile.")
     neftune_alpha: Annotated[Number, Field(ge=0, le=1e6)] = Field(
@@ -319,6 +323,11 @@ class CheckpointSection(Section):
         "new best is saved and kept beside the newest checkpoints; `checkpoints/best.json` names it.",
     )
     asynchronous: Switch = Field(True, description="Write in the background during training.")
+    upload_timeout_s: Annotated[Number, Field(gt=0, le=7 * 86400)] = Field(
+        600.0,
+        description="At the end of a run whose `train.out` is a URL: seconds without progress after which its uploads "
+        "are given up with exit code 8.",
+    )
 
 
 class LogSection(Section):
@@ -472,6 +481,19 @@ class PlanConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_local(self) -> PlanConfig:
+        refuse_url(self.cluster.source, "cluster.source")
+        if self.lora is not None:
+            refuse_url(self.lora.source, "lora.source")
+        if self.train is not None:
+            refuse_url(self.train.offload_dir, "train.offload_dir")
+        if self.data is not None:
+            refuse_url(self.data.cache, "data.cache")
+            refuse_url(self.data.exclude_rows, "data.exclude_rows")
+            refuse_url(self.data.chat.template, "data.chat.template")
+        return self
+
+    @model_validator(mode="after")
     def _check_best(self) -> PlanConfig:
         if self.checkpoint.best is not None:
             of_task = is_task_metric(self.checkpoint.best.removeprefix("eval/"), self.eval)
@@ -511,6 +533,13 @@ class RunConfig(PlanConfig):
     name: Text = Field(description="Name of the run.", examples=["my-run"])
     data: DataSection
     train: TrainSection
+
+    @property
+    def checkpoints_at_most(self) -> int:
+        """The number of checkpoints that the disk has at most: the old ones, the best one, one that is uploaded, and
+        the new one until it is complete."""
+        best, uploading = self.checkpoint.best is not None, is_url(self.train.out)
+        return self.checkpoint.keep + 1 + best + uploading
 
     @model_validator(mode="after")
     def _check_init(self) -> RunConfig:

@@ -7,7 +7,6 @@ force at that time is the one in `EARLIER_VALUES`, or else today's default, whic
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from kumi.config.run_plan import RunPlan, read_plan
 from kumi.config.schema import PlanConfig, RunConfig
 from kumi.errors import ConfigError, RefusedError
 from kumi.files.untrusted import parse_toml, read_bytes
+from kumi.remote.cache_folder import local_run_folder
 
 CONFIG_FILE = "config.toml"
 _NUMERICS_KEY = "precision.numerics"
@@ -44,7 +44,7 @@ class StoredRun:
 
 def run_folder(config: PlanConfig) -> Path | None:
     """Return the run folder of `config`; None if it is only a plan."""
-    return None if config.train is None else Path(os.path.expanduser(config.train.out))
+    return None if config.train is None else local_run_folder(config.train.out)
 
 
 def read_stored_run(config: PlanConfig) -> StoredRun | None:

@@ -16,12 +16,14 @@ from kumi.convert.hf.origin import origin_of
 from kumi.convert.hf.publish import model_folder_of
 from kumi.convert.open_model import Source, is_adapter_folder, open_source
 from kumi.errors import ConfigError, LayoutError, ModelError
+from kumi.remote.addresses import is_url
 from kumi.spec.checks import not_divisible
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import num_params, params, tensors
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
 from kumi.storage.folders import check_free_space
+from kumi.storage.url_output import write_to_url
 
 if TYPE_CHECKING:  # imports torch, which takes seconds; imported where it is used
     from kumi.convert.megatron.write_megatron import MegatronOptions
@@ -44,6 +46,8 @@ def convert(
 ) -> str:
     """Convert the model in `src` (any format) into the new folder `dst`; return a sentence that describes the result.
 
+    Both may be URLs of a store.
+
     to         target format, one of `FORMATS`
     verify     read the folder back and compare it with `src`
     dtype      dtype of all parameters; by default each parameter keeps its dtype
@@ -56,6 +60,25 @@ def convert(
     Adapters are merged into their base, and the logits before and after merging are compared. Raise ConfigError for
     options that do not fit, ModelError or RefusedError for a damaged source or a failed comparison.
     """
+    if isinstance(dst, str) and is_url(dst):
+        options = {"to": to, "verify": verify, "dtype": dtype, "layout": layout, "base": base}
+        request = {"source": str(src), "config": None if config is None else str(config), **options}
+        request["megatron"] = repr(megatron)
+
+        def write(folder: Path) -> str:
+            return convert(
+                src,
+                folder,
+                to=to,
+                verify=verify,
+                dtype=dtype,
+                layout=layout,
+                config=config,
+                megatron=megatron,
+                base=base,
+            )
+
+        return write_to_url(dst, "convert", request, write)
     if to not in FORMATS:
         raise ConfigError(f"--to {to}: kumi writes {', '.join(FORMATS[:-1])} and {FORMATS[-1]}")
     if not str(dst):

@@ -53,13 +53,14 @@ class SavedModel:
     def tokenizer(self) -> Path | None:
         """The folder of the tokenizer; None if the checkpoint names none.
 
-        Of a run that has moved, it is the tokenizer in the run's folder.
+        Of a run that has moved, it is the tokenizer in the run's folder; a run that was brought from a store has it
+        beside its checkpoints.
         """
-        named = self.checkpoint.meta.get("tokenizer")
-        moved = self.checkpoint.folder.absolute().parent.parent / "data" / "tokenizer"
-        if named and not Path(named).is_dir() and moved.is_dir():
-            return moved
-        return Path(named) if named else None
+        named, run = self.checkpoint.meta.get("tokenizer"), self.checkpoint.folder.absolute().parent.parent
+        if not named:
+            return None
+        copies = (folder for folder in (run / "data" / "tokenizer", run / "tokenizer") if folder.is_dir())
+        return Path(named) if Path(named).is_dir() else next(copies, Path(named))
 
     @property
     def passthrough_source(self) -> str | None:

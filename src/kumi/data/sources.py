@@ -1,8 +1,9 @@
 """Data sources: expand a source's path to files, and determine the format of each file.
 
-A source's path is a file, a folder, a glob, a hub dataset (see `kumi.hub.datasets`) or (for `format="indexed"`) the
-prefix of a .bin/.idx pair. A folder that `datasets` saved gives the Arrow files that its state.json lists. `{stdlib}`
-stands for the standard library of the running interpreter, `~` for the home folder, `{a,b}` for alternatives."""
+A source's path is a file, a folder, a glob, a URL of one of these (see `kumi.data.remote_sources`), a hub dataset (see
+`kumi.hub.datasets`) or (for `format="indexed"`) the prefix of a .bin/.idx pair. A folder that `datasets` saved gives
+the Arrow files that its state.json lists. `{stdlib}` stands for the standard library of the running interpreter, `~`
+for the home folder, `{a,b}` for alternatives."""
 
 from __future__ import annotations
 
@@ -15,10 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kumi.data.path_patterns import glob_regex, is_skipped
+from kumi.data.remote_sources import fetch_source
 from kumi.errors import ConfigError
 from kumi.files.untrusted import INDEX, brief, inside, read_object
 from kumi.hub.datasets import fetch_dataset, is_dataset
 from kumi.paths import looked_for
+from kumi.remote.addresses import is_url
 from kumi.spec.data_source import FORMATS, Source
 
 COMPRESSIONS = (".gz", ".zst")
@@ -59,13 +63,25 @@ def expand(source: Source) -> list[Path]:
     or a file's suffix names no known format."""
     if is_hub_source(source):
         return _without_excluded(source, list(fetch_dataset(source.path, source.commits.get(source.path)).files))
-    excluded_folders = [_glob_regex(pattern) for pattern in source.exclude if pattern.endswith("/**")]
+    if is_url(source.path):
+        return _without_excluded(source, _fetched(source))
+    excluded_folders = [glob_regex(pattern) for pattern in source.exclude if pattern.endswith("/**")]
     matches: set[Path] = set()
     for pattern in _alternatives(source.path):
         matches.update(_matches(pattern, source.format == "indexed", excluded_folders))
     if not matches:
         raise DataPathError(f"data source {looked_for(source.path)} matches no file; correct the path")
     return _without_excluded(source, sorted(matches, key=lambda f: f.as_posix()))
+
+
+def _fetched(source: Source) -> list[Path]:
+    """Return the local copies of the files that the URL of `source` names."""
+    files: set[Path] = set()
+    for url in _choices(source.path):
+        fetched = fetch_source(url, source.exclude, source.format == "indexed")
+        saved = None if fetched.folder is None else saved_files(fetched.folder)
+        files.update(fetched.files if saved is None else saved)
+    return sorted(files, key=lambda file: file.as_posix())
 
 
 def is_hub_source(source: Source) -> bool:
@@ -82,7 +98,7 @@ def hub_commits(source: Source) -> dict[str, str]:
 
 def _without_excluded(source: Source, matches: list[Path]) -> list[Path]:
     """Return the files that `exclude` leaves. Raise DataPathError if there are none, or one is of no known format."""
-    excluded = [_glob_regex(pattern) for pattern in source.exclude]
+    excluded = [glob_regex(pattern) for pattern in source.exclude]
     files = [f for f in matches if not _is_excluded(f.as_posix(), excluded)]
     if not files:
         raise DataPathError(
@@ -99,7 +115,8 @@ def would_read(source: Source, path: Path) -> bool:
     if (
         source.format == "indexed"
         or is_dataset(source.path)
-        or any(_glob_regex(pattern).fullmatch(path.as_posix()) for pattern in source.exclude)
+        or is_url(source.path)
+        or any(glob_regex(pattern).fullmatch(path.as_posix()) for pattern in source.exclude)
     ):
         return False
     return any(_covers(pattern, path) for pattern in _alternatives(source.path))
@@ -108,9 +125,9 @@ def would_read(source: Source, path: Path) -> bool:
 def _covers(pattern: str, path: Path) -> bool:
     """Return True if `pattern`, a glob or an existing folder, includes `path`."""
     if not os.path.isdir(pattern):
-        return _glob_regex(pattern).fullmatch(path.as_posix()) is not None
+        return glob_regex(pattern).fullmatch(path.as_posix()) is not None
     folder, real = Path(os.path.realpath(pattern)), Path(os.path.realpath(path))
-    return real.is_relative_to(folder) and not any(_is_skipped(part) for part in real.relative_to(folder).parts)
+    return real.is_relative_to(folder) and not any(is_skipped(part) for part in real.relative_to(folder).parts)
 
 
 def file_format(path: Path, fmt: str = "auto") -> str | None:
@@ -165,13 +182,17 @@ def _is_unicode(name: str) -> bool:
 
 def _alternatives(path: str) -> Iterator[str]:
     """Yield `path` with each choice of `{a,b}`, and with `~` and `{stdlib}` expanded."""
-    pieces = re.split(r"\{([^{}]*,[^{}]*)\}", path)
-    choices = [piece.split(",") if number % 2 else [piece] for number, piece in enumerate(pieces)]
-    for combination in itertools.product(*choices):
-        text = "".join(combination)
+    for text in _choices(path):
         stdlib = sysconfig.get_paths()["stdlib"]
         text = text.replace("{stdlib}", glob.escape(stdlib) if glob.has_magic(text) else stdlib)
         yield os.path.abspath(os.path.expanduser(text))
+
+
+def _choices(path: str) -> Iterator[str]:
+    """Yield `path` with each choice of `{a,b}`."""
+    pieces = re.split(r"\{([^{}]*,[^{}]*)\}", path)
+    choices = [piece.split(",") if number % 2 else [piece] for number, piece in enumerate(pieces)]
+    return map("".join, itertools.product(*choices))
 
 
 def _matches(pattern: str, indexed: bool, excluded: Sequence[re.Pattern[str]]) -> Iterator[Path]:
@@ -186,7 +207,7 @@ def _matches(pattern: str, indexed: bool, excluded: Sequence[re.Pattern[str]]) -
         yield path
     elif "**" in pattern and "[" not in pattern:
         plain = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
-        regex = _glob_regex(pattern)
+        regex = glob_regex(pattern)
         yield from (file for file in _walk(Path(*plain), excluded) if regex.fullmatch(file.as_posix()))
     elif glob.has_magic(pattern):
         yield from (Path(name) for name in glob.iglob(pattern, recursive=True) if os.path.isfile(name))
@@ -234,7 +255,7 @@ def _walk(folder: Path, excluded: Sequence[re.Pattern[str]]) -> Iterator[Path]:
             folders.clear()
             continue
         visited.add(real)
-        folders[:] = sorted(f for f in folders if not _is_skipped(f) and not _is_excluded(f"{root}/{f}/x", excluded))
+        folders[:] = sorted(f for f in folders if not is_skipped(f) and not _is_excluded(f"{root}/{f}/x", excluded))
         yield from (Path(root, name) for name in names if not name.startswith("."))
 
 
@@ -242,19 +263,5 @@ def _is_excluded(path: str, excluded: Sequence[re.Pattern[str]]) -> bool:
     return any(pattern.fullmatch(path) for pattern in excluded)
 
 
-def _is_skipped(name: str) -> bool:
-    return name.startswith(".") or name == "__pycache__"
-
-
 def _refuse_unlistable(error: OSError) -> None:
     raise DataPathError(f"{error.filename}: the folder cannot be listed ({error.strerror}); make it readable")
-
-
-def _glob_regex(pattern: str) -> re.Pattern[str]:
-    """Return a regex that matches full absolute paths; a relative pattern matches below any folder."""
-    text = os.path.expanduser(pattern).replace("{stdlib}", sysconfig.get_paths()["stdlib"])
-    if not text.startswith(("/", "**")):
-        text = "**/" + text
-    parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    tokens = re.split(r"(\*\*/|\*\*|\*|\?)", text)
-    return re.compile("".join(parts.get(token, re.escape(token)) for token in tokens))

@@ -65,12 +65,8 @@ def _job(config: RunConfig) -> Job:
 
 
 def checkpoint_space(config: RunConfig, job: Job, out: Path) -> int:
-    """Return the free bytes that the checkpoints of a run in `out` need.
-
-    The disk has the old checkpoints, the best one and the new one until the new one is complete.
-    """
-    at_most = config.checkpoint.keep + 1 + (config.checkpoint.best is not None)
-    missing = max(1, at_most - len(list_complete(checkpoint_root(out))))
+    """Return the free bytes that the checkpoints of a run in `out` need."""
+    missing = max(1, config.checkpoints_at_most - len(list_complete(checkpoint_root(out))))
     return checkpoint_bytes(job.model, job.precision, job.optim) * missing
 
 

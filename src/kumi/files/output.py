@@ -29,7 +29,10 @@ def open_new(path: Path | str, mode: str = "w", buffering: int = -1) -> Any:
 
 
 def open_append(path: Path | str, mode: str = "a") -> Any:
-    """Open the file `path` for appending text, or create it. Raise RefusedError when `path` is not a regular file."""
+    """Open the file `path` for appending (text is UTF-8), or create it.
+
+    Raise RefusedError when `path` is not a regular file.
+    """
     try:
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _FLAGS, 0o666)
     except OSError:
@@ -40,7 +43,7 @@ def open_append(path: Path | str, mode: str = "a") -> Any:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise _not_regular(path)
-    return os.fdopen(handle, mode, encoding="utf-8")
+    return os.fdopen(handle, mode, encoding=None if "b" in mode else "utf-8")
 
 
 def write_text(path: Path, text: str) -> None:

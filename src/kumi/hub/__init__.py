@@ -12,11 +12,12 @@ kumi fetches only configurations, tokenizers, model cards and safetensors files,
 is a dependency of tokenizers and is imported only when it is used.
 """
 
-from kumi.hub.fetch import Snapshot, fetch, fetch_config, fetch_weights, is_id, split
+from kumi.hub.fetch import SMALL_SUFFIXES, Snapshot, fetch, fetch_config, fetch_weights, is_id, split
 from kumi.hub.push import check_push, push
 from kumi.hub.recorded_commits import recorded_commit, write_record
 
 __all__ = [
+    "SMALL_SUFFIXES",
     "Snapshot",
     "check_push",
     "fetch",

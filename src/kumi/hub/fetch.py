@@ -16,7 +16,8 @@ from kumi.paths import from_where
 _ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w./-]*))?")
 
 # Files of a repository other than weights: configurations, tokenizers, and the model card with its licence.
-_SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "README.md")
+SMALL_SUFFIXES = (".json", ".jinja", ".model", ".txt", "README.md")
+_SMALL = tuple(name if name == "README.md" else f"*{name}" for name in SMALL_SUFFIXES)
 # Files in subfolders are ignored: they are the same weights in other formats, or other models.
 _SUBFOLDERS = ("*/*",)
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -22,6 +22,7 @@ from kumi import __version__
 from kumi.config import RunConfig
 from kumi.config.launch_section import LINE, LaunchSection
 from kumi.errors import ConfigError
+from kumi.remote.cache_folder import local_run_folder
 from kumi.spec.cluster import ClusterSpec
 from kumi.units import parse_bytes, parse_time
 
@@ -151,7 +152,7 @@ def launch_job(
         overrides=tuple(overrides),
         run_text=run_text,
         folder=folder,
-        out=os.path.expanduser(config.train.out),
+        out=str(local_run_folder(config.train.out)),
         files=files,
         launch=section,
     )

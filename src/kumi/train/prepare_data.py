@@ -22,8 +22,10 @@ from kumi.data import (
     would_read,
 )
 from kumi.data.bpe import train as train_tokenizer
+from kumi.data.remote_sources import covers
 from kumi.errors import ConfigError
 from kumi.process_limits import usable_cores
+from kumi.remote.addresses import is_url, join_url
 from kumi.spec.data_source import ChatOptions
 from kumi.train.dataset_commits import run_sources
 
@@ -51,6 +53,12 @@ def check_data(run: ResolvedRun) -> None:
 
 def _refuse_own_files(run: ResolvedRun, source: Source) -> None:
     """Raise ConfigError if `source` would read files that the run writes: its data would change at every launch."""
+    out = run.config.train.out
+    if is_url(out) and is_url(source.path) and covers(source.path, join_url(out, "metrics.jsonl")):
+        raise ConfigError(
+            f"train.out: {out} lies inside data source {source.path!r}, which would read files that the run writes; "
+            f"name a URL outside of it"
+        )
     data = data_folder(run)
     for key, folder, names in (
         ("train.out", run.out, ("config.toml", "metrics.jsonl", "hf/README.md")),

@@ -14,6 +14,7 @@ from kumi.config import ResolvedRun, RunConfig
 from kumi.config.run_length import run_steps
 from kumi.errors import OK
 from kumi.evaluation.task_result import METRICS_OF_KIND
+from kumi.remote.cache_folder import local_run_folder
 from kumi.storage.folders import latest, step_of
 from kumi.train.best_checkpoint import best_of_run, ended_early
 from kumi.train.measured_steps import estimate_lines
@@ -47,7 +48,7 @@ class TrainOutput:
 
 def train_output(config: RunConfig, code: int = OK) -> TrainOutput:
     """Return the result of the run of `config`, which ended with the exit `code`, from the files in its folder."""
-    out = Path(os.path.expanduser(config.train.out))
+    out = local_run_folder(config.train.out)
     entries = read_metrics(out / "metrics.jsonl")
     steps = [entry for entry in entries if "train/loss" in entry]
     losses = _values(steps, "train/loss")

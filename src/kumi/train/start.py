@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kumi import hub
 from kumi.config import ResolvedRun, RunConfig, open_run, pin_layout
-from kumi.config.model_source import hub_sources
+from kumi.config.model_source import fetch_url_weights, hub_sources
 from kumi.config.resolve import with_plan, with_prepared_data
 from kumi.config.run_plan import RunPlan, parse_plan
 from kumi.config.schema import LayoutSection
@@ -24,17 +24,21 @@ from kumi.launch.agent import HeadLink, run_as_agent
 from kumi.launch.launchers import pick_launcher
 from kumi.launch.local import rank_environment, run_node_ranks
 from kumi.launch.standing import LaunchedRank, Standing, find_standing, launched_rank
+from kumi.remote.addresses import is_url
+from kumi.remote.cache_folder import local_run_folder
 from kumi.report.reading_lines import describe_reading, reading_lines
 from kumi.report.run_description import describe_resolved, make_console, render_description
 from kumi.spec.families import check_trainable
 from kumi.spec.numerics import parse_numerics
 from kumi.spec.schedules import FULL_BACKWARD
+from kumi.spec.sharding import checkpoint_bytes
 from kumi.storage.folders import check_free_space, checkpoint_root, latest, list_complete, step_of
 from kumi.train.best_checkpoint import check_metric, ended_early
 from kumi.train.callbacks import Listener
 from kumi.train.dataset_commits import dataset_paths, dataset_snapshots
 from kumi.train.measure_numerics import with_measured_numerics, with_numerics
 from kumi.train.prepare_data import check_data, open_data, prepare_data
+from kumi.train.remote_run import check_shared, mirrored, note_start, pull_remote, reserve_disk
 from kumi.train.run_folder import claim_run_folder, run_token
 from kumi.train.run_summary import summary_lines
 from kumi.units import format_count, parse_duration
@@ -58,10 +62,13 @@ def start(
     """
     standing = find_standing(os.environ) if standing is None else standing
     if isinstance(standing, Standing):
+        if standing.node == 0:
+            pull_remote(config)
         check_before_training(config, standing)  # before the head, whose port it uses
-        token = run_token(Path(os.path.expanduser(config.train.out)), node=standing.node)
+        token = run_token(local_run_folder(config.train.out), node=standing.node)
         lost = parse_duration(config.recover.lost)
         return run_as_agent(standing, token, lost, partial(_start_node, config, allow_change, listener))
+    pull_remote(config, show=standing is None or standing.rank == 0)
     run = open_run(config)
     # OpenMP reads these variables once, when torch is imported, and any call below may import torch.
     os.environ.update(rank_environment(run.cluster.devices_per_node, os.environ))
@@ -106,6 +113,8 @@ def _lead(
         make_console().print(render_description(describe_resolved(run)))
         for line in lines:
             print(line, flush=True)
+        if is_url(run.config.train.out):
+            reserve_disk(run, checkpoint_bytes(run.model, run.precision, run.optim))
         store = prepare_data(run)
         print(_data_line(store, run.config.objective.kind), flush=True)
         if run.config.checkpoint.best is not None:
@@ -116,14 +125,16 @@ def _lead(
         for number, line in enumerate(reading_lines(describe_reading(run, store))):
             print(f"{'' if number else 'reads':<11}{line}", flush=True)
         if peers is not None:
-            peers.broadcast(json.dumps({"finished": trained, "numerics": str(run.numerics), "plan": run.plan.plain()}))
-        code = OK if trained else _launch(run, store, peers, listener)
-        if code == OK:
-            from kumi.train.finish import finish
-            from kumi.train.process_memory import convert_memory_errors
+            message = {"finished": trained, "numerics": str(run.numerics), "plan": run.plan.plain()}
+            peers.broadcast(json.dumps({**message, "start": note_start(run)}))
+        with mirrored(run):
+            code = OK if trained else _launch(run, store, peers, listener)
+            if code == OK:
+                from kumi.train.finish import finish
+                from kumi.train.process_memory import convert_memory_errors
 
-            with convert_memory_errors(run):
-                finish(run, store, just_trained=not trained)
+                with convert_memory_errors(run):
+                    finish(run, store, just_trained=not trained)
         for line in summary_lines(run, code, already_finished=trained):
             print(line, flush=True)
         return code
@@ -136,6 +147,7 @@ def _follow(run: ResolvedRun, peers: Rendezvous | HeadLink) -> int:
     message = json.loads(peers.receive())
     if message["finished"]:
         return OK
+    check_shared(run.config, message["start"])
     # If this rank's run file pins another layout, the rank uses that layout, and kumi.train.compare_ranks raises.
     run = with_plan(
         with_numerics(run, parse_numerics(message["numerics"])), parse_plan(message["plan"], "rank 0's plan")
@@ -161,6 +173,8 @@ def _fetch_weights(run: ResolvedRun) -> None:
         hub.fetch_weights(run.snapshots["model.source"])
     if "reference.model" in run.snapshots:
         hub.fetch_weights(run.snapshots["reference.model"])
+    fetch_url_weights(run.config.model.source if run.config.model.init == "pretrained" else None)
+    fetch_url_weights(run.config.reference.model)
 
 
 def check_run(run: ResolvedRun) -> None:

@@ -9,13 +9,17 @@ from kumi import hub
 from kumi.convert.hf.card import check_verified
 from kumi.errors import RefusedError
 from kumi.paths import looked_for
+from kumi.remote.addresses import is_url
+from kumi.storage.run_download import fetch_model
 
 
 def model_folder_of(source: str | Path, key: str) -> Path:
-    """Return the path `source`; or, if it does not exist and is a hub id, the folder of the download.
+    """Return the path `source`; or, if it is a URL, or does not exist and is a hub id, the folder of the download.
 
     `key` is the name of `source` on the command line. Raise ConfigError if the download fails.
     """
+    if isinstance(source, str) and is_url(source):
+        return fetch_model(source, key)
     path = Path(os.path.expanduser(source))
     return path if path.exists() or not hub.is_id(str(source)) else hub.fetch(str(source), key, weights=True).folder
 
