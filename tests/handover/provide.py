@@ -62,7 +62,7 @@ def build() -> None:
     configure = [*cmake, "-G", "Ninja", "-S", str(HOME / "llama.cpp"), "-B", str(made), *(f"-D{o}" for o in OPTIONS)]
     subprocess.run(configure, check=True, env=environment)
     subprocess.run([*cmake, "--build", str(made), "--target", "llama"], check=True, env=environment)
-    (HOME / "lib").symlink_to(made / "bin")
+    (HOME / "lib").symlink_to(Path("make", "bin"))  # relative, so that the folder can be moved
 
 
 if __name__ == "__main__":
