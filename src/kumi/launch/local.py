@@ -36,9 +36,6 @@ from kumi.process_limits import SLEEPING_THREADS
 if TYPE_CHECKING:
     from kumi.launch.agent import HeadLink
 
-if TYPE_CHECKING:
-    from kumi.launch.agent import HeadLink
-
 # The agent handles only this signal, which makes it give up. `signals` handles the others.
 _AGENT_SIGNAL = signal.SIGUSR2
 _CUDA_ERROR_NOT_INITIALIZED = 3
