@@ -2,9 +2,12 @@
 
 import os
 import signal
+import time
 
 import pytest
 
+from forked import run_forked
+from kumi import cli
 from kumi.launch import signals
 
 
@@ -90,6 +93,30 @@ def test_a_signal_before_training_ends_the_command_with_its_code(capsys, signum,
     assert caught.value.code == code
     assert f"{signum.name}: stopped; run the same command again" in capsys.readouterr().err
     assert signal.getsignal(signum) is before
+
+
+def test_a_signal_ends_the_command_with_its_code_from_its_first_line_on(monkeypatch):
+    """Batch systems may send SIGUSR1 a minute early, long before PyTorch is imported."""
+    monkeypatch.setattr(cli, "_parser", lambda: send(signal.SIGUSR1))
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "run.toml"])
+    assert caught.value.code == 75
+
+
+def test_standard_input_that_closes_hangs_up():
+    def command():
+        ends = os.pipe()
+        os.dup2(ends[0], 0)
+        signals.hang_up_with_stdin()
+        os.write(ends[1], b"dropped")
+        time.sleep(0.2)
+        with signals.exit_on_signal():
+            os.close(ends[1])
+            time.sleep(60)
+
+    code, _, stderr = run_forked(command, timeout=50)
+    assert code == 143
+    assert "SIGHUP: stopped" in stderr
 
 
 def test_training_has_its_own_way_with_signals_and_ignored_ones_stay_ignored():

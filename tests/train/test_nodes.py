@@ -245,6 +245,32 @@ def test_the_end_of_standard_input_ends_the_run(pair):
     assert codes(nodes) == [143, 143], [node.text() for node in nodes]
 
 
+def test_a_folder_of_something_else_is_refused_on_all_nodes(pair):
+    (pair.folder / "run").mkdir()
+    (pair.folder / "run" / "thesis.tex").touch()
+    nodes = pair()
+    assert codes(nodes) == [2, 2]
+    for node in nodes:
+        assert "has 1 files that kumi did not write (thesis.tex)" in node.text()
+    assert [path.name for path in (pair.folder / "run").iterdir()] == ["thesis.tex"]
+
+
+def test_nodes_with_different_folders_are_refused(pair, tmp_path, monkeypatch):
+    """`train.out` is no shared folder: the token of node 1 is that of an earlier run there."""
+    monkeypatch.setattr(agent, "_REFUSED_SECONDS", 1.0)
+    head = f"127.0.0.1:{free_port()}"
+    (pair.folder / "elsewhere").mkdir()
+    (pair.folder / "elsewhere" / ".token").write_text("0" * 64)
+    first = Node(pair.folder, 0, head)
+    other = Node(pair.folder, 1, head, "train.out=elsewhere")
+    try:
+        assert other.code() == 2
+        assert "its run is another one, or its train.out is not the folder that node 0 has" in other.text()
+    finally:
+        first.kill()
+        other.kill()
+
+
 def test_nodes_that_are_not_those_of_the_run_are_refused(pair):
     nodes = pair("cluster.nodes=4", "layout.dp_shard=8")
     assert codes(nodes) == [2, 2]

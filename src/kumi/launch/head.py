@@ -49,6 +49,7 @@ _IDLE_SECONDS = 600.0
 _REPORT_SECONDS = 10.0  # after the first failure, the other agents have this long to report theirs
 _LEAVE_SECONDS = 5.0  # after the verdict, the agents have this long to leave
 _LATE_SECONDS = 10.0  # and agents that had not connected have this long to do so, and to hear the verdict
+_BACKLOG = 1024  # agents that connect at the same time
 _BIND_SECONDS = 15.0  # a head of an attempt before may still have the port
 
 
@@ -142,7 +143,7 @@ class Head:
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve the agents at `listener` until all have left."""
-        server = await asyncio.start_server(self._connected, sock=listener, limit=LINE_BYTES)
+        server = await asyncio.start_server(self._connected, sock=listener, limit=LINE_BYTES, backlog=_BACKLOG)
         began, noted, beat_at, decided = time.monotonic(), False, 0.0, 0.0
         while True:
             await asyncio.sleep(0.05 if self._decide_at is not None else 0.2)

@@ -136,11 +136,15 @@ def run_token(out: Path, *, node: int) -> str:
     not come.
     """
     _refuse_links(out)
-    if node == 0 and not (out / _TOKEN).exists():
-        if out.exists() and not out.is_dir():
-            raise RefusedError(f"train.out: {out} is a file; name a folder for the run")
-        if not (out / CONFIG_FILE).exists():
+    if out.exists() and not out.is_dir():
+        raise RefusedError(f"train.out: {out} is a file; name a folder for the run")
+    if not (out / CONFIG_FILE).exists():
+        try:
             _refuse_foreign(out)
+        except RefusedError:
+            if not (out / CONFIG_FILE).exists():  # node 0 may just have begun the run
+                raise
+    if node == 0 and not (out / _TOKEN).exists():
         out.mkdir(parents=True, exist_ok=True)
         _write_atomically(out / _TOKEN, out / _TOKEN_DRAFT, secrets.token_hex(_TOKEN_DIGITS // 2), mode=0o600)
     began, noted = time.monotonic(), False
