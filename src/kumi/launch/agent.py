@@ -76,6 +76,7 @@ class HeadLink:
         self.standing = standing
         self.cause: RootCause | None = None  # why the ranks of this node failed
         self.forced = False  # a second stop request ended the ranks at once
+        self.decided = False  # the verdict is here, or the head is lost
         self.stopping = False  # the head ends this agent, or is lost: no rank may go on
         self.port, self.address = 0, ""
         self._connection, self._unread, self._lost = connection, unread, lost
@@ -209,6 +210,7 @@ class HeadLink:
 
     def _stop(self, gone: str = "") -> None:
         with self._changed:
+            self.decided = self.decided or bool(gone) or "verdict" in self._arrived
             self.stopping, self._gone = True, gone or self._gone
             self._changed.notify_all()
         if not self._watching and not self._reporting:

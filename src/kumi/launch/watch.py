@@ -40,6 +40,7 @@ class OtherNodes(Protocol):
     """The other nodes of a run, as the watch of one node sees them (`kumi.launch.agent.HeadLink`)."""
 
     stopping: bool  # the ranks of this node must end
+    decided: bool  # and nothing that they could still report counts
 
     def started(self) -> None:
         """Note that all ranks of this node have started."""
@@ -152,7 +153,7 @@ class Watch:
         if self._flag.insisted:
             self._kill_at = min(self._kill_at, now)
         if self._others is not None and self._others.stopping:
-            self._kill_at = min(self._kill_at, now + _SETTLE_SECONDS)
+            self._kill_at = min(self._kill_at, now if self._others.decided else now + _SETTLE_SECONDS)
         if now >= self._kill_at:
             stopping = self._others is not None and self._others.stopping
             self.out_of_grace |= not self.deaths and not self._flag.insisted and not stopping
