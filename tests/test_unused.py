@@ -48,7 +48,6 @@ ALLOWED = {
         "is_world_process_zero",
         "on_*",
         "training_loss",
-        "output_dir",
     ],
     "benchmarks/planner_scores.py calls it": ["memory_reading"],
     "benchmarks/planner_intervals.py calls it": ["csv_row"],

@@ -27,6 +27,18 @@ SAME_STEM = {"lora", "numerics", "push", "convert", "common"}
 TABLES = {
     "cli": {"add", "run"},
     "export": {"files", "unsupported"},
+    "launch": {
+        "name",
+        "file_name",
+        "shares_files",
+        "text",
+        "check",
+        "submit_command",
+        "submit",
+        "state",
+        "stop",
+        "log_command",
+    },
     "spec": {"ARCHITECTURE", "KEYS", "WEIGHTS", "from_hf", "to_hf", "SCHEDULE", "bubble", "in_flight", "program"},
 }
 

@@ -90,9 +90,9 @@ def state(record: LaunchRecord) -> JobState:
     if not answer:
         return JobState("unknown", "the cluster has no such job, or does not answer")
     status = json.loads(answer).get("status") or {}
-    for condition in status.get("conditions") or []:
-        if condition.get("status") == "True" and condition.get("type") in _STATES:
-            return JobState(condition["type"].lower(), str(condition.get("message") or condition.get("reason") or ""))
+    for entry in status.get("conditions") or []:
+        if entry.get("status") == "True" and entry.get("type") in _STATES:
+            return JobState(entry["type"].lower(), str(entry.get("message") or entry.get("reason") or ""))
     active, ready, failed = (status.get(key) or 0 for key in ("active", "ready", "failed"))
     if record.id.startswith("job."):
         return JobState("running" if active else "waiting", f"{ready} of {active} pods ready, {failed} failed so far")
