@@ -44,6 +44,13 @@ COMMANDS = [
     (["doctor", "first.toml", *SMALL], {"verdict", "nodes", "findings", "seconds"}),
     (["train", "first.toml", *SMALL], {"global_step", "training_loss", "model_dir"}),
     (["train", "--dry-run", "first.toml", *SMALL], {"ranks", "cost"}),
+    (["launch", "slurm", "first.toml", *SMALL], {"kind", "files", "folder", "command", "placeholders", "id"}),
+    (
+        ["status", "first.toml", *SMALL],
+        {"kind", "id", "state", "detail", "submitted", "step", "saved_step", "max_steps"},
+    ),
+    (["stop", "first.toml", *SMALL], {"kind", "id", "message"}),
+    (["logs", "first.toml", *SMALL], {"kind", "id", "lines"}),
     (["convert", "runs/quickstart/checkpoints/step_000002", "hf", "--to", "hf", "--verify"], {"target", "verified"}),
     (["convert", "runs/quickstart", "exported"], {"target", "to", "chosen"}),
     (["generate", "hf", "--prompt", "def ", "--max-new-tokens", "2"], {"model", "settings", "replies"}),
@@ -59,6 +66,11 @@ def test_every_verb_prints_one_object(tmp_path, monkeypatch, capsys):
     assert {words[0] for words, _ in COMMANDS} == set(verbs)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words.txt").write_text("unbreakable\n")
+    monkeypatch.setattr("kumi.launch.slurm.run_cluster_command", lambda command, **_: "")
+    job = tmp_path / "runs" / "quickstart" / "launch"
+    job.mkdir(parents=True)
+    (job / "launch.json").write_text('{"kind": "slurm", "id": "7", "submitted": "2026-01-01T00:00:00"}')
+    (job / "slurm-7.out").write_text("trained\n")
     monkeypatch.setattr("kumi.hub.check_push", lambda name, flag: None)
     monkeypatch.setattr("kumi.hub.push", lambda folder, name, **_: f"https://hub/{name}")
     monkeypatch.setattr("kumi.bench.run_bench._measure", lambda machine, numerics, quick: (0, None))

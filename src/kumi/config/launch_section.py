@@ -46,8 +46,8 @@ class SlurmSection(Section):
     )
     chain: Positive | None = Field(
         None,
-        description="Number of jobs that continue the run one after another, as an array that runs one task at a time, "
-        "for clusters that do not requeue jobs.",
+        description="Number of jobs that continue the run one after another, for clusters that do not requeue jobs: "
+        "an array whose tasks run one at a time.",
     )
     container: Line | None = Field(None, description="Container image for `srun --container-image` (pyxis).")
     mounts: Lines = Field((), description="Folders that the container sees, `--container-mounts`: HOST or HOST:INSIDE.")

@@ -1,8 +1,8 @@
 """Kubernetes: an Indexed Job, a JobSet or a TrainJob, and kubectl.
 
-Each pod is a node: one container that runs `kumi train` and starts the ranks of its devices. Node 0 is pod 0, whose
-name the headless Service resolves. A pod that fails is started again under its number, unless its exit code says that
-it would fail again.
+Each pod is a node: one container runs `kumi train` and starts the ranks of its devices. Node 0 is pod 0, whose name
+the headless Service resolves. A pod that fails is started again under its number, unless its exit code says that it
+would fail again.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 from pathlib import Path
 
 from kumi.errors import ConfigError
@@ -125,11 +124,14 @@ def submit_command(file: str) -> tuple[str, ...]:
 
 def submit(job: LaunchJob, file: Path) -> str:
     """Start the script `file` in the background, in a session of its own, and return its process id."""
+    command = submit_command(str(file))
     with open_append(file.parent / _OUTPUT) as output:
-        process = subprocess.Popen(
-            submit_command(str(file)), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
-    return str(process.pid)
+        redirections = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, output.fileno(), 1),
+            (os.POSIX_SPAWN_DUP2, output.fileno(), 2),
+        ]
+        return str(os.posix_spawnp(command[0], command, os.environ, file_actions=redirections, setsid=True))
 
 
 def state(record: LaunchRecord) -> JobState:
@@ -160,11 +162,14 @@ def log_command(record: LaunchRecord, lines: int, *, follow: bool) -> tuple[str,
 
 def _is_alive(record: LaunchRecord) -> bool:
     """Return True if the process of `record` runs and is the script, not a later process of the same number."""
+    process = Path("/proc") / record.id
     try:
-        words = Path(f"/proc/{record.id}/cmdline").read_bytes().split(b"\0")
+        words = (process / "cmdline").read_bytes().split(b"\0")
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
-    return os.fsencode(record.folder / file_name) in words
+    # A process that has just been started has no command line yet; neither has a dead one (state Z).
+    return state != "Z" and (words == [b""] or os.fsencode(record.folder / file_name) in words)
 
 
 def _output(record: LaunchRecord) -> str:
