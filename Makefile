@@ -48,7 +48,7 @@ $(VENV)/demo.stamp: pyproject.toml
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test,export-check]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test,export-check,launch-check]"
 	touch $@
 
 clean:

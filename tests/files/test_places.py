@@ -58,6 +58,7 @@ REASONS: dict[str, list[str]] = {
         "launch/oom.py oom_kills _files",
         "launch/stop_file.py process_age",
         "train/folder_lock.py _machine",
+        "launch/ssh.py _is_alive",
         "launch/standing.py _read",
         "launch/watch.py _process_state",
         "doctor/network_checks.py machine_id",
@@ -93,6 +94,7 @@ REASONS: dict[str, list[str]] = {
         "read_failures _publish",
         "launch/failure_causes.py _exception_message",
     ],
+    "the answer of a program that the user has installed": ["launch/kubernetes.py state", "launch/skypilot.py state"],
     "a file that torchrun names and reads": ["launch/rendezvous.py _write_error_file"],
     "an output file that the user names": [
         "bench/cluster_toml.py write_new",

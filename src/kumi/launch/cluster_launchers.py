@@ -14,10 +14,15 @@ from kumi.config import RunConfig
 from kumi.config.stored_config import run_folder
 from kumi.errors import ConfigError, RefusedError
 from kumi.files.output import make_folder, write_text
+from kumi.files.untrusted import RUN_FILE, read_regular
 from kumi.launch import kubernetes, skypilot, slurm, ssh
 from kumi.launch.launch_job import LAUNCH_FOLDER, LaunchJob, placeholders
 from kumi.launch.launch_record import JobState, LaunchRecord, has_record, read_record, write_record
 from kumi.launch.stop_file import STOP_FILE
+
+
+# A launcher's file holds at most the run file, with quotes, and its own lines.
+_LARGEST_FILE = 8 * RUN_FILE.size
 
 
 class ClusterLauncher(Protocol):
@@ -85,7 +90,7 @@ def write_launch_file(launcher: ClusterLauncher, job: LaunchJob, folder: Path, *
     Raise RefusedError if another file of that name exists, unless `replace` is set.
     """
     file, text = folder / launcher.file_name, launcher.text(job)
-    if not replace and file.exists() and file.read_text(encoding="utf-8") != text:
+    if not replace and file.exists() and read_regular(file, _LARGEST_FILE) != text.encode():
         raise RefusedError(f"{file} has another content and is not overwritten; remove it, or name another --out")
     folder.mkdir(parents=True, exist_ok=True)
     make_folder(folder)
