@@ -53,6 +53,7 @@ ALLOWED = {
     "benchmarks/planner_intervals.py calls it": ["csv_row"],
     "a list of values, for readers of the fields that have them": ["OP_KINDS"],
     "tests read it": ["longest_rank_seconds", "bytes_moved"],
+    "a parameter of a protocol, whose implementations use it": ["condition"],
 }
 
 

@@ -93,7 +93,7 @@ def test_old_checkpoints_are_removed_as_locally_and_the_best_one_stays(url, tmp_
         assert [step_of(folder) for folder in list_complete(out / "checkpoints")] == [2, 5, 6]
         assert complete_steps(store) == [2, 5, 6]
         mirror.finish()
-        assert remote_checkpoints.best_step(store) == 2
+        assert remote_checkpoints.remote_best_step(store) == 2
 
 
 def test_only_the_newest_and_the_best_are_uploaded_when_the_store_is_slow(url, tmp_path):

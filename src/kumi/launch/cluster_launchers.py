@@ -20,7 +20,6 @@ from kumi.launch.launch_job import LAUNCH_FOLDER, LaunchJob, placeholders
 from kumi.launch.launch_record import JobState, LaunchRecord, has_record, read_record, write_record
 from kumi.launch.stop_file import STOP_FILE
 
-
 # A launcher's file holds at most the run file, with quotes, and its own lines.
 _LARGEST_FILE = 8 * RUN_FILE.size
 

@@ -44,7 +44,7 @@ def _steps(store: RemoteStore) -> list[int]:
     return sorted(int(match[1]) for name in store.list_folder(ROOT) if (match := _STEP.fullmatch(name)))
 
 
-def best_step(store: RemoteStore) -> int | None:
+def remote_best_step(store: RemoteStore) -> int | None:
     """Return the step that best.json on the store names; None without a valid file."""
     name = f"{ROOT}/{BEST}"
     file = store.info(name)

@@ -17,10 +17,10 @@ from kumi.storage.folders import BEST, latest, list_complete, step_of
 from kumi.storage.remote_checkpoints import (
     INDEX,
     ROOT,
-    best_step,
     complete_steps,
     download_checkpoint,
     fetch_checkpoint,
+    remote_best_step,
     remote_name,
 )
 from kumi.storage.run_mirror import TOKENIZER
@@ -55,7 +55,7 @@ def _pull(store: RemoteStore, steps: list[int], copy: Path, out: Path) -> list[s
     files = {name: file for name in _STATE_FILES if (file := store.info(name)) is not None}
     download_files(store, files, out)
     lines = [f"{store.url}: the run's configuration and metrics"]
-    best = best_step(store)
+    best = remote_best_step(store)
     if best is not None and best in steps:
         make_folder(out / ROOT)
         _download_small(store, f"{ROOT}/{BEST}", out / ROOT)
@@ -129,7 +129,7 @@ def _fetch_run(store: RemoteStore, url: str) -> Path:
             for name, file in store.list_files().items()
             if "/" not in name or name.split("/")[0] in ("hf", "adapter", TOKENIZER) or name == f"{ROOT}/{BEST}"
         }
-        steps, best = complete_steps(store), best_step(store)
+        steps, best = complete_steps(store), remote_best_step(store)
         update_copy(store, copy, files)
         out = copy / "content"
         present = {step_of(folder) for folder in list_complete(out / ROOT)}
