@@ -308,3 +308,15 @@ def test_a_signal_saves_and_uploads(tmp_path, cache):
     saved = int(re.search(r"saved after step (\d+)", (folder / "output.txt").read_text())[1])
     assert steps_on(url) == [saved]
     assert f"uploaded   {url}" in (folder / "output.txt").read_text()
+
+
+def test_adapters_cannot_choose_a_url_as_their_base(tmp_path, cache):
+    from kumi.convert.merge import open_unmerged
+
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": f"file://{tmp_path}/base", "r": 8})
+    )
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"name the URL file://.* as their base model; name it with --base"):
+        open_unmerged(tmp_path)
+    assert not cache.exists()

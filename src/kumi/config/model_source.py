@@ -14,7 +14,6 @@ from kumi.config.stored_config import run_folder
 from kumi.errors import ModelError
 from kumi.paths import looked_for
 from kumi.remote.addresses import is_url, url_name
-from kumi.remote.fetched_files import fetch_folder
 from kumi.spec.families import read_config
 
 
@@ -37,12 +36,16 @@ def local_folder(source: str) -> Path:
 
 @functools.cache
 def _fetch_small(url: str) -> Path:
+    from kumi.remote.fetched_files import fetch_folder  # 25 ms, for URLs only
+
     return fetch_folder(url, "model", lambda name: "/" not in name and name.endswith(hub.SMALL_SUFFIXES))
 
 
 def fetch_url_weights(source: str | None) -> None:
     """Fetch all files of the model `source` if it is a URL, to the folder that `local_folder` returns."""
     if source is not None and is_url(source):
+        from kumi.remote.fetched_files import fetch_folder
+
         fetch_folder(source, "model", lambda name: "/" not in name)
 
 

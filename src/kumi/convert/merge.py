@@ -33,6 +33,7 @@ from kumi.nn.linear import Linear
 from kumi.nn.lora import LoraLinear
 from kumi.nn.moe import Experts
 from kumi.paths import looked_for
+from kumi.remote.addresses import is_url
 from kumi.spec import families
 from kumi.spec.adapters import factor_names, has_adapter, is_adapter
 from kumi.spec.ledger import HEADS, ops, tensors, trained_names
@@ -73,6 +74,9 @@ def open_unmerged(folder: Path, base: str | None = None) -> AdaptedModel:
         base_name = trained.checkpoint.meta["base"] if base is None else base
     if not base_name:
         raise ConfigError(f"{folder}: its adapters name no base model; name it with --base FOLDER")
+    if base is None and is_url(base_name):
+        # A file from anyone must not choose where requests with the user's credentials go.
+        raise ConfigError(f"{folder}: its adapters name the URL {base_name} as their base model; name it with --base")
     path = model_folder_of(base_name, "--base")
     if not path.is_dir():
         raise ConfigError(
