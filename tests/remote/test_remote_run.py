@@ -320,3 +320,22 @@ def test_adapters_cannot_choose_a_url_as_their_base(tmp_path, cache):
     with pytest.raises(ConfigError, match=r"name the URL file://.* as their base model; name it with --base"):
         open_unmerged(tmp_path)
     assert not cache.exists()
+
+
+def test_ranks_of_an_outside_launcher_share_the_local_folder(tmp_path, cache, uninterrupted):
+    """torchrun starts both ranks, each of which looks at the store first; the run is stopped and resumed elsewhere."""
+    url, folder = f"file://{tmp_path}/store/run", tmp_path / "a"
+    run_of(folder, url, checkpoint={"every": 3, "keep": 2})
+    for number in range(2):
+        pid = command(folder, None, "torchrun", folder / "output.txt")
+        until = time.monotonic() + 120
+        while number == 0 and not steps_on(url) and time.monotonic() < until:
+            time.sleep(0.05)
+        if number == 0:
+            os.killpg(pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if number == 0:
+            shutil.rmtree(cache)
+    assert code == 0, (folder / "output.txt").read_text()
+    assert losses(tmp_path / "store" / "run") == uninterrupted
+    assert steps_on(url)[-1] == 9
