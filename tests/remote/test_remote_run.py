@@ -323,7 +323,7 @@ def test_adapters_cannot_choose_a_url_as_their_base(tmp_path, cache):
 
 
 def test_ranks_of_an_outside_launcher_share_the_local_folder(tmp_path, cache, uninterrupted):
-    """torchrun starts both ranks, each of which looks at the store first; the run is stopped and resumed elsewhere."""
+    """torchrun starts both ranks, and each looks at the store first; the run is stopped and resumed elsewhere."""
     url, folder = f"file://{tmp_path}/store/run", tmp_path / "a"
     run_of(folder, url, checkpoint={"every": 3, "keep": 2})
     for number in range(2):
