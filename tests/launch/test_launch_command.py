@@ -219,7 +219,11 @@ def test_skypilot(programs, tmp_path, capsys):
     assert "SkyPilot cannot ask a job to save" in capsys.readouterr().err
     calls()
     kumi(capsys, "stop", *words, "--now")
-    assert calls() == [["sky", "jobs", "cancel", "--yes", "--name", label]]
+    kumi(capsys, "logs", *words, "--lines", "7", "--json")
+    assert calls() == [
+        ["sky", "jobs", "cancel", "--yes", "--name", label],
+        ["sky", "jobs", "logs", "--name", label, "--tail", "7", "--no-follow"],
+    ]
 
 
 def test_a_run_that_was_not_launched_has_no_state(programs, capsys):

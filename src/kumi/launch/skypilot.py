@@ -120,7 +120,7 @@ def state(record: LaunchRecord) -> JobState:
         jobs = []
     if not jobs:
         return JobState("unknown", "SkyPilot lists no such job, or does not answer")
-    newest = max(jobs, key=lambda job: int(job.get("job_id", 0)))
+    newest = max(jobs, key=lambda job: int(job.get("job_id") or 0))
     recoveries = newest.get("recovery_count") or 0
     return JobState(str(newest.get("status", "unknown")).lower(), f"recovered {recoveries} times")
 
@@ -137,8 +137,8 @@ def stop(record: LaunchRecord, out: Path, *, now: bool) -> str:
 
 
 def log_command(record: LaunchRecord, lines: int, *, follow: bool) -> tuple[str, ...]:
-    """Return the command that shows the output of the job; SkyPilot prints all of it."""
-    return ("sky", "jobs", "logs", "--name", record.id, *(() if follow else ("--no-follow",)))
+    """Return the command that shows the last `lines` of the job's output."""
+    return ("sky", "jobs", "logs", "--name", record.id, "--tail", str(lines), "--follow" if follow else "--no-follow")
 
 
 def _accelerators(job: LaunchJob) -> str | Noted | None:
