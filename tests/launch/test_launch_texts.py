@@ -78,7 +78,8 @@ def job_of(config, run_file="run.toml", overrides=()):
 
 
 def test_a_job_is_the_run_file_s_and_the_cluster_s():
-    job = job_of(run_config(time_limit="1d", memory="2 GiB", out="~/x"), overrides=["a.b=c"])
+    overrides = ["a.b=c", "launch.env=['A']"]  # the nodes need no key of [launch]
+    job = job_of(run_config(time_limit="1d", memory="2 GiB", out="~/x"), overrides=overrides)
     assert (job.nodes, job.devices_per_node, job.device_kind) == (2, 8, "cuda")
     assert (job.time_limit, job.save_seconds, job.memory) == (86400, 300, 2 * 2**30)
     assert job.out == f"{os.environ['HOME']}/x"

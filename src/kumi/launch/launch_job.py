@@ -76,7 +76,9 @@ class LaunchJob:
         """Return the command of every node where the run file has the path `run_file`."""
         # A path such as -x.toml would be an option.
         path = f"./{run_file}" if run_file.startswith("-") else run_file
-        return (*self.program, "train", path, *self.overrides)
+        # Keys of [launch] are for this side only.
+        overrides = (word for word in self.overrides if not word.lstrip().startswith("launch."))
+        return (*self.program, "train", path, *overrides)
 
     @property
     def time_limit(self) -> int | None:
