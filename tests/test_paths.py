@@ -98,9 +98,11 @@ def test_absolute_paths_need_no_folder():
     assert looked_for("~/y") == "~/y"
 
 
-def test_a_run_folder_names_the_models_in_it(tmp_path, monkeypatch, capsys):
+def test_a_run_without_a_readable_checkpoint_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("hf", "checkpoints/step_000002", "checkpoints/step_000004"):
         (tmp_path / "run" / name).mkdir(parents=True)
     assert main(["convert", "run", "new", "--to", "hf"]) == 2
-    assert "run/hf, run/checkpoints/step_000004, run/checkpoints/step_000002" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "run/checkpoints/step_000004/index.json" in error
+    assert "no checkpoint of the run can be read" in error

@@ -9,10 +9,11 @@ from tests.train.conftest import losses
 
 from kumi.cli import main
 from kumi.config import load, open_run
-from kumi.config.stored_config import CONFIG_FILE, changed_keys, load_stored_config, read_stored_run, with_stored_values
+from kumi.config.stored_config import changed_keys, load_stored_config, read_stored_run, with_stored_values
 from kumi.data import Source, load_tokenizer
 from kumi.data.shards import plan
 from kumi.errors import RefusedError
+from kumi.files.run_names import CONFIG_FILE
 from kumi.storage import checkpoint
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures/mid_run/mid_run.tar.gz"

@@ -16,8 +16,9 @@ from kumi.config.model_source import fetch_snapshots, read_hf_config, source_fol
 from kumi.config.presets import read_node
 from kumi.config.run_plan import read_plan
 from kumi.config.schema import ClusterSection, RunConfig
-from kumi.config.stored_config import CONFIG_FILE, load_stored_config, read_stored_run
+from kumi.config.stored_config import load_stored_config, read_stored_run
 from kumi.errors import OK, ConfigError
+from kumi.files.run_names import CONFIG_FILE
 from kumi.paths import looked_for
 from kumi.plan.calibration.calibrate import MAX_FACTOR, Calibration, MeasuredRun, calibrate
 from kumi.report import phrases

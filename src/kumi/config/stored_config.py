@@ -16,10 +16,10 @@ from kumi.config.load import from_dict
 from kumi.config.run_plan import RunPlan, read_plan
 from kumi.config.schema import PlanConfig, RunConfig
 from kumi.errors import ConfigError, RefusedError
+from kumi.files.run_names import CONFIG_FILE
 from kumi.files.untrusted import parse_toml, read_bytes
 from kumi.remote.cache_folder import local_run_folder
 
-CONFIG_FILE = "config.toml"
 _NUMERICS_KEY = "precision.numerics"
 
 # Keys whose default differs from the behaviour of earlier versions -> the keys and values that reproduce it. A new key

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kumi.config.stored_config import CONFIG_FILE
 from kumi.errors import ConfigError, RefusedError
+from kumi.files.run_names import CONFIG_FILE
 from kumi.storage.folders import BEST, best_step, list_complete, step_of
 from kumi.storage.read import open as open_checkpoint
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kumi.config.stored_config import CONFIG_FILE, load_stored_config
+from kumi.config.stored_config import load_stored_config
 from kumi.convert import kumi_checkpoint, merge
 from kumi.convert.base_digest import base_digest
 from kumi.convert.hf.adapter_write import WEIGHTS as ADAPTER_WEIGHTS
@@ -20,6 +20,7 @@ from kumi.convert.run_checkpoint import model_of
 from kumi.data.chat.template import load_stops
 from kumi.data.tokenizer import Tokenizer
 from kumi.errors import ConfigError, ModelError
+from kumi.files.run_names import CONFIG_FILE
 from kumi.files.untrusted import INDEX, brief, read_bytes
 from kumi.paths import looked_for
 from kumi.spec.data_source import ChatOptions

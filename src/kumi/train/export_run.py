@@ -12,7 +12,7 @@ from kumi import hub
 from kumi.config import RunConfig
 from kumi.config.document_lengths import prepared_store
 from kumi.config.run_plan import read_plan
-from kumi.config.stored_config import CONFIG_FILE, load_stored_config
+from kumi.config.stored_config import load_stored_config
 from kumi.convert import convert, kumi_checkpoint
 from kumi.convert.hf.card import CardContents, mark_verified
 from kumi.convert.hf.origin import from_plain
@@ -20,6 +20,7 @@ from kumi.convert.hf.passthrough import copy_processor
 from kumi.convert.hf.publish import model_folder_of
 from kumi.convert.run_checkpoint import choose_model
 from kumi.errors import ConfigError, ModelError
+from kumi.files.run_names import CONFIG_FILE
 from kumi.spec import families
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE, PRECISIONS

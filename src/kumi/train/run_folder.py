@@ -29,11 +29,12 @@ from typing import Any
 from kumi.config import RunConfig, dump
 from kumi.config.document_lengths import DATA
 from kumi.config.run_plan import PLAN_FILE, RunPlan
-from kumi.config.stored_config import CONFIG_FILE, changed_keys, load_stored_config
+from kumi.config.stored_config import changed_keys, load_stored_config
 from kumi.data import foreign_files
 from kumi.doctor.disk_checks import DOCTOR_FOLDER
 from kumi.errors import RefusedError
 from kumi.files.output import open_new, refuse_link
+from kumi.files.run_names import CONFIG_FILE
 from kumi.files.untrusted import explain, read_regular
 from kumi.launch.launch_job import LAUNCH_FOLDER
 from kumi.launch.stop_file import STOP_FILE, obey_stop_file, process_age

@@ -1,0 +1,6 @@
+"""The names of files in a run folder that packages of several floors read."""
+
+from __future__ import annotations
+
+# The configuration of the run.
+CONFIG_FILE = "config.toml"
