@@ -38,8 +38,9 @@ class Node:
             if namespace is not None:
                 enter_namespace(namespace)
             if stdin is not None:
-                os.dup2(stdin, 0)
-                os.closerange(3, 256)
+                os.dup2(stdin[0], 0)
+                for end in stdin:
+                    os.close(end)
             for number in (1, 2):
                 os.dup2(os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
             sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
@@ -236,11 +237,12 @@ def test_the_same_commands_go_on_to_the_same_losses(pair, whole, event, expected
     assert resumed_as(pair.folder, whole)
 
 
-# On a machine with other work it hung twice in about fifteen runs, after node 0 had saved: to be understood.
+# It hung twice in about fifteen runs, when its nodes still closed descriptors that objects of the test process own.
+# It is one of the exhaustive tests until it has run often enough without that.
 @pytest.mark.exhaustive
 def test_the_end_of_standard_input_ends_the_run(pair):
     ends = os.pipe()
-    nodes = pair("train.steps=1000000", "--end-with-stdin", stdin=ends[0])
+    nodes = pair("train.steps=1000000", "--end-with-stdin", stdin=ends)
     until(lambda: "step 3/" in nodes[0].text(), nodes[0].text)
     os.close(ends[0])
     os.close(ends[1])
