@@ -9,6 +9,7 @@ from typing import Any
 from kumi.cli.arguments import add_checkpoint_flag, add_verb, positive
 from kumi.cli.push import add_push_flags
 from kumi.errors import OK, ConfigError
+from kumi.remote.addresses import is_url
 from kumi.safe_output import visible
 
 
@@ -68,7 +69,7 @@ def run(arguments: Namespace) -> int:
         "message": message,
         "url": None,
     }
-    if to in ("hf", "adapter"):
+    if to in ("hf", "adapter") and not is_url(arguments.target):
         from kumi.convert.handover.serving import serving_lines, serving_of_folder
 
         servings = serving_of_folder(Path(arguments.target))
