@@ -61,6 +61,7 @@ def test_a_program_without_handlers_is_not_killed(tmp_path):
             time.sleep(0.2)
             with signals.installed() as flag:  # training begins
                 wait_for(lambda: flag.requested is not None)
+                assert flag.requested == signal.SIGUSR1
     finally:
         signal.signal(signal.SIGUSR1, before)
 

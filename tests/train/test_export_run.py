@@ -54,6 +54,19 @@ def _files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
 
 
+def test_an_export_to_a_url_is_that_to_a_folder(run, tmp_path, capsys, monkeypatch):
+    """Also its card, which has the facts of the run."""
+    monkeypatch.chdir(run.parent)
+    monkeypatch.setenv("KUMI_CACHE", str(tmp_path / "cache"))
+    assert main(["convert", str(run), str(tmp_path / "out"), "--checkpoint", "best"]) == 0
+    assert main(["convert", str(run), f"file://{tmp_path}/store/out", "--checkpoint", "best"]) == 0
+    assert f"file://{tmp_path}/store/out" in capsys.readouterr().out
+    assert _files(tmp_path / "store/out") == _files(tmp_path / "out")
+    assert _card(tmp_path / "store/out") == _card(tmp_path / "out")
+    assert main(["convert", f"file://{run}", str(tmp_path / "last"), "--checkpoint", "best"]) == 2
+    assert "the newest checkpoint is converted" in capsys.readouterr().err
+
+
 def test_the_last_checkpoint_comes_out_as_the_export_of_training(run, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     monkeypatch.chdir(run.parent)  # data.cache is relative

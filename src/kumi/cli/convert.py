@@ -98,10 +98,15 @@ def _convert(arguments: Namespace) -> tuple[str, str, str]:
         from kumi.train.export_run import export_run
 
         exported = export_run(
-            source, Path(arguments.target), to=arguments.to, checkpoint=arguments.checkpoint, verify=verify, **options
+            source, arguments.target, to=arguments.to, checkpoint=arguments.checkpoint, verify=verify, **options
         )
         return exported.to, exported.chosen, exported.message
     if arguments.checkpoint is not None:
+        if is_url(arguments.source):
+            raise ConfigError(
+                f"--checkpoint {arguments.checkpoint}: of {arguments.source}, the newest checkpoint is converted; "
+                "leave it out, or name the URL of a checkpoint"
+            )
         model_of(source, arguments.checkpoint)  # raises the reason
     if arguments.to == "adapter":
         raise ConfigError(f"--to adapter: {source} is not the folder of a run; name a run that trains adapters")

@@ -41,9 +41,7 @@ class SlurmSection(Section):
     partition: Line | None = Field(None, description="Partition, `--partition`.")
     account: Line | None = Field(None, description="Account that is charged, `--account`.")
     qos: Line | None = Field(None, description="Quality of service, `--qos`.")
-    extra: Lines = Field(
-        (), description="Further options of sbatch, each of which becomes one #SBATCH line, unchanged."
-    )
+    extra: Lines = Field((), description="Further options of sbatch; each becomes one #SBATCH line, unchanged.")
     chain: Positive | None = Field(
         None,
         description="Number of jobs that continue the run one after another, for clusters that do not requeue jobs: "

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kumi.convert import kumi_checkpoint
 from kumi.convert.files.stored_tensor import DTYPES
@@ -61,24 +61,10 @@ def convert(
     options that do not fit, ModelError or RefusedError for a damaged source or a failed comparison.
     """
     if isinstance(dst, str) and is_url(dst):
-        options = {"to": to, "verify": verify, "dtype": dtype, "layout": layout, "base": base}
-        request = {"source": str(src), "config": None if config is None else str(config), **options}
-        request["megatron"] = repr(megatron)
-
-        def write(folder: Path) -> str:
-            return convert(
-                src,
-                folder,
-                to=to,
-                verify=verify,
-                dtype=dtype,
-                layout=layout,
-                config=config,
-                megatron=megatron,
-                base=base,
-            )
-
-        return write_to_url(dst, "convert", request, write)
+        options: dict[str, Any] = {"to": to, "verify": verify, "dtype": dtype, "layout": layout, "base": base}
+        options |= {"config": None if config is None else str(config), "megatron": megatron, "card": card}
+        request = {"source": str(src), **options, "megatron": repr(megatron), "card": repr(card)}
+        return write_to_url(dst, "convert", request, lambda folder: convert(src, folder, **options))
     if to not in FORMATS:
         raise ConfigError(f"--to {to}: kumi writes {', '.join(FORMATS[:-1])} and {FORMATS[-1]}")
     if not str(dst):

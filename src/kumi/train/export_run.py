@@ -21,11 +21,13 @@ from kumi.convert.hf.publish import model_folder_of
 from kumi.convert.run_checkpoint import choose_model
 from kumi.errors import ConfigError, ModelError
 from kumi.files.run_names import CONFIG_FILE
+from kumi.remote.addresses import is_url
 from kumi.spec import families
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE, PRECISIONS
 from kumi.storage.checkpoint import Checkpoint
 from kumi.storage.folders import step_of
+from kumi.storage.url_output import write_to_url
 from kumi.train.run_card import run_card
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class RunExport:
 
 def export_run(
     run: Path,
-    target: Path,
+    target: Path | str,
     *,
     to: str | None = None,
     checkpoint: str | None = None,
@@ -53,7 +55,7 @@ def export_run(
     megatron: MegatronOptions | None = None,
     base: str | None = None,
 ) -> RunExport:
-    """Write a checkpoint of the run in the folder `run` to the new folder `target`, with the facts of the run.
+    """Write a checkpoint of the run in the folder `run`, with the facts of the run, to the new folder or URL `target`.
 
     to: a format of `kumi.convert.convert`, or "adapter" for PEFT's; by default "adapter" for a run that trains
         adapters, else "hf". With "hf" adapters are merged.
@@ -66,7 +68,15 @@ def export_run(
     saved = _saved(chosen.folder)
     has_adapters = saved is not None and "lora" in saved.meta
     to = to or ("adapter" if has_adapters else "hf")
-    config = _config(run)
+    if isinstance(target, str) and is_url(target):
+        options: dict[str, Any] = {"to": to, "verify": verify, "dtype": dtype, "layout": layout, "base": base}
+        request = {"source": str(chosen.folder.absolute()), **options, "megatron": repr(megatron)}
+
+        def write(folder: Path) -> str:
+            return export_run(run, folder, checkpoint=checkpoint, megatron=megatron, **options).message
+
+        return RunExport(to, chosen.words, write_to_url(target, "convert", request, write))
+    target, config = Path(target), _config(run)
     contents = None if saved is None or config is None else _contents(config, run, saved)
     if to == "adapter":
         if saved is None or not has_adapters:
@@ -79,7 +89,7 @@ def export_run(
         return RunExport(to, chosen.words, message)
     if to == "hf" and dtype is None and saved is not None and config is not None and not has_adapters:
         dtype = export_dtype(config, saved.meta["hf_config"])
-    options: dict[str, Any] = {"to": to, "verify": verify, "dtype": dtype, "layout": layout, "megatron": megatron}
+    options = {"to": to, "verify": verify, "dtype": dtype, "layout": layout, "megatron": megatron}
     message = convert(chosen.folder, target, base=base, card=contents if to == "hf" else None, **options)
     if to == "hf" and saved is not None and saved.meta.get("carried_from"):
         copy_processor(Path(saved.meta["carried_from"]), target)
