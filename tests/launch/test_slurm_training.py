@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from forked import run_forked
 from kumi.cli import main
 
@@ -78,6 +80,7 @@ def wait_for_steps(cluster, number, out):
     cluster.wait_for(has_steps, seconds=240)
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_two_nodes_is_stopped_and_goes_on_as_if_it_had_not_been(slurm_cluster, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_CONF", str(slurm_cluster.conf))
     monkeypatch.chdir(tmp_path)
