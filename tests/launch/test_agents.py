@@ -21,6 +21,7 @@ from kumi.launch.head_messages import decode, encode, proof
 from kumi.launch.local import run_node_ranks
 from kumi.launch.standing import HeadAddress, Standing
 from kumi.parallel import init_distributed
+from session_processes import living
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are ended as Linux has it")
 
@@ -164,18 +165,6 @@ class Node:
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
-
-
-def living(session):
-    """The processes of a session that have not ended."""
-    pids = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
-                state, _, _, sid = file.read().rpartition(")")[2].split()[:4]
-                if int(sid) == session and state != "Z":
-                    pids.append(int(name))
-    return pids
 
 
 def until(condition):

@@ -15,6 +15,7 @@ from tests.train.conftest import losses, metrics, run_file
 from kumi.cli import main
 from kumi.launch import agent
 from namespaces import cut_cable, enter_namespace, two_namespaces
+from session_processes import living
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are ended as Linux has it")
 
@@ -60,30 +61,18 @@ class Node:
         """The exit code, once the agent has ended and left no process."""
         status = []
         until(lambda: (ended := os.waitpid(self.pid, os.WNOHANG))[0] and status.append(ended[1]) is None, self.text)
-        until(lambda: not session(self.pid), self.text)
+        until(lambda: not living(self.pid), self.text)
         return os.waitstatus_to_exitcode(status[0])
 
     def text(self):
         return self.output.read_text() if self.output.exists() else ""
 
     def kill(self):
-        for pid in session(self.pid):
+        for pid in living(self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
-
-
-def session(leader):
-    """The processes of a session that have not ended."""
-    pids = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
-                state, _, _, sid = file.read().rpartition(")")[2].split()[:4]
-                if int(sid) == leader and state != "Z":
-                    pids.append(int(name))
-    return pids
 
 
 def until(condition, text=lambda: ""):
