@@ -64,8 +64,10 @@ def renderer(text: str, **limits) -> Renderer:
 @pytest.mark.parametrize(("text", "kind"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_template_costs_its_row(text, kind, tmp_path):
     place = tmp_path / "place"
+    # A machine whose memory is slow takes more than 0.3 s to reach the limit of memory.
+    limits = {} if kind == "template-time" else {"timeout_s": 5}
     with pytest.raises(RowRefused) as refused:
-        renderer(text.replace("PLACE", str(place))).render([{"role": "user", "content": "a"}])
+        renderer(text.replace("PLACE", str(place)), **limits).render([{"role": "user", "content": "a"}])
     assert refused.value.kind == kind
     assert refused.value.reason.isprintable()
     assert "Traceback" not in refused.value.reason
@@ -87,7 +89,7 @@ def test_a_template_that_cannot_be_compiled_is_refused(text):
 
 def test_a_row_after_a_bomb_is_rendered():
     text = "{% if messages[0].content == 'bomb' %}" + GROW + "{% endif %}{{ messages[0].content }}"
-    bomb = renderer(text)
+    bomb = renderer(text, timeout_s=5)
     for _ in range(3):
         with pytest.raises(RowRefused):
             bomb.render([{"role": "user", "content": "bomb"}])
