@@ -71,6 +71,13 @@ def test_the_report_names_the_layout_and_what_decides(run, capsys):
     assert not [line for line in output.splitlines() if line != line.rstrip()], "blanks that only fill lines"
 
 
+@pytest.mark.parametrize(("nodes", "once"), [(1, ""), (2, " once on every node (kumi launch does this)")])
+def test_the_brief_says_how_to_start_each_node(run, capsys, nodes, once):
+    assert plan(run, *PINS, f"cluster.nodes={nodes}") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"kumi train planned.toml{once} assumed" in printed
+
+
 def test_pages_pictures_and_traces_are_written_anew_each_time(run, tmp_path, capsys):
     page, folder, trace = tmp_path / "new" / "plan.html", tmp_path / "pictures", tmp_path / "trace.json"
     words = [*PIPELINE, "--html", str(page), "--svg", str(folder), "--trace", str(trace)]

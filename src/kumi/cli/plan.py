@@ -148,7 +148,7 @@ def _command(arguments: Namespace, config: PlanConfig, nodes: int) -> str:
     steps = [] if arguments.save else [shlex.join([*words, "--save", file])]
     missing = [f"[{name}]" for name in ("data", "train") if getattr(config, name) is None]
     steps += [f"add {' and '.join(missing)} to it"] if missing else []
-    return ", ".join([*steps, f"kumi train {file}{' on every node, by torchrun or srun' if nodes > 1 else ''}"])
+    return ", ".join([*steps, f"kumi train {file}{' once on every node (kumi launch does this)' if nodes > 1 else ''}"])
 
 
 def _check_adapters(config: PlanConfig, arguments: Namespace) -> None:
