@@ -48,7 +48,21 @@ def test_rates_and_durations_are_read_in_base_units():
     assert parse_duration("25 us") == 25e-6
 
 
-@pytest.mark.parametrize("read", [parse_bandwidth, parse_flops, parse_duration])
+def test_a_duration_may_have_parts_from_large_to_small():
+    assert parse_duration("24h") == 86400
+    assert parse_duration("1d12h30m") == parse_duration(" 1d 12h 30 m ") == 131_400
+    assert parse_duration("1.5 h") == 5400
+    assert parse_duration("1m0.5s") == 60.5
+    assert parse_duration("15s") == 15
+
+
+@pytest.mark.parametrize("text", ["", "90", "m", "1 day", "30m1h", "1h1h", "1h-5m", "-1h", "1-12:00:00", "1h 5", "h1m"])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(ConfigError, match="is not a duration; write a number and one of d, h, m, s, ms, us, ns"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize("read", [parse_bandwidth, parse_flops])
 def test_a_rate_in_another_s_unit_is_refused(read):
     with pytest.raises(ConfigError, match="is not a quantity"):
         read("3 GB")

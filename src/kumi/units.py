@@ -25,9 +25,10 @@ _BANDWIDTH_UNITS = {f"{unit}/s": Decimal(size) for unit, size in _BYTE_UNITS.ite
 }
 _FLOPS_UNITS = {f"{prefix}FLOP/s": 10**power for prefix, power in (("", 0), ("M", 6), ("G", 9), ("T", 12), ("P", 15))}
 _COUNT_UNITS = {"": Decimal(1), "K": Decimal(10**3), "M": Decimal(10**6), "B": Decimal(10**9), "T": Decimal(10**12)}
-_DURATION_UNITS = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "ns": Decimal("1e-9")}
-_TIME_SECONDS = (86400, 3600, 60, 1)
-_MAX_TIME = 10 * 365 * 86400
+_SHORT_UNITS = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "ns": Decimal("1e-9")}
+# From large to small, as the parts of a duration follow each other.
+_DURATION_UNITS = {"d": Decimal(86400), "h": Decimal(3600), "m": Decimal(60), **_SHORT_UNITS}
+_NUMBER = r"[0-9][0-9_]*(?:\.[0-9]+)?"
 
 
 def parse_bytes(text: str) -> int:
@@ -46,17 +47,16 @@ def parse_flops(text: str) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of a text such as "25 us"."""
-    return float(_parse(text, _DURATION_UNITS, "25 us"))
-
-
-def parse_time(text: str) -> int:
-    """Return the seconds of a text such as "24h", "90m" or "1d12h30m": days, hours, minutes and seconds, in order."""
-    match = re.fullmatch(r"\s*(?:(\d+)d)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:(\d+)s)?\s*", text, re.ASCII)
-    seconds = 0 if match is None else sum(int(part or 0) * size for part, size in zip(match.groups(), _TIME_SECONDS))
-    if not 0 < seconds < _MAX_TIME:
-        raise ConfigError(f"{text!r} is not a time; write, for example, '24h', '90m' or '1d12h', at most 10 years")
-    return seconds
+    """Return the seconds of a text such as "24h", "1d12h30m", "1.5 s" or "25 us": parts from large to small units."""
+    parts = re.findall(rf"({_NUMBER})\s*([A-Za-z]+)\s*", text)
+    places = [list(_DURATION_UNITS).index(unit) for _, unit in parts if unit in _DURATION_UNITS]
+    is_complete = re.fullmatch(rf"\s*(?:{_NUMBER}\s*[A-Za-z]+\s*)+", text) is not None and len(places) == len(parts)
+    if not is_complete or places != sorted(set(places)):
+        raise ConfigError(
+            f"{text!r} is not a duration; write a number and one of {', '.join(_DURATION_UNITS)}, such as '90m' or "
+            f"'25 us', or several from large to small, such as '1d12h'"
+        )
+    return float(sum(Decimal(number.replace("_", "")) * _DURATION_UNITS[unit] for number, unit in parts))
 
 
 def parse_count(text: str) -> int:
@@ -69,7 +69,7 @@ def parse_count(text: str) -> int:
 
 def _parse(text: str, units: Mapping[str, int | Decimal], example: str) -> Decimal:
     """Return the number in `text` times its unit, exactly: the inverse of `_write`, to the last digit."""
-    match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z/]+)\s*", text)
+    match = re.fullmatch(rf"\s*({_NUMBER})\s*([A-Za-z/]+)\s*", text)
     if match is None or match[2] not in units:
         raise ConfigError(
             f"{text!r} is not a quantity; write a number and one of {', '.join(units)}, such as {example!r}"
@@ -95,7 +95,7 @@ def write_flops(rate: float) -> str:
 
 def write_duration(seconds: float) -> str:
     """Return `seconds` as text that `parse_duration` reads back exactly."""
-    return _write(seconds, _DURATION_UNITS)
+    return _write(seconds, _SHORT_UNITS)
 
 
 def _write(value: float, units: Mapping[str, Decimal]) -> str:

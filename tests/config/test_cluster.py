@@ -92,7 +92,7 @@ def test_a_cluster_that_is_not_there_is_refused_with_what_is():
         ("devices_per_node = 1\nlnks = []" + DEVICE, "lnks: unknown key; did you mean 'links'?"),
         ("devices_per_node = 1" + DEVICE.replace("80 GiB", "lots"), "device.memory: 'lots' is not a quantity"),
         ("devices_per_node = 1" + DEVICE + "stram = 0.5", "device.stram: unknown key; did you mean 'stream'?"),
-        ("devices_per_node = 1" + DEVICE + "launch = 5", "device.launch: '5' is not a quantity; write a number and"),
+        ("devices_per_node = 1" + DEVICE + "launch = 5", "device.launch: '5' is not a duration; write a number and"),
         ("devices_per_node = 1" + DEVICE + 'sources = {streem = "x"}', "'streem' is not a figure of this table; did"),
         ('devices_per_node = 1\ndevice = "h10"', "device: 'h10' is neither a preset nor a TOML file; use a100-"),
     ],

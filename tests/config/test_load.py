@@ -198,3 +198,18 @@ def test_a_run_file_that_is_for_planning_alone_is_said_to_be_one(tmp_path):
     with pytest.raises(ConfigError) as refused:
         load(file, ["layout.tpp=2"])
     assert "kumi plan" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["15s", "1m30s", "2 m"])
+def test_the_silence_of_a_lost_node_is_a_duration(text):
+    assert from_dict(minimal(recover={"lost": text})).recover.lost == text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("500 ms", "from 1s to 1h"), ("2h", "from 1s to 1h"), ("15", "; write a number and one of d, h")],
+)
+def test_the_silence_of_a_lost_node_has_limits(text, reason):
+    assert f"recover.lost: '{text}' is not a duration{'' if reason[0] == ';' else ' '}{reason}" in message(
+        minimal(recover={"lost": text})
+    )

@@ -115,6 +115,7 @@ def test_the_devices_of_a_login_node_are_no_description_of_the_cluster():
 def test_a_job_has_time_to_train_before_it_saves():
     with pytest.raises(ConfigError, match=r"launch.save_time='5m' is not shorter than launch.time_limit='300s'"):
         job_of(run_config(time_limit="300s"))
+    assert job_of(run_config(time_limit="1.5h", save_time="90 s")).save_seconds == 90
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,8 @@ def test_a_job_has_time_to_train_before_it_saves():
     [
         ({"slurm": {"partion": "x"}}, "launch.slurm.partion: unknown key; did you mean 'partition'"),
         ({"kubernetes": {"api": "pod"}}, "launch.kubernetes.api: must be 'job', 'jobset' or 'trainjob', got 'pod'"),
-        ({"time_limit": "1 day"}, "launch.time_limit: '1 day' is not a time; write, for example, '24h'"),
+        ({"time_limit": "1 day"}, "launch.time_limit: '1 day' is not a duration; write a number and one of"),
+        ({"time_limit": "0h"}, "launch.time_limit: '0h' is not a duration from 1s to 3650d"),
         ({"memory": "many"}, "launch.memory: 'many' is not a quantity"),
         ({"env": ["A=b"]}, "launch.env.0: must be the name of an environment variable, got 'A=b'"),
         ({"slurm": {"extra": ["a\0b"]}}, "launch.slurm.extra.0: must be one line of text without control characters"),

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from kumi.config.section import NotNegative, Positive, Section, Switch
-from kumi.errors import ConfigError
-from kumi.units import parse_bytes, parse_time
+from kumi.config.section import NotNegative, Positive, Section, Switch, duration, readable
+from kumi.units import parse_bytes
 
 LINE = r"^[^\x00-\x1f\x7f]*$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
-
-def _readable(parse: Any) -> AfterValidator:
-    """Return a validator that refuses text which `parse` cannot read, and leaves all other text as it is."""
-
-    def check(text: str) -> str:
-        try:
-            parse(text)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        return text
-
-    return AfterValidator(check)
-
-
 # One line: a text that becomes a line of a script or a word of a command cannot add further lines to it.
 Line = Annotated[str, Field(min_length=1, pattern=LINE)]
 Lines = tuple[Line, ...]
-Duration = Annotated[Line, _readable(parse_time)]
-Size = Annotated[Line, _readable(parse_bytes)]
+Duration = Annotated[Line, duration("1s", "3650d")]
+Size = Annotated[Line, readable(parse_bytes)]
 Variable = Annotated[str, Field(pattern=VARIABLE)]
 
 

@@ -10,9 +10,19 @@ from kumi.config.data_section import DataSection
 from kumi.config.eval_section import EvalSection, is_task_metric
 from kumi.config.launch_section import LaunchSection
 from kumi.config.objective_section import ObjectiveSection, ReferenceSection
-from kumi.config.section import Decay, Fraction, NotNegative, Number, Positive, Section, Switch, Text, spec_key
+from kumi.config.section import (
+    Decay,
+    Fraction,
+    NotNegative,
+    Number,
+    Positive,
+    Section,
+    Switch,
+    Text,
+    duration,
+    spec_key,
+)
 from kumi.config.usual_rate import usual_rates, with_usual_rate
-from kumi.errors import ConfigError
 from kumi.remote.addresses import is_url, refuse_url
 from kumi.spec.comm import COMPRESS, Comm
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
@@ -23,7 +33,6 @@ from kumi.spec.optim import LR_SCHEDULES, Optim
 from kumi.spec.optim_states import OPTIM_KINDS
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.schedules import SCHEDULES
-from kumi.units import parse_duration
 
 # Default share of a run for the warm-up of the learning rate: see docs/decisions/warmup.md.
 WARMUP_RATIO = 0.03
@@ -388,20 +397,9 @@ class SampleSection(Section):
 class RecoverSection(Section):
     """What a run on several nodes does about nodes that fail."""
 
-    lost: Text = Field(
+    lost: Annotated[Text, duration("1s", "1h")] = Field(
         "15s", description="A node that says nothing for this long, such as '15s', is lost: the run ends on all nodes."
     )
-
-    @field_validator("lost")
-    @classmethod
-    def _check_lost(cls, text: str) -> str:
-        try:
-            seconds = parse_duration(text)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        if not 1 <= seconds <= 3600:
-            raise ValueError(f"{text!r} is not a time from 1s to 3600s")
-        return text
 
 
 class PlanSection(Section):

@@ -5,11 +5,14 @@ Keys that set a field of a spec dataclass take default and description from it (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from kumi.errors import ConfigError
+from kumi.units import parse_duration
 
 # Larger counts are typing errors, and would keep the search for a layout busy for hours.
 _MAX_COUNT = 10**12
@@ -22,6 +25,29 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
 Switch = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+
+
+def readable(parse: Callable[[str], object]) -> AfterValidator:
+    """Return a validator that refuses text which `parse` cannot read, and leaves all other text as it is."""
+
+    def check(text: str) -> str:
+        try:
+            parse(text)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return text
+
+    return AfterValidator(check)
+
+
+def duration(least: str, most: str) -> AfterValidator:
+    """Return a validator that refuses text which is not a duration from `least` to `most`."""
+
+    def parse(text: str) -> None:
+        if not parse_duration(least) <= parse_duration(text) <= parse_duration(most):
+            raise ConfigError(f"{text!r} is not a duration from {least} to {most}")
+
+    return readable(parse)
 
 
 def spec_key(spec: type[Any], name: str, default: Any = MISSING, examples: Sequence[Any] | None = None) -> Any:

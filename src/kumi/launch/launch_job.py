@@ -24,7 +24,7 @@ from kumi.config.launch_section import LINE, LaunchSection
 from kumi.errors import ConfigError
 from kumi.remote.cache_folder import local_run_folder
 from kumi.spec.cluster import ClusterSpec
-from kumi.units import parse_bytes, parse_time
+from kumi.units import parse_bytes, parse_duration
 
 HEAD_PORT = 29400
 # Folder of a launcher's files: in the run folder if the nodes share this machine's files, else where kumi runs.
@@ -82,13 +82,13 @@ class LaunchJob:
 
     @property
     def time_limit(self) -> int | None:
-        """Seconds after which the job is ended; None without a limit."""
-        return None if self.launch.time_limit is None else parse_time(self.launch.time_limit)
+        """Whole seconds after which the job is ended; None without a limit."""
+        return None if self.launch.time_limit is None else int(parse_duration(self.launch.time_limit))
 
     @property
     def save_seconds(self) -> int:
-        """Seconds before the end of a job at which the run is asked to save."""
-        return parse_time(self.launch.save_time)
+        """Whole seconds before the end of a job at which the run is asked to save."""
+        return int(parse_duration(self.launch.save_time))
 
     @property
     def memory(self) -> int | None:
