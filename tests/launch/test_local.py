@@ -304,6 +304,32 @@ def test_the_interface_of_ranks_that_others_started_leads_to_rank_0(monkeypatch)
     assert local.rank_environment(2, {"RANK": "0", "WORLD_SIZE": "1"}).get("GLOO_SOCKET_IFNAME") is None
 
 
+def test_nccl_uses_the_interface_of_gloo(monkeypatch):
+    """NCCL takes a name as a prefix unless "=" stands before it, and the first address of an interface."""
+    monkeypatch.setattr(local, "interface_to", {"10.0.0.1": "eth1", "fd00::1": "eth1"}.get)
+
+    def chosen(host, **more):
+        environ = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": host, "MASTER_PORT": "1", **more}
+        variables = local.rank_environment(2, environ)
+        return {name: value for name, value in variables.items() if name.startswith("NCCL_SOCKET")}
+
+    assert chosen("10.0.0.1") == {"NCCL_SOCKET_IFNAME": "=eth1"}
+    assert chosen("fd00::1") == {"NCCL_SOCKET_IFNAME": "=eth1", "NCCL_SOCKET_FAMILY": "AF_INET6"}
+    assert chosen("fd00::1", NCCL_SOCKET_FAMILY="AF_INET") == {"NCCL_SOCKET_IFNAME": "=eth1"}
+    assert chosen("10.0.0.1", NCCL_SOCKET_IFNAME="ib0") == {}, "what the user has set stays"
+    assert chosen("10.0.0.1", GLOO_SOCKET_IFNAME="ib0") == {}, "the user chooses interfaces"
+    assert local.rank_environment(2, {})["NCCL_SOCKET_IFNAME"] == "=lo"
+
+
+def test_the_ranks_of_a_node_use_the_interface_to_the_other_nodes():
+    link = SimpleNamespace(standing=SimpleNamespace(nodes=2), interface="eth10", address="fd00::2")
+    variables = local._environment(2, {"OMP_NUM_THREADS": "1"}, link)
+    assert variables["GLOO_SOCKET_IFNAME"] == "eth10"
+    assert variables["NCCL_SOCKET_IFNAME"] == "=eth10"
+    assert variables["NCCL_SOCKET_FAMILY"] == "AF_INET6"
+    assert "NCCL_SOCKET_IFNAME" not in local._environment(2, {"NCCL_SOCKET_IFNAME": "ib"}, link)
+
+
 @pytest.mark.parametrize("code", [0, 75, 130, 143])
 def test_the_ranks_exit_code_comes_back(tmp_path, code):
     assert local.run_ranks(give_back, (code,), nproc=2, log_dir=tmp_path) == code

@@ -19,7 +19,15 @@ from kumi.doctor.here import Devices, Here, RunNeeds, run_needs
 from kumi.doctor.meeting import Meeting, Seat
 from kumi.errors import CommunicationError, ConfigError
 from kumi.launch.local import rank_environment
-from kumi.launch.standing import LOOPBACK, LaunchedRank, Standing, find_standing, interface_to, outward_interface
+from kumi.launch.standing import (
+    LOOPBACK,
+    LaunchedRank,
+    Standing,
+    find_standing,
+    interface_to,
+    outward_interface,
+    socket_variables,
+)
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.job import Job
 
@@ -156,10 +164,9 @@ def _port_by_store(launched: LaunchedRank, host: str, port: int) -> int:
 def _worker_environ(seat: Seat, per_node: int) -> Mapping[str, str]:
     """Return the variables of the devices' processes: those of ranks, with the interface that leads to the head."""
     environ = {**rank_environment(per_node, os.environ, nodes=seat.nodes), **os.environ}
-    if seat.nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
-        interface = interface_to(seat.host)
-        if interface == "lo" and seat.host not in LOOPBACK:
-            interface = outward_interface()  # the head's own name may lead to its loopback interface
-        if interface is not None:
-            environ["GLOO_SOCKET_IFNAME"] = interface
-    return environ
+    if seat.nodes == 1:
+        return environ
+    interface = interface_to(seat.host)
+    if interface == "lo" and seat.host not in LOOPBACK:
+        interface = outward_interface()  # the head's own name may lead to its loopback interface
+    return environ | socket_variables(interface, seat.host, os.environ)

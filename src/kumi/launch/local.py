@@ -29,7 +29,7 @@ from kumi.launch.control_folder import control_folder, read_failures
 from kumi.launch.failure_causes import root_cause
 from kumi.launch.oom import oom_kills
 from kumi.launch.rank_process import NodeRanks, RankStart, run_rank
-from kumi.launch.standing import LaunchedRank, interface_to, launched_rank, outward_interface
+from kumi.launch.standing import LaunchedRank, interface_to, launched_rank, outward_interface, socket_variables
 from kumi.launch.watch import Watch
 from kumi.process_limits import SLEEPING_THREADS
 
@@ -114,10 +114,9 @@ def rank_environment(nproc: int, environ: Mapping[str, str], *, nodes: int = 1) 
     launched = launched_rank(environ)
     if launched is not None:
         variables |= launched.torch_environment()
-        interface = _interface(launched, nproc, environ)
-        variables |= {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
+        variables |= socket_variables(_interface(launched, nproc, environ), environ.get("MASTER_ADDR", ""), environ)
     elif nproc > 1 and nodes == 1:
-        variables["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+        variables |= socket_variables("lo0" if sys.platform == "darwin" else "lo", "127.0.0.1", environ)
     return {name: value for name, value in variables.items() if name not in environ}
 
 
@@ -166,11 +165,11 @@ def _run_under_agent(
 
 
 def _environment(nproc: int, environ: Mapping[str, str], link: HeadLink | None) -> dict[str, str]:
-    """Return the variables of `rank_environment`, and gloo's interface to the other nodes unless `environ` has one."""
+    """Return the variables of `rank_environment`, and those of the interface to the other nodes."""
     if link is None:
         return rank_environment(nproc, environ)
-    variables, interface = rank_environment(nproc, environ, nodes=link.standing.nodes), link.interface
-    return variables if interface is None else {"GLOO_SOCKET_IFNAME": interface, **variables, **environ}
+    variables = rank_environment(nproc, environ, nodes=link.standing.nodes)
+    return variables | socket_variables(link.interface, link.address, environ)
 
 
 def _place(link: HeadLink, nproc: int) -> NodeRanks:

@@ -361,6 +361,28 @@ def outward_interface(routes: str | None = None) -> str | None:
     return interface_to("0.0.0.1", routes)  # an address in no network, so only a default route matches
 
 
+def socket_variables(interface: str | None, host: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which gloo and NCCL use `interface`, through which `host` is reached; {} for None.
+
+    A variable that `environ` sets is left out, and so are those of NCCL if the user has chosen gloo's interface. NCCL
+    takes names as prefixes unless "=" stands before them, and the first address of an interface of either family.
+    """
+    if interface is None or "GLOO_SOCKET_IFNAME" in environ:
+        return {}
+    variables = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    if _has_ipv6_only(host):
+        variables["NCCL_SOCKET_FAMILY"] = "AF_INET6"
+    return {name: value for name, value in variables.items() if name not in environ}
+
+
+def _has_ipv6_only(host: str) -> bool:
+    try:
+        families = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return families == {socket.AF_INET6}
+
+
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
