@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from kumi.cli import main
 from kumi.errors import ConfigError, LayoutError
 from kumi.launch.oom import oom_kills
 from kumi.launch.standing import (
@@ -285,3 +286,23 @@ def test_processes_killed_for_memory(tmp_path, groups, file, text, expected):
     counter.write_text(text)
     (tmp_path / "cgroup").write_text(groups)
     assert oom_kills(tmp_path / "cgroup", tmp_path / "mount") == expected
+
+
+SRUN_NODES = {"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("eval", "model", "--data", "texts.jsonl"), ("generate", "model", "--prompt", "a"), ("bench", "--quick")],
+    ids=lambda command: command[0],
+)
+def test_commands_of_one_machine_refuse_several_nodes(monkeypatch, capsys, command):
+    """srun starts one task on each of two nodes: both would do all of the work."""
+    for name, value in (SRUN_NODES | {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(command) == 2
+    verb = command[0]
+    assert capsys.readouterr().err.startswith(
+        f"ConfigError: {verb}: it was started on 2 nodes (srun, one task a node), and each would do all of the work, "
+        f"since kumi {verb} works on one machine; start it once (srun --nodes=1 --ntasks=1)"
+    )

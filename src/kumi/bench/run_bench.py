@@ -20,6 +20,7 @@ from kumi.config.numerics import numerics_here
 from kumi.config.schema import ClusterSection
 from kumi.errors import OK, ConfigError
 from kumi.launch.local import is_rank, rank_environment
+from kumi.launch.standing import refuse_several_nodes
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.numerics import REFERENCE, Numerics
 from kumi.train.measure_numerics import measure_here
@@ -65,7 +66,12 @@ def bench(*, out: Path | None, ranks: int | None, quick: bool, write_json: Calla
 
 
 def machine_to_measure(ranks: int | None) -> ClusterSpec:
-    """Return this machine as `ranks` devices; by default its GPUs, or its CPU in `_CPU_RANKS` parts."""
+    """Return this machine as `ranks` devices; by default its GPUs, or its CPU in `_CPU_RANKS` parts.
+
+    Raise ConfigError if a launcher has started this on several nodes or as one of its ranks, or for more `ranks` than
+    GPUs.
+    """
+    refuse_several_nodes("bench", os.environ)
     if is_rank(os.environ):
         raise ConfigError(
             "bench: this process is one rank of a launcher (RANK and WORLD_SIZE are set), but bench starts its own "

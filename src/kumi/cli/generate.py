@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from argparse import Namespace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kumi.cli.arguments import add_checkpoint_flag, add_verb, positive
 from kumi.errors import OK, ConfigError
+from kumi.launch.standing import refuse_several_nodes
 from kumi.safe_output import visible
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ def _count(text: str) -> int:
 
 def run(arguments: Namespace) -> int:
     """Generate, or chat. Return the exit code."""
+    refuse_several_nodes("generate", os.environ)
     chats = _check(arguments)
     from kumi.inference.generation import Generation, ModelChoice
     from kumi.inference.generation_settings import Flags, not_applied

@@ -109,6 +109,17 @@ def find_standing(
     return _complete(parts) if parts else None
 
 
+def refuse_several_nodes(verb: str, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if a launcher has started the command `verb`, which works on one machine, on several nodes."""
+    standing = find_standing(environ)
+    if isinstance(standing, Standing):
+        raise ConfigError(
+            f"{verb}: it was started on {standing.nodes} nodes ({standing.source}), and each would do all of the work, "
+            f"since kumi {verb} works on one machine; start it once (srun --nodes=1 --ntasks=1), or unset the "
+            f"variables of the launcher"
+        )
+
+
 @dataclass(frozen=True)
 class _Part:
     """What one source says about a node's place. `seen`: the variables or options by which it says so."""
