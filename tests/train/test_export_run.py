@@ -63,8 +63,23 @@ def test_an_export_to_a_url_is_that_to_a_folder(run, tmp_path, capsys, monkeypat
     assert f"file://{tmp_path}/store/out" in capsys.readouterr().out
     assert _files(tmp_path / "store/out") == _files(tmp_path / "out")
     assert _card(tmp_path / "store/out") == _card(tmp_path / "out")
-    assert main(["convert", f"file://{run}", str(tmp_path / "last"), "--checkpoint", "best"]) == 2
-    assert "the newest checkpoint is converted" in capsys.readouterr().err
+
+
+def test_a_run_on_a_store_is_exported_as_one_in_a_folder(run, tmp_path, capsys, monkeypatch):
+    """The best checkpoint by default; also one that is neither the best nor the last."""
+    monkeypatch.chdir(run.parent)
+    monkeypatch.setenv("KUMI_CACHE", str(tmp_path / "cache"))
+    best = _best_step(run)
+    other = next(step for step in (2, 4, 6) if step != best)
+    for words in ((), ("--checkpoint", "last"), ("--checkpoint", str(other))):
+        name = words[-1] if words else "default"
+        assert main(["convert", str(run), str(tmp_path / name), *words]) == 0
+        chosen = capsys.readouterr().out.splitlines()[0]
+        assert main(["convert", f"file://{run}", str(tmp_path / f"url-{name}"), *words]) == 0
+        assert capsys.readouterr().out.splitlines()[0] == chosen
+        assert _files(tmp_path / name) == _files(tmp_path / f"url-{name}")
+    assert main(["convert", f"file://{run}", str(tmp_path / "none"), "--checkpoint", "999"]) == 2
+    assert f"file://{run}: has no checkpoint of step 999; its steps are " in capsys.readouterr().err
 
 
 def test_the_last_checkpoint_comes_out_as_the_export_of_training(run, tmp_path, capsys, monkeypatch):

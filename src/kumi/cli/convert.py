@@ -89,7 +89,7 @@ def _convert(arguments: Namespace) -> tuple[str, str, str]:
     """Convert the source. Return the format, the words for the checkpoint chosen in a run, and the result in words."""
     from kumi.convert.run_checkpoint import is_run_folder, model_of
 
-    source = Path(arguments.source).expanduser()
+    source = _folder(arguments)
     verify, options = _verifies(arguments), {"dtype": arguments.dtype, "layout": arguments.layout}
     options |= {"megatron": _megatron(arguments), "base": arguments.base}
     if is_run_folder(source):
@@ -102,11 +102,6 @@ def _convert(arguments: Namespace) -> tuple[str, str, str]:
         )
         return exported.to, exported.chosen, exported.message
     if arguments.checkpoint is not None:
-        if is_url(arguments.source):
-            raise ConfigError(
-                f"--checkpoint {arguments.checkpoint}: of {arguments.source}, the newest checkpoint is converted; "
-                "leave it out, or name the URL of a checkpoint"
-            )
         model_of(source, arguments.checkpoint)  # raises the reason
     if arguments.to == "adapter":
         raise ConfigError(f"--to adapter: {source} is not the folder of a run; name a run that trains adapters")
@@ -114,6 +109,15 @@ def _convert(arguments: Namespace) -> tuple[str, str, str]:
 
     to = arguments.to or "hf"
     return to, "", convert(arguments.source, arguments.target, to=to, verify=verify, config=arguments.config, **options)
+
+
+def _folder(arguments: Namespace) -> Path:
+    """Return the local folder of the source, which is fetched if it is a URL; a hub id as a path."""
+    from kumi.convert.hf.publish import model_folder_of
+
+    if is_url(arguments.source):
+        return model_folder_of(arguments.source, "convert", arguments.checkpoint)
+    return Path(arguments.source).expanduser()
 
 
 def _verifies(arguments: Namespace) -> bool:
@@ -142,9 +146,9 @@ def _gguf(arguments: Namespace) -> int:
         raise ConfigError(f"convert: --outtype {outtype} is unknown; use {', '.join(OUTTYPES[:-1])} or {OUTTYPES[-1]}")
     from kumi.convert.run_checkpoint import is_run_folder, model_of
 
-    source, chosen = arguments.source, ""
-    if is_run_folder(Path(source).expanduser()) or arguments.checkpoint is not None:
-        model = model_of(Path(source).expanduser(), arguments.checkpoint)
+    source, chosen, folder = arguments.source, "", _folder(arguments)
+    if is_run_folder(folder) or arguments.checkpoint is not None:
+        model = model_of(folder, arguments.checkpoint)
         source, chosen = str(model.folder), model.words
         print(f"model      {chosen}")
     message = convert_to_gguf(

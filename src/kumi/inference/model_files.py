@@ -67,7 +67,7 @@ def find_model(path: str | Path, *, base: str | Path | None = None, checkpoint: 
     Raise ConfigError unless there is a model with a tokenizer, and for adapters their base model; ModelError for files
     that kumi does not support, and for a reward model; RefusedError for damaged files.
     """
-    given = model_folder_of(path, "the model")
+    given = model_folder_of(path, "the model", checkpoint)
     if not given.is_dir():
         raise ConfigError(f"{looked_for(path)}: neither a folder nor a hub id (org/name); name a model's folder")
     chosen = model_of(given, checkpoint)

@@ -88,11 +88,11 @@ def _unless_training(out: Path, lock: str) -> Iterator[bool]:
         yield True
 
 
-def fetch_model(url: str, key: str) -> Path:
+def fetch_model(url: str, key: str, step: int | None = None) -> Path:
     """Return a local folder with the model at `url`: a Hugging Face folder, a checkpoint, or a run.
 
-    Of a run that is the folder with its configuration, its newest complete checkpoint and the best one. Raise
-    ConfigError if there is none, or the checkpoint is incomplete.
+    Of a run that is the folder with its configuration, its newest complete checkpoint, the best one and that of `step`.
+    Raise ConfigError if there is none, or the checkpoint is incomplete.
     """
     with open_store(url, key) as store:
         names = store.list_folder()
@@ -100,7 +100,7 @@ def fetch_model(url: str, key: str) -> Path:
         if INDEX in names or name.startswith("step_"):
             return _fetch_checkpoint(store, url, key)
         if ROOT in names and _CONFIG in names:
-            return _fetch_run(store, url)
+            return _fetch_run(store, url, step)
     # Subfolders of a Hugging Face folder are other models; those of Megatron are the checkpoint.
     return fetch_folder(url, key, lambda name: "config.json" not in names or "/" not in name)
 
@@ -121,7 +121,7 @@ def _fetch_checkpoint(store: RemoteStore, url: str, key: str) -> Path:
     return folder
 
 
-def _fetch_run(store: RemoteStore, url: str) -> Path:
+def _fetch_run(store: RemoteStore, url: str, step: int | None) -> Path:
     copy = copy_of(FILES, url)
     with making(copy):
         files: dict[str, RemoteFile] = {
@@ -130,12 +130,16 @@ def _fetch_run(store: RemoteStore, url: str) -> Path:
             if "/" not in name or name.split("/")[0] in ("hf", "adapter", TOKENIZER) or name == f"{ROOT}/{BEST}"
         }
         steps, best = complete_steps(store), remote_best_step(store)
+        if step is not None and step not in steps:
+            existing = f"its steps are {', '.join(map(str, steps))}" if steps else "it has no complete checkpoint"
+            raise ConfigError(f"{url}: has no checkpoint of step {step}; {existing}")
         update_copy(store, copy, files)
         out = copy / "content"
         present = {step_of(folder) for folder in list_complete(out / ROOT)}
-        for step in {*steps[-1:], *({best} & set(steps))} - present:
-            assert step is not None, "a step of the list"
-            download_checkpoint(store, step, out / ROOT, copy / "incoming")
+        needed = {*steps[-1:], *(step for step in (best, step) if step in steps)}
+        for missing in needed - present:
+            assert missing is not None, "a step of the list"
+            download_checkpoint(store, missing, out / ROOT, copy / "incoming")
         for folder in list_complete(out / ROOT):
             if step_of(folder) not in steps:  # the store has removed it
                 remove_tree(folder)

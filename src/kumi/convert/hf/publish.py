@@ -13,13 +13,15 @@ from kumi.remote.addresses import is_url
 from kumi.storage.run_download import fetch_model
 
 
-def model_folder_of(source: str | Path, key: str) -> Path:
+def model_folder_of(source: str | Path, key: str, checkpoint: str | int | None = None) -> Path:
     """Return the path `source`; or, if it is a URL, or does not exist and is a hub id, the folder of the download.
 
-    `key` is the name of `source` on the command line. Raise ConfigError if the download fails.
+    `key` is the name of `source` on the command line. Of a run at a URL, the download has the checkpoint of the step
+    `checkpoint`, beside the best one and the last. Raise ConfigError if the download fails.
     """
     if isinstance(source, str) and is_url(source):
-        return fetch_model(source, key)
+        step = None if checkpoint is None or not str(checkpoint).isdecimal() else int(checkpoint)
+        return fetch_model(source, key, step)
     path = Path(os.path.expanduser(source))
     return path if path.exists() or not hub.is_id(str(source)) else hub.fetch(str(source), key, weights=True).folder
 
