@@ -69,10 +69,20 @@ def switched_namespaces(addresses: Sequence[str]) -> Iterator[list[str]]:
 
 
 def enter_namespace(name: str) -> None:
-    """Move this process into the network namespace `name`."""
+    """Move this thread, of a new process the only one, into the network namespace `name`."""
     with open(f"/run/netns/{name}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
+        _join(file.fileno())
+
+
+@contextlib.contextmanager
+def inside_namespace(name: str) -> Iterator[None]:
+    """Have this thread in the network namespace `name` for the duration of the block: sockets that it opens stay."""
+    with open("/proc/thread-self/ns/net") as before:
+        enter_namespace(name)
+        try:
+            yield
+        finally:
+            _join(before.fileno())
 
 
 def cut_cable(name: str) -> None:
@@ -86,6 +96,11 @@ def ip(*words: str) -> str:
     if done.returncode:
         raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def _join(namespace: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _remove(name: str) -> None:

@@ -53,10 +53,10 @@ class Hub:
 
 
 @contextmanager
-def serve():
+def serve(host="127.0.0.1"):
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Asked", (Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_port}"
+    server = ThreadingHTTPServer((host, 0), type("Asked", (Handler,), {"hub": hub}))
+    hub.url = f"http://{host}:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""Fixtures for tests of launchers."""
+"""Fixtures for tests of launchers; `small` is a finished run."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from mini_slurm import MISSING, MiniSlurm
+from tests.train.conftest import small
+
+__all__ = ["small"]
 
 
 @pytest.fixture(scope="session")

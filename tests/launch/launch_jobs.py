@@ -38,6 +38,17 @@ def in_container(launch: dict[str, Any] | None = None) -> LaunchJob:
 
 
 IN_CONTAINER = in_container()
+# Names and paths that a shell, an option's parser or a reader of YAML could take for something else.
+HOSTILE = {
+    "spaces": "my run  x",
+    "quotes": "it's \"so\" 'x",
+    "substitution": "$(touch pwned) `touch pwned` ${HOME}",
+    "dashes": "--wrap=touch pwned",
+    "comment": "a # b",
+    "percent": "50%j %x",
+    "script": "'; touch pwned; '",
+    "unicode": "模型 é",
+}
 GOLDEN = Path(__file__).parent / "golden"
 # By file of `golden`: the launcher, and the job whose file it is.
 TEXTS = {

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launch_jobs import job_with
+from launch_jobs import HOSTILE, job_with
 
 from kumi.errors import ConfigError
 from kumi.launch import slurm
@@ -146,18 +146,6 @@ def test_a_chain_continues_until_the_run_is_done(submitted, slurm_cluster, tmp_p
     assert "exit code 0" in logs[1].read_text()
     assert not logs[2].exists()
     assert slurm.log_command(record, 5, follow=True) == ("tail", "-n", "5", "--follow", "--", str(logs[1]))
-
-
-HOSTILE = {
-    "spaces": "my run  x",
-    "quotes": "it's \"so\" 'x",
-    "substitution": "$(touch pwned) `touch pwned` ${HOME}",
-    "dashes": "--wrap=touch pwned",
-    "comment": "a # b",
-    "percent": "50%j %x",
-    "script": "'; touch pwned; '",
-    "unicode": "模型 é",
-}
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)

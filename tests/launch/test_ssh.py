@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -15,23 +12,14 @@ from pathlib import Path
 
 import pytest
 from launch_jobs import in_container
-from mini_slurm import MiniSlurm, free_ports
+from mini_slurm import MiniSlurm
+from ssh_servers import HOSTS, ssh_servers
 
 from kumi.errors import ConfigError
 from kumi.launch import ssh
 from kumi.launch.cluster_launchers import submit_job, write_launch_file
 
 CANARY = "c4n4ry-of-a-secret"
-SERVER = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
-CONFIGURATION = """Port {port}
-HostKey {folder}/host
-AuthorizedKeysFile {folder}/user.pub
-StrictModes no
-UsePAM no
-PidFile {folder}/{host}.pid
-ListenAddress {host}
-"""
 # Stands for `kumi train --end-with-stdin`: ends with the code of this start, or with 143 when its input closes.
 NODE = """
 import json, os, sys
@@ -58,31 +46,8 @@ sys.exit(143)
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     """SSH servers on HOSTS; the options with which ssh reaches them."""
-    if SERVER is None or shutil.which("ssh-keygen") is None:
-        pytest.skip("needs an SSH server (apt-get install openssh-server): sshd or ssh-keygen is missing here")
-    folder = tmp_path_factory.mktemp("sshd")
-    for key in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
-    if os.getuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # privilege separation of Debian's server
-    (port,) = free_ports(1)
-    processes = []
-    for host in HOSTS:
-        (folder / host).write_text(CONFIGURATION.format(port=port, folder=folder, host=host))
-        processes.append(subprocess.Popen([SERVER, "-D", "-e", "-f", folder / host], stderr=subprocess.DEVNULL))
-    options = [f"-p {port}", f"-i {folder}/user", f"-l {pwd.getpwuid(os.getuid()).pw_name}"]
-    options += ["-o StrictHostKeyChecking=no", "-o UserKnownHostsFile=/dev/null", "-o LogLevel=ERROR"]
-    words = [word for option in options for word in option.split()]
-
-    def all_answer():
-        commands = [["ssh", *words, host, "true"] for host in HOSTS]
-        return all(subprocess.run(command, capture_output=True).returncode == 0 for command in commands)
-
-    MiniSlurm.wait_for(all_answer)
-    yield options
-    for process in processes:
-        process.terminate()
-        process.wait()
+    with ssh_servers(tmp_path_factory.mktemp("sshd")) as options:
+        yield options
 
 
 @pytest.fixture

@@ -157,7 +157,9 @@ def _script(job: LaunchJob) -> str:
     """Return the commands of each machine."""
     lines = [
         *job.launch.setup,
-        f'export KUMI_HEAD="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{HEAD_PORT}"',
+        'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
+        'case $head in *:*) head="[$head]" ;; esac   # an IPv6 address',
+        f'export KUMI_HEAD="$head:{HEAD_PORT}"',
         'export KUMI_NODES="$SKYPILOT_NUM_NODES" KUMI_NODE="$SKYPILOT_NODE_RANK"',
         f"exec {shlex.join(job.command)}",
     ]

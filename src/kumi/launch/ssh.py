@@ -35,6 +35,7 @@ _SCRIPT = """#!/bin/bash
 {hosts}
 options=({options})
 head=$(ssh -G "${{options[@]}}" -- "${{hosts[0]}}" | sed -n 's/^hostname //p')
+case $head in *:*) head="[$head]" ;; esac   # an IPv6 address
 
 # The commands of a host. Their standard input stays open as long as this script lives.
 node() {{
@@ -182,7 +183,7 @@ def _output(record: LaunchRecord) -> str:
 def _node(job: LaunchJob) -> list[str]:
     """Return the commands of a host, indented."""
     launch = job.launch
-    lines = [f"cd -- {shlex.quote(launch.ssh.folder or job.folder)} || exit 2"]
+    lines = [f"cd -- {path_word(launch.ssh.folder or job.folder)} || exit 2"]
     lines += [] if launch.env_file is None else read_secrets(launch.env_file).strip().splitlines()
     # The nodes end when their standard input does: an ssh that is killed leaves its command running.
     lines += [*launch.setup, f"exec {shlex.join(job.command)} --end-with-stdin"]

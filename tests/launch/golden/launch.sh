@@ -4,6 +4,7 @@
 hosts=(gpu0 user@gpu1 10.0.0.3 gpu3)
 options=(-p 2222 -i "$HOME"/.ssh/cluster)
 head=$(ssh -G "${options[@]}" -- "${hosts[0]}" | sed -n 's/^hostname //p')
+case $head in *:*) head="[$head]" ;; esac   # an IPv6 address
 
 # The commands of a host. Their standard input stays open as long as this script lives.
 node() {
