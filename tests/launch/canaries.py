@@ -128,12 +128,11 @@ def services(folder: Path, model: Path, host: str = "127.0.0.1", namespace: str 
                 "export": {"push": "me/mine"},
             }
             yield Services(environment, keys, hub, objects, tracked)
-        server.stdin.close()
-        server.wait(60)
+        server.communicate(timeout=60)
     finally:
         fake_hub.TOKEN = before
         server.kill()
-        server.wait()
+        server.communicate()
 
 
 def check_used(used: Services) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import os
@@ -35,17 +34,25 @@ MOUNTS = {"/runs": "s3://bucket/runs"}
 # SkyPilot's own parser
 
 
-def read_by_skypilot(texts, secrets=()):
-    """What SkyPilot reads from each of `texts`, given `secrets` as the command line gives them."""
+@pytest.fixture
+def read_by_skypilot(tmp_path):
+    """A function that returns what SkyPilot reads from each of some texts, given secrets by its command line."""
     if not PYTHON.exists():
         pytest.skip("SkyPilot's requirements contradict kumi's: `make skypilot` installs it beside kumi (459 MB)")
-    requests = [{"text": text, "secrets": [list(secret) for secret in secrets]} for text in texts]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
-    command = [str(PYTHON), str(READER)]
-    ended = subprocess.run(command, input=json.dumps(requests), capture_output=True, text=True, env=environment)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
+    home, answers = tmp_path / "home", tmp_path / "answers.json"
+    home.mkdir()
+    (tmp_path / "work").mkdir()
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+
+    def read(texts, secrets=()):
+        tasks = [{"text": text, "secrets": [list(secret) for secret in secrets]} for text in texts]
+        requests = json.dumps({"accelerators": sorted({name for _, name in skypilot._ACCELERATORS}), "tasks": tasks})
+        command = [str(PYTHON), str(READER), str(answers)]
+        ended = subprocess.run(command, input=requests, capture_output=True, text=True, env=environment, cwd=home)
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(answers.read_text())
+
+    return read
 
 
 DEVICES = ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "AMD Instinct MI300X", "a device nobody knows"]
@@ -71,19 +78,121 @@ def jobs(folder):
         yield replace(job, name=name, device=device, device_kind=kind, folder=folder, overrides=(f"name={name}",))
 
 
+def check_read(job, task, given):
+    """Assert that SkyPilot read `task` from the text of `job` as kumi means it."""
+    assert "refused" not in task, (skypilot.text(job), task)
+    described = yaml.safe_load(skypilot.text(job))
+    assert (task["name"], task["nodes"], task["workdir"]) == (job.host_name, job.nodes, job.folder)
+    assert (task["run"], task["setup"]) == (described["run"], described["setup"])
+    gpus = [f"{name}:{count}" for name, count in (task["accelerators"] or {}).items()]
+    assert gpus == [described["resources"]["accelerators"]] if job.uses_gpus else gpus == []
+    section = job.launch.skypilot
+    assert task["spot"] == section.spot
+    recovery = {"max_restarts_on_errors": job.launch.requeues, "recover_on_exit_codes": [7, 75]}
+    assert recovery.items() <= task["recovery"].items()
+    assert task["cpus"] == (None if job.launch.cpus is None else f"{job.launch.cpus}+")
+    buckets = {path: source for path, source in section.mounts.items() if "://" in source}
+    assert task["storage"] == buckets
+    assert task["volumes"] == {path: source for path, source in section.mounts.items() if path not in buckets}
+    # A secret of the command line has its value, one without is asked for; neither is in what SkyPilot shows.
+    assert task["secrets"] == dict(given)
+    assert sorted({*task["managed"], *dict(given)}) == sorted({*job.launch.env, *dict(given)})
+    assert [value for _, value in given if value in task["shown"]] == []
+
+
 @pytest.mark.exhaustive
-def test_skypilot_reads_every_task_as_kumi_means_it(tmp_path):
-    all_jobs = [*jobs(str(tmp_path)), replace(TEXTS["task.yaml"][1], folder=str(tmp_path))]
-    secrets = [(name, f"of {name}") for name in ("HF_TOKEN", "WANDB_API_KEY")]
-    for given in ([], secrets):
-        # SkyPilot accepts no secret that the task does not name.
-        chosen = [job for job in all_jobs if len(job.launch.env) == len(given)]
-        assert chosen
-        for job, task in zip(chosen, read_by_skypilot([skypilot.text(job) for job in chosen], given)):
-            assert "refused" not in task, (job, task)
-            described = yaml.safe_load(skypilot.text(job))
-            assert (task["name"], task["nodes"], task["workdir"]) == (job.host_name, 4, str(tmp_path))
-            assert (task["run"], task["setup"]) == (described["run"], described["setup"])
+def test_skypilot_reads_every_task_as_kumi_means_it(read_by_skypilot, tmp_path):
+    folder = str(tmp_path / "work")
+    every = [*jobs(folder), replace(TEXTS["task.yaml"][1], folder=folder)]
+    texts = [skypilot.text(job) for job in every]
+    for given in ([], [("HF_TOKEN", "c4n4ry-of-the-hub"), ("OF_THE_FILE", "c4n4ry-of-a-file")]):
+        for job, task in zip(every, read_by_skypilot(texts, given), strict=True):
+            check_read(job, task, given)
+
+
+# Path to a key in the stored task, and a mistake: another name of the key, or a value.
+MISTAKES = [
+    (("num_nodes",), "num_nodez", None),
+    (("num_nodes",), None, "four"),
+    (("num_nodes",), None, 0),
+    (("name",), None, 3),
+    (("name",), None, "a b"),
+    (("workdir",), "work_dir", None),
+    (("workdir",), None, ["/tmp"]),
+    (("workdir",), None, "/no/such/folder"),
+    (("setup",), "set_up", None),
+    (("setup",), None, ["true"]),
+    (("run",), None, {"a": "b"}),
+    (("run",), "runs", None),
+    (("secrets",), "secret", None),
+    (("secrets",), None, ["HF_TOKEN"]),
+    (("secrets", "HF_TOKEN"), "HF-TOKEN", None),
+    (("file_mounts",), "file_mount", None),
+    (("file_mounts", "/runs", "mode"), None, "MOUNTED"),
+    (("file_mounts", "/runs", "source"), None, "nowhere://bucket/runs"),
+    (("file_mounts", "/runs", "source"), "sauce", None),
+    (("volumes",), None, ["corpora"]),
+    (("volumes",), "volume", None),
+    (("resources", "accelerators"), None, "H100:many"),
+    (("resources", "accelerators"), None, "H100:8:8"),
+    (("resources", "accelerators"), "accelerator", None),
+    (("resources", "infra"), None, "nowhere"),
+    (("resources", "cpus"), None, "many"),
+    (("resources", "memory"), None, "200 GiB"),
+    (("resources", "use_spot"), None, "perhaps"),
+    (("resources", "use_spot"), "spot", None),
+    (("resources", "image_id"), None, 7),
+    (("resources", "job_recovery"), "job_recover", None),
+    (("resources", "job_recovery", "strategy"), None, "HOPE"),
+    (("resources", "job_recovery", "recover_on_exit_codes"), None, ["seven"]),
+    (("resources", "job_recovery", "recover_on_exit_codes"), None, [7, 256]),
+    (("resources", "job_recovery", "recover_on_exit_codes"), "recover_on_exit_code", None),
+    (("resources", "job_recovery", "max_restarts_on_errors"), None, "often"),
+]
+
+
+def with_mistake(folder, path, name, value):
+    """The stored task with a mistake."""
+    job = replace(TEXTS["task.yaml"][1], folder=folder)
+    task = yaml.safe_load(skypilot.text(job))
+    node = task
+    for part in path[:-1]:
+        node = node[part]
+    before = node.pop(path[-1], None)
+    node[name or path[-1]] = before if value is None else value
+    return yaml.safe_dump(task)
+
+
+@pytest.mark.exhaustive
+def test_skypilot_refuses_mistakes_in_a_task(read_by_skypilot, tmp_path):
+    texts = [with_mistake(str(tmp_path / "work"), *mistake) for mistake in MISTAKES]
+    texts += [text + text.partition("\n")[0] + "\n" for text in texts[:1]]  # a key twice
+    answers = read_by_skypilot(texts)
+    assert [mistake for mistake, answer in zip(MISTAKES, answers) if "refused" not in answer] == []
+    assert "did you mean 'num_nodes'" in answers[0]["refused"].lower()
+
+
+@pytest.mark.exhaustive
+def test_skypilot_reads_a_variable_in_a_path_which_kumi_refuses(read_by_skypilot, tmp_path):
+    """SkyPilot puts the values of secrets into paths, where they would be shown: the reason of kumi's rule."""
+    job = in_container({"env": ["HF_TOKEN"], "skypilot": {"mounts": {"/runs": "s3://bucket-$HF_TOKEN/runs"}}})
+    job = replace(job, folder=str(tmp_path / "work"))
+    (task,) = read_by_skypilot([skypilot.text(job)], [("HF_TOKEN", "c4n4ry")])
+    assert task["storage"] == {"/runs": "s3://bucket-c4n4ry/runs"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "mounts"),
+    [
+        ({"folder": "/home/${HF_TOKEN}/work"}, {"/runs": "s3://bucket"}),
+        ({}, {"/runs": "s3://bucket", "/data/$X": "corpora"}),
+        ({}, {"/runs": "s3://$USER"}),
+    ],
+)
+def test_a_variable_in_a_path_is_refused(fields, mounts):
+    job = replace(in_container({"skypilot": {"mounts": mounts}}), **fields)
+    with pytest.raises(ConfigError, match=r"SkyPilot would replace \$\{?\w+\}? by the value of the secret"):
+        skypilot.check(job, submit=False)
 
 
 # Machines as processes
@@ -107,8 +216,7 @@ class Machine:
         program.write_text(f"#!/bin/sh\n{kumi}\n")
         program.chmod(0o755)
         (folder / "tmp").mkdir()
-        gpus = str((task["resources"].get("accelerators") or ":0").partition(":")[2])
-        self.environment = {
+        common = {
             "PATH": f"{program.parent}:{os.environ['PATH']}",
             "HOME": str(folder),
             "TMPDIR": str(folder / "tmp"),
@@ -117,17 +225,24 @@ class Machine:
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
             "SKYPILOT_TASK_ID": f"sky-managed-2026-11-26-10-00-00-000000_{task['name']}_1-0",
-            "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
-            "SKYPILOT_NUM_GPUS_PER_NODE": gpus,
-            "SKYPILOT_NODE_IPS": "\n".join(addresses),
-            "SKYPILOT_NODE_RANK": str(rank),
+        }
+        place = {
+            "NUM_GPUS_PER_NODE": str((task["resources"].get("accelerators") or ":0").partition(":")[2]),
+            "NODE_IPS": "\n".join(addresses),
+            "NODE_RANK": str(rank),
+        }
+        self.environments = {
+            "setup": common | {f"SKYPILOT_SETUP_{name}": value for name, value in place.items()},
+            "run": common
+            | {"SKYPILOT_NUM_NODES": str(task["num_nodes"])}
+            | {f"SKYPILOT_{name}": value for name, value in place.items()},
         }
 
     def start(self, section, secrets):
         """Start the script `section`, setup or run, as SkyPilot does: a file of the home, in the working directory."""
         script, log = self.folder / f"{section}.sh", open(self.folder / f"{section}.log", "wb")
         script.write_text(f"#!/bin/bash\ncd ~/sky_workdir\n{self.task[section]}")
-        environment = {**self.environment, **secrets}
+        environment = {**self.environments[section], **secrets}
         with log:
             return subprocess.Popen(
                 [*self.prefix, "bash", script], env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder
@@ -250,6 +365,10 @@ def test_names_and_paths_are_taken_as_they_are(tmp_path, text):
     work = tmp_path / text
     work.mkdir()
     out = tmp_path / "bucket" / text
+    if "${" in text:
+        with pytest.raises(ConfigError, match=r"SkyPilot would replace"):
+            skypilot.check(in_container({"skypilot": {"mounts": {str(tmp_path): text}}}), submit=False)
+        text = text.replace("${HOME}", "$ {HOME}")
     launch = {"setup": ["export FROM_SETUP=1"], "skypilot": {"mounts": {str(tmp_path / "bucket"): f"s3://{text}"}}}
     fields = {"name": text, "folder": str(work), "out": str(out), "run_file": f"{text}.toml", "nodes": 2}
     job = replace(in_container(launch), overrides=(f"name={text}", f"train.out={out}"), **fields)

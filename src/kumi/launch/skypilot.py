@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -35,6 +36,8 @@ _ACCELERATORS = (
     ("MI300X", "MI300X"),
     ("4090", "RTX4090"),
 )
+# SkyPilot replaces $NAME and ${NAME} in paths, if NAME is a secret of the task or of its command line.
+_REPLACED = re.compile(r"\$(?:\{[A-Za-z_]\w*\}?|[A-Za-z_]\w*)", re.ASCII)
 # Exit codes after which SkyPilot starts the job again: a node was lost, or it was asked to save.
 _RECOVERED_CODES = (7, 75)
 
@@ -88,6 +91,12 @@ def check(job: LaunchJob, *, submit: bool) -> None:
             f"train.out={job.out!r} is in no folder of launch.skypilot.mounts ({mounts}), so its checkpoints would be "
             f"lost with the machine; mount a bucket or a volume and put train.out below it"
         )
+    for path in (job.folder, *launch.skypilot.mounts, *launch.skypilot.mounts.values()):
+        if (variable := _REPLACED.search(path)) is not None:
+            raise ConfigError(
+                f"the path {path!r}: SkyPilot would replace {variable[0]} by the value of the secret of that name, and "
+                f"show it; rename the folder or bucket"
+            )
     if launch.env_file is not None:
         check_env_file(launch.env_file, required=submit)
     missing = [variable for variable in launch.env if variable not in os.environ]
