@@ -70,6 +70,19 @@ TEXTS = {
             program=("kumi",),
         ),
     ),
+    "apptainer.sbatch": (
+        "slurm",
+        job_with(
+            {
+                "slurm": {
+                    "container": "/images/kumi 1.sif",
+                    "container_runtime": "apptainer",
+                    "mounts": ["/scratch", "/data:/data:ro"],
+                }
+            },
+            program=("kumi",),
+        ),
+    ),
     "job.yaml": ("kubernetes", IN_CONTAINER),
     "job-rdma.yaml": (
         "kubernetes",
@@ -85,6 +98,8 @@ TEXTS = {
                         "image": "registry/kumi:1",
                         "namespace": "research",
                         "volumes": {"/shared": "kumi-shared", "/data": "corpora"},
+                        "user": 10001,
+                        "group": 2000,
                         "secrets": ["hub-tokens"],
                         "resources": {"vpc.amazonaws.com/efa": 32, "hugepages-2Mi": 5120},
                         "node_selector": {"gpu": "h100", "topology.kubernetes.io/zone": "a"},
@@ -100,7 +115,7 @@ TEXTS = {
         in_container(
             {
                 "time_limit": "2d",
-                "kubernetes": {"api": "trainjob", "image": "registry/kumi:1", "volumes": {"/shared": "kumi-shared"}},
+                "kubernetes": {"api": "trainjob", "image": "registry/kumi:1", "volumes": {"/shared": "kumi-shared"}, "user": 0},
             }
         ),
     ),

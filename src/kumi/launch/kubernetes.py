@@ -240,6 +240,7 @@ def _trainjob(job: LaunchJob) -> dict[str, Any]:
     patch = {
         "nodeSelector": dict(section.node_selector),
         "terminationGracePeriodSeconds": Noted(job.save_seconds, "Time in which a pod that must end saves."),
+        "securityContext": _user(job),
         "containers": [{"name": "node", "securityContext": _security(job), "volumeMounts": _mounts(job)}],
         "volumes": _volumes(job),
     }
@@ -279,6 +280,7 @@ def _pod(job: LaunchJob, place: list[dict[str, Any]], peers: Mapping[str, str]) 
         "affinity": Noted(
             {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}, "One pod a machine."
         ),
+        "securityContext": _user(job),
         "containers": [container],
         "volumes": _volumes(job),
     }
@@ -307,7 +309,7 @@ def _literal(words: list[str]) -> list[str]:
 def _resources(job: LaunchJob) -> dict[str, Any]:
     section, limits = job.launch.kubernetes, dict[str, Any]()
     if job.uses_gpus:
-        limits["amd.com/gpu" if "AMD" in job.device or "MI3" in job.device else "nvidia.com/gpu"] = job.devices_per_node
+        limits["amd.com/gpu" if job.has_amd_gpus else "nvidia.com/gpu"] = job.devices_per_node
     limits |= section.resources
     limits |= {} if job.memory is None else {"memory": str(job.memory)}
     requests = {} if job.launch.cpus is None else {"cpu": str(job.launch.cpus)}
@@ -318,6 +320,15 @@ def _security(job: LaunchJob) -> Noted | None:
     if not job.launch.kubernetes.resources:
         return None
     return Noted({"capabilities": {"add": ["IPC_LOCK"]}}, "RDMA pins memory, which needs this capability.")
+
+
+def _user(job: LaunchJob) -> dict[str, Any]:
+    """Return the user and the group of the pod; empty without launch.kubernetes.user and group."""
+    section = job.launch.kubernetes
+    context: dict[str, Any] = {"runAsUser": section.user, "runAsGroup": section.group, "fsGroup": section.group}
+    if section.group is not None:
+        context["fsGroupChangePolicy"] = Noted("OnRootMismatch", "Else each start would change the group of all files.")
+    return context
 
 
 def _mounts(job: LaunchJob) -> list[dict[str, Any]]:

@@ -100,6 +100,10 @@ class LaunchJob:
         return self.device_kind == "cuda"
 
     @property
+    def has_amd_gpus(self) -> bool:
+        return self.uses_gpus and ("AMD" in self.device or "MI3" in self.device)
+
+    @property
     def written_by(self) -> str:
         """The comment that begins every launcher's file."""
         return f"Written by kumi {__version__} for the run {self.name!r}. Edit it as you like."
@@ -142,6 +146,11 @@ def launch_job(
         raise ConfigError(
             "cluster.devices_per_node is unset and cluster.source='auto' describes this machine, which may differ from "
             "the nodes; set cluster.source to a preset or a TOML file, or cluster.devices_per_node"
+        )
+    if config.launch.slurm.container is not None and config.train.out.startswith("~"):
+        raise ConfigError(
+            f"train.out={config.train.out!r} begins with ~, which in the container of launch.slurm.container is a folder of "
+            f"the image, so the run would be lost with the container; write the folder's whole path"
         )
     job = LaunchJob(
         name=config.name,

@@ -228,16 +228,27 @@ def _step(job: LaunchJob) -> str:
         "--cpu-bind=none",
     ]
     words += [f"--cpus-per-task={launch.cpus}"] if launch.cpus is not None else []
-    container = [f"--container-image={slurm.container}", f"--container-workdir={job.folder}"]
-    container += [f"--container-mounts={','.join(slurm.mounts)}"] if slurm.mounts else []
+    pyxis, command = [], job.command
+    if slurm.container is not None and slurm.container_runtime == "pyxis":
+        pyxis = [f"--container-image={slurm.container}", f"--container-workdir={job.folder}"]
+        pyxis += [f"--container-mounts={','.join(slurm.mounts)}"] if slurm.mounts else []
+    elif slurm.container is not None:
+        command = (*_apptainer(job, slurm.container), *command)
     return (
         "\n# --kill-on-bad-exit=0 --wait=0: a node that ends does not end the others, which may be saving.\n"
         "# --export=ALL: also the variables that this script sets. --cpu-bind=none: the ranks share all CPUs.\n"
         f"{shlex.join(words)} \\\n"
-        + (f"    {shlex.join(container)} \\\n" if slurm.container is not None else "")
+        + (f"    {shlex.join(pyxis)} \\\n" if pyxis else "")
         + "    bash -c 'export KUMI_NODE=$SLURM_PROCID; exec \"$@\"' kumi-node \\\n"
-        f"    {shlex.join(job.command)} &"
+        f"    {shlex.join(command)} &"
     )
+
+
+def _apptainer(job: LaunchJob, image: str) -> tuple[str, ...]:
+    """Return the words before a command that Apptainer runs in a container of `image`."""
+    gpus = ("--rocm" if job.has_amd_gpus else "--nv",) if job.uses_gpus else ()
+    mounts = ("--bind", ",".join(job.launch.slurm.mounts)) if job.launch.slurm.mounts else ()
+    return ("apptainer", "exec", *gpus, "--pwd", job.folder, *mounts, image)
 
 
 def _requeue(times: int) -> str:
