@@ -14,7 +14,7 @@ ARG TORCH_INDEX
 ARG EXTRAS=data,s3
 # The wheel of kumi; other wheels beside it are preferred to the index, and can replace it.
 COPY dist/ /wheels/
-# The secret is a pip.conf, for an index that needs a password. Nothing of it stays in the image.
+# The secret is a pip.conf, for an index that needs a password. Nothing of it stays in the image. Tests of packages are removed.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     set -e; \
     case "$VARIANT" in cpu) build="+cpu" ;; cuda) build="" ;; *) echo "VARIANT=$VARIANT is neither cpu nor cuda" >&2; exit 1 ;; esac; \
@@ -25,7 +25,10 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
         --root-user-action=ignore --find-links /wheels ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
         "torch==$TORCH$build" "$1[$EXTRAS]"; \
     /opt/kumi/bin/python -c 'import sys, torch; sys.exit((torch.version.cuda is None) != (sys.argv[1] == "cpu"))' "$VARIANT" || \
-        { echo "torch is not a build for $VARIANT; set TORCH_INDEX to the index of such builds" >&2; exit 1; }
+        { echo "torch is not a build for $VARIANT; set TORCH_INDEX to the index of such builds" >&2; exit 1; }; \
+    cd /opt/kumi/lib/python3*/site-packages; \
+    rm -rf torch/test torch/bin/*[Tt]est* torch/bin/protoc*; \
+    find . -type d -name tests -prune -exec rm -rf {} +
 
 FROM ${BASE} AS cpu
 
