@@ -41,6 +41,11 @@ def _documents(count):
         yield " ".join(draw.choices(WORDS, k=draw.randrange(5, 60))) + "."
 
 
+def write_documents(file):
+    """Write two hundred short documents to `file`, one a line."""
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in _documents(200)))
+
+
 def run_file(folder, **changes):
     """Write run.toml for use in `folder`, where its data lies, changed by `section={...}` and
     `section__key=value`; its path."""
@@ -102,8 +107,7 @@ class Small:
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
-    lines = (json.dumps({"text": text}) for text in _documents(200))
-    (folder / "documents.jsonl").write_text("\n".join(lines) + "\n")
+    write_documents(folder / "documents.jsonl")
     with contextlib.chdir(folder):
         assert main(["train", str(run_file(folder))]) == 0
     return Small(folder)

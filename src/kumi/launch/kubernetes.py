@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kumi.errors import ConfigError
+from kumi.errors import TERMINATED, ConfigError
 from kumi.launch.cluster_command import run_cluster_command
 from kumi.launch.launch_job import HEAD_PORT, HOPELESS_CODES, LaunchJob, placeholder
 from kumi.launch.launch_record import JobState, LaunchRecord
@@ -185,6 +185,10 @@ def _failure_rules() -> list[dict[str, Any]]:
         {
             "action": Noted("Ignore", "Preemption, drain, eviction: does not count."),
             "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+        },
+        {
+            "action": Noted("Ignore", "Saved because a pod was asked to end, this one or another: does not count."),
+            "onExitCodes": {"containerName": "kumi", "operator": "In", "values": [TERMINATED]},
         },
         {
             "action": Noted("FailJob", "Refused, bad data, does not fit, diverged: would fail again."),

@@ -1,0 +1,257 @@
+"""`kumi launch kubernetes` trains in pods, which are processes of this machine (`pods.py`): to the end, after a pod was
+killed or drained, after a stop. Exit codes end the job or start a new pod."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from pod_process import Node
+from pods import Cluster
+from tests.train.conftest import losses, run_file, write_documents
+
+from forked import run_forked
+from kumi.cli import main
+from namespaces import switched_namespaces
+
+ADDRESSES = [f"10.77.0.{number}" for number in range(1, 15)]
+STEPS = 60
+APIS = ["job", "jobset"]
+CANARY = "c4n4ry-of-a-secret"
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+
+
+def write_run(folder, shared, steps, api="job", save_time="60s", time_limit=None, **changes):
+    """Write run.toml in `folder` for a run of two nodes, whose data and run folder are below `shared` in the pods."""
+    kubernetes = {"image": "kumi", "api": api, "volumes": {str(shared): "team"}, "secrets": ["tokens"]}
+    limit = {} if time_limit is None else {"time_limit": time_limit}
+    options = {
+        "cluster": {"nodes": 2, "devices_per_node": 2},
+        "layout": {"dp_shard": 4, "zero": 3},
+        "batch__tokens_per_step": 512,
+        "data__sources": [{"path": f"{shared}/documents.jsonl"}],
+        "data__cache": f"{shared}/tokens",
+        "train__steps": steps,
+        "train__out": f"{shared}/run",
+        "checkpoint": {"every": 10, "keep": 2},
+        "launch": {"kind": "kubernetes", "save_time": save_time, "requeues": 2, "kubernetes": kubernetes} | limit,
+        **changes,
+    }
+    return run_file(folder, **options)
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A cluster with the volume `team`, mounted at shared; its image has kumi, and kubectl of kumi talks to it."""
+    for name in ("bin", "team", "shared", "pods"):
+        (tmp_path / name).mkdir()
+    install(tmp_path, f'exec {sys.executable} -m kumi "$@"')
+    image = {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+        "KUMI_NUMERICS": "reference",
+        "OMP_NUM_THREADS": "1",
+    }
+    node = Node(tmp_path / "pods", image, claims={"team": tmp_path / "team"}, secrets={"tokens": {}})
+    monkeypatch.chdir(tmp_path)
+    with switched_namespaces(ADDRESSES) as names, Cluster(node, list(zip(names, ADDRESSES))) as cluster:
+        monkeypatch.setattr("kumi.launch.kubernetes.run_cluster_command", cluster.kubectl)
+        yield cluster
+
+
+def install(folder, program):
+    """Let the shell lines `program` be kumi in the image."""
+    file = folder / "bin" / "kumi"
+    file.write_text(f"#!/bin/sh\n{program}\n")
+    file.chmod(0o755)
+
+
+def kumi(capsys, *words):
+    """Run a command of kumi and return the object that it prints."""
+    assert main([*words, "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def launch(cluster, capsys, folder, steps=STEPS, **changes):
+    """Submit a run and return its Job or JobSet."""
+    if not (folder / "team" / "documents.jsonl").exists():
+        write_documents(folder / "team" / "documents.jsonl")
+        write_run(folder, folder / "shared", steps, **changes)
+    kumi(capsys, "launch", "run.toml", "--unchecked", "--submit")
+    (workload,) = cluster.workloads.values()
+    return workload
+
+
+def command_lines():
+    """The commands of all processes of this machine, which everybody can read."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            yield file.read_bytes().decode(errors="replace")
+
+
+def files_with(secret, folder):
+    """The files below `folder` whose name or content has `secret`."""
+    files = [file for file in folder.rglob("*") if not file.is_symlink()]
+    named = [file for file in folder.rglob("*") if secret in file.name]
+    return named + [file for file in files if file.is_file() and secret.encode() in file.read_bytes()]
+
+
+def trained_steps(folder):
+    """The number of steps in the metrics so far."""
+    file = folder / "team" / "run" / "metrics.jsonl"
+    return file.read_text().count("train/loss") if file.exists() else 0
+
+
+def train_here(folder):
+    os.chdir(folder)
+    raise SystemExit(main(["train", "run.toml", "cluster.nodes=1", "cluster.devices_per_node=4"]))
+
+
+@pytest.fixture(scope="module")
+def in_one_process(tmp_path_factory):
+    """A function: number of steps -> the losses of the run in one process of four ranks, which nothing interrupts."""
+
+    @cache
+    def losses_of(steps):
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        write_documents(folder / "documents.jsonl")
+        write_run(folder, folder, steps)
+        code, _, errors = run_forked(train_here, folder)
+        assert code == 0, errors
+        return losses(folder / "run")
+
+    return losses_of
+
+
+def test_pods_train_as_one_process_and_print_no_secret(cluster, in_one_process, tmp_path, capsys):
+    secrets = tmp_path / "secrets.env"
+    secrets.write_text("".join(f"{name}={CANARY}-{name}\n" for name in SECRETS))
+    secrets.chmod(0o600)
+    cluster.node.secrets["tokens"] = dict(line.split("=") for line in secrets.read_text().splitlines())
+    job = launch(cluster, capsys, tmp_path, steps=12)
+    commands = set()
+    cluster.wait_for(lambda: commands.update(command_lines()) or job.condition)
+    assert (job.condition, job.codes()) == ("Complete", [[0], [0]]), cluster.pods[0].log.read_text()
+    assert losses(tmp_path / "team" / "run") == in_one_process(12)
+    assert (tmp_path / "team" / "run" / "hf" / "README.md").exists()
+    assert [command for command in commands if CANARY in command] == []
+    assert files_with(CANARY, tmp_path) == [secrets]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_killed_pod_is_replaced_and_the_run_goes_on(cluster, in_one_process, tmp_path, capsys, index, api):
+    job = launch(cluster, capsys, tmp_path, api=api)
+    cluster.wait_for(lambda: trained_steps(tmp_path) > 15)
+    job.active[index].kill()
+    cluster.wait_for(lambda: job.condition)
+    ends = [[7, 0], [7, 0]]
+    ends[index] = [137, 0]
+    assert (job.condition[:8], job.codes()) == ("Complete", ends), [pod.log.read_text() for pod in cluster.pods]
+    assert losses(tmp_path / "team" / "run") == in_one_process(STEPS)
+    assert cluster.pods[0].address != cluster.pods[2].address
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_drained_pod_saves_and_does_not_count(cluster, in_one_process, tmp_path, capsys, index):
+    job = launch(cluster, capsys, tmp_path)
+    cluster.wait_for(lambda: trained_steps(tmp_path) > 15)
+    cluster.drain(job.active[index])
+    cluster.wait_for(lambda: not job.active)
+    steps = trained_steps(tmp_path)
+    assert (tmp_path / "team" / "run" / "checkpoints" / f"step_{steps:06d}").exists()
+    cluster.wait_for(lambda: job.condition)
+    assert (job.condition, job.codes()) == ("Complete", [[143, 0], [143, 0]]), [p.log.read_text() for p in cluster.pods]
+    assert job.counted == {}
+    assert losses(tmp_path / "team" / "run") == in_one_process(STEPS)
+
+
+@pytest.mark.exhaustive
+def test_a_stopped_run_saves_and_goes_on_when_it_is_submitted_again(cluster, in_one_process, tmp_path, capsys):
+    job = launch(cluster, capsys, tmp_path)
+    cluster.wait_for(lambda: trained_steps(tmp_path) > 15)
+    assert "its pods save and end" in kumi(capsys, "stop", "run.toml")["message"]
+    cluster.wait_for(lambda: not job.active)
+    assert (job.codes(), kumi(capsys, "status", "run.toml")["state"]) == ([[143], [143]], "suspended")
+    again = launch(cluster, capsys, tmp_path)
+    assert again is not job
+    cluster.wait_for(lambda: again.condition)
+    assert (again.condition, again.codes()) == ("Complete", [[0], [0]])
+    assert losses(tmp_path / "team" / "run") == in_one_process(STEPS)
+
+
+@pytest.mark.exhaustive
+def test_an_error_of_the_run_file_ends_the_job_at_once(cluster, tmp_path, capsys):
+    job = launch(cluster, capsys, tmp_path, data__sources=[{"path": f"{tmp_path}/shared/missing.jsonl"}])
+    cluster.wait_for(lambda: job.condition)
+    assert (job.condition, job.reason, job.codes()) == ("Failed", "PodFailurePolicy", [[2], [2]])
+    assert "missing.jsonl" in cluster.pods[1].log.read_text()
+
+
+# Exit codes of the starts of pod 0 and of pod 1, a line each (none: sleep until SIGTERM, then 143), and the end: its
+# condition, the reason, and how many pods each index had. requeues = 2.
+ENDS = [
+    ([[1, 7, 0], [0]], "Complete", "", [3, 1]),
+    ([[75, 137, 0], [5, 8, 0]], "Complete", "", [3, 3]),
+    ([[1, 7, 75, 0], []], "Failed", "MaxFailedIndexesExceeded", [3, 1]),
+    ([[143, 143, 143, 143, 0], [0]], "Complete", "", [5, 1]),
+    *(([[], [code]], "Failed", "PodFailurePolicy", [1, 1]) for code in (2, 3, 4, 6)),
+]
+PROGRAM = """
+trap 'exit 143' TERM
+code=$(sed -n "$(ls "$HOME"/../.. | grep -c -- "-$KUMI_NODE-0")p" {folder}/codes-$KUMI_NODE)
+[ -n "$code" ] && exit $code
+while :; do sleep 0.05; done
+"""
+
+
+def stand_in(folder, codes):
+    """Let kumi in the image end with `codes`: of the starts of pod 0, and of pod 1."""
+    install(folder, PROGRAM.format(folder=folder))
+    for node, lines in enumerate(codes):
+        (folder / f"codes-{node}").write_text("".join(f"{code}\n" for code in lines))
+
+
+@pytest.mark.parametrize(("codes", "condition", "reason", "pods"), ENDS, ids=lambda item: str(item)[:30])
+def test_exit_codes_end_the_job_or_start_a_new_pod(cluster, tmp_path, capsys, codes, condition, reason, pods):
+    stand_in(tmp_path, codes)
+    job = launch(cluster, capsys, tmp_path)
+    cluster.wait_for(lambda: job.condition)
+    assert (job.condition, job.reason) == (condition, reason), job.codes()
+    assert [len(each) for each in job.codes()] == pods
+
+
+@pytest.mark.parametrize(
+    ("codes", "condition", "pods"),
+    [([[1, 7, 1, 0], [0, 0]], "Completed", [4, 2]), ([[], [2]], "Failed", [1, 1]), ([[1] * 9, []], "Failed", [9, 3])],
+)
+def test_a_job_set_begins_anew_unless_its_job_failed_by_a_hopeless_code(
+    cluster, tmp_path, capsys, codes, condition, pods
+):
+    stand_in(tmp_path, codes)
+    jobs = launch(cluster, capsys, tmp_path, api="jobset")
+    cluster.wait_for(lambda: jobs.condition)
+    assert (jobs.condition, [len(each) for each in jobs.codes()]) == (condition, pods)
+
+
+def test_the_time_limit_lets_the_pods_save_and_fails_the_job(cluster, tmp_path, capsys):
+    stand_in(tmp_path, [[], []])
+    job = launch(cluster, capsys, tmp_path, save_time="2s", time_limit="3s")
+    cluster.wait_for(lambda: job.condition)
+    assert (job.condition, job.reason, job.codes()) == ("Failed", "DeadlineExceeded", [[143], [143]])
+
+
+def test_a_pod_that_ignores_the_request_to_end_is_killed_after_its_grace_period(cluster, tmp_path, capsys):
+    install(tmp_path, "trap '' TERM; while :; do sleep 0.05; done")
+    job = launch(cluster, capsys, tmp_path, save_time="1s")
+    cluster.wait_for(lambda: len(job.active) == 2)
+    kumi(capsys, "stop", "run.toml")
+    cluster.wait_for(lambda: not job.active)
+    assert (job.condition, job.codes()) == ("Suspended", [[137], [137]])
