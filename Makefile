@@ -3,13 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo plan test test-all handover mutants golden docs lint clean
+VARIANT ?= cuda
+BUILDER ?= docker
+
+.PHONY: demo plan image test test-all handover mutants golden docs lint clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/kumi train examples/quickstart.toml
 
 plan: $(VENV)/demo.stamp
 	$(BIN)/kumi plan examples/plan/llama-3-8b.toml
+
+# kumi from its wheel as the image kumi:cuda, or kumi:cpu with VARIANT=cpu TORCH_INDEX=...; BUILDER=podman (docs/containers.md).
+image:
+	rm -f dist/kumi-*.whl
+	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(BUILDER) build $(if $(filter podman buildah,$(BUILDER)),--format docker) --build-arg VARIANT=$(VARIANT) \
+		$(TORCH_INDEX:%=--build-arg TORCH_INDEX=%) --tag kumi:$(VARIANT) .
 
 # KERNELS=other: with float32 products as another kind of CPU computes them.
 test:

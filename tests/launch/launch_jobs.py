@@ -115,7 +115,12 @@ TEXTS = {
         in_container(
             {
                 "time_limit": "2d",
-                "kubernetes": {"api": "trainjob", "image": "registry/kumi:1", "volumes": {"/shared": "kumi-shared"}, "user": 0},
+                "kubernetes": {
+                    "api": "trainjob",
+                    "image": "registry/kumi:1",
+                    "volumes": {"/shared": "kumi-shared"},
+                    "user": 0,
+                },
             }
         ),
     ),

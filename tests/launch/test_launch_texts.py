@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 
 import pytest
@@ -57,6 +58,20 @@ def test_gpus_are_asked_for_once(option):
     assert "--gpus-per-node=8" not in text
 
 
+@pytest.mark.parametrize(
+    ("device", "kind", "option"),
+    [("NVIDIA H100 80GB HBM3", "cuda", ["--nv"]), ("AMD Instinct MI300X", "cuda", ["--rocm"]), ("CPU", "cpu", [])],
+)
+def test_apptainer_gets_the_devices_of_the_cluster(device, kind, option):
+    section = {"slurm": {"container": "/a b.sif", "container_runtime": "apptainer", "mounts": ["/x", "/y:/z:ro"]}}
+    job = job_with(section, program=("kumi",), device=device, device_kind=kind)
+    (step,) = re.findall(r"kumi-node \\\n    (.*) &\n", slurm.text(job))
+    mounts = "--bind /x,/y:/z:ro '/a b.sif'"
+    options = "".join(f"{word} " for word in option)
+    assert step == f"apptainer exec {options}--pwd /home/u/work {mounts} kumi train run.toml optim.lr=2e-5"
+    assert "--container-image" not in slurm.text(job)
+
+
 def run_config(name="tiny", out="runs/tiny", cluster=None, **launch):
     return from_dict(
         {
@@ -85,6 +100,12 @@ def test_a_job_is_the_run_file_s_and_the_cluster_s():
     assert job.out == f"{os.environ['HOME']}/x"
     assert job.command == ("kumi", "train", "run.toml", "a.b=c")
     assert job_of(run_config(), run_file="-x.toml").command == ("kumi", "train", "./-x.toml")
+
+
+def test_a_run_folder_below_the_home_of_a_container_is_refused():
+    with pytest.raises(ConfigError, match=r"train.out='~/runs' begins with ~, which in the container .* whole path"):
+        job_of(run_config(out="~/runs", slurm={"container": "kumi.sqsh"}))
+    assert job_of(run_config(out="/runs", slurm={"container": "kumi.sqsh"})).out == "/runs"
 
 
 @pytest.mark.parametrize("hostile", ["a\nb", "a\rb", "a\x1bb", "a\tb", "a\x7f"])

@@ -58,6 +58,8 @@ MISTAKES = [
     (JOB, (*POD, "subdomain"), "subDomain", None),
     (JOB, (*POD, "terminationGracePeriodSeconds"), None, "300s"),
     (JOB, (*POD, "containers", 0, "image"), "imgae", None),
+    (JOB, (*POD, "securityContext", "runAsUser"), None, "10001"),
+    (JOB, (*POD, "securityContext", "fsGroup"), "fsgroup", None),
     (JOB, (*POD, "containers", 0, "command"), None, "kumi train run.toml"),
     (JOB, (*POD, "containers", 0, "env", 2, "valueFrom"), "valueForm", None),
     (JOB, (*POD, "containers", 0, "env", 1, "value"), None, 4),
@@ -74,6 +76,7 @@ MISTAKES = [
     (TRAINJOB, ("trainer", "numNodes"), "numNodez", None),
     (TRAINJOB, ("trainer", "numProcPerNode"), None, "1"),
     (TRAINJOB, ("runtimeRef", "name"), None, 3),
+    (TRAINJOB, (*PATCH, "securityContext"), "securityContexts", None),
     (TRAINJOB, (*PATCH, "volumes"), "volume", None),
     (TRAINJOB, (*PATCH, "containers", 0, "volumeMounts"), "mounts", None),
 ]
@@ -92,9 +95,13 @@ def test_mistakes_are_refused(file, path, name, value):
         check_manifest(document)
 
 
-def container(job):
+def pod(job):
     *_, workload = yaml.safe_load_all(kubernetes.text(job))
-    return workload["spec"]["template"]["spec"]["containers"][0]
+    return workload["spec"]["template"]["spec"]
+
+
+def container(job):
+    return pod(job)["containers"][0]
 
 
 def test_a_pod_learns_its_place_and_runs_the_run_file_as_it_is():
@@ -105,6 +112,14 @@ def test_a_pod_learns_its_place_and_runs_the_run_file_as_it_is():
     place = {entry["name"]: entry.get("value") for entry in container(IN_CONTAINER)["env"]}
     assert place == {"KUMI_HEAD": "qwen3-8b-chat-0.qwen3-8b-chat:29400", "KUMI_NODES": "4", "KUMI_NODE": None}
     assert workload["spec"]["completions"] == workload["spec"]["parallelism"] == 4
+
+
+def test_a_pod_has_the_user_and_the_group_that_the_run_file_names():
+    assert "securityContext" not in pod(IN_CONTAINER)
+    assert pod(in_container({"kubernetes": {"user": 0}}))["securityContext"] == {"runAsUser": 0}
+    context = pod(in_container({"kubernetes": {"user": 10001, "group": 2000}}))["securityContext"]
+    assert (context["runAsUser"], context["runAsGroup"], context["fsGroup"]) == (10001, 2000, 2000)
+    assert context["fsGroupChangePolicy"] == "OnRootMismatch"
 
 
 def test_kubernetes_replaces_nothing_in_commands():

@@ -32,9 +32,12 @@ class SlurmSection(Section):
         description="Number of jobs that continue the run one after another, for clusters that do not requeue jobs: "
         "an array whose tasks run one at a time.",
     )
-    container: Line | None = Field(None, description="Container image with kumi in it: a file, or a name with registry.")
+    container: Line | None = Field(
+        None, description="Container image with kumi in it: a file, or a name with registry."
+    )
     container_runtime: Literal["pyxis", "apptainer"] = Field(
-        "pyxis", description="How the container starts: by the plugin pyxis (`srun --container-image`), or by Apptainer."
+        "pyxis",
+        description="How the container starts: by the plugin pyxis (`srun --container-image`), or by Apptainer.",
     )
     mounts: Lines = Field((), description="Folders that the container sees: HOST or HOST:INSIDE.")
 
@@ -53,8 +56,9 @@ class KubernetesSection(Section):
         default_factory=dict, description="Folder in the container -> PersistentVolumeClaim that is mounted there."
     )
     user: NotNegative | None = Field(
-        None, description="User id of the container's processes, which must be able to write to the volumes; by default "
-        "the image's user."
+        None,
+        description="User id of the container's processes, which must be able to write to the volumes; by default "
+        "the image's user.",
     )
     group: NotNegative | None = Field(
         None, description="Group id of the container's processes, and of the volumes where their driver can set it."

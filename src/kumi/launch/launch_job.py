@@ -149,8 +149,8 @@ def launch_job(
         )
     if config.launch.slurm.container is not None and config.train.out.startswith("~"):
         raise ConfigError(
-            f"train.out={config.train.out!r} begins with ~, which in the container of launch.slurm.container is a folder of "
-            f"the image, so the run would be lost with the container; write the folder's whole path"
+            f"train.out={config.train.out!r} begins with ~, which in the container of launch.slurm.container is a "
+            f"folder of the image, so the run would be lost with the container; write the folder's whole path"
         )
     job = LaunchJob(
         name=config.name,
