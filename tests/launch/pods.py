@@ -189,7 +189,7 @@ class Cluster:
 
     def __init__(self, node: Node, networks: Sequence[tuple[str, str]], hurry: float = 50.0) -> None:
         self.node, self.hurry, self.numbers = node, hurry, count()
-        self._networks = iter(networks)
+        self.networks = iter(networks)
         self.services: dict[str, dict[str, str]] = {}  # name -> labels of its pods
         self.workloads: dict[str, Job | JobSet] = {}
         self.pods: list[Pod] = []
@@ -217,7 +217,7 @@ class Cluster:
 
     def start(self, spec: Mapping[str, Any], metadata: Mapping[str, Any], hostname: str) -> Pod:
         """Start a pod, for a Job."""
-        network, address = next(self._networks)
+        network, address = next(self.networks)
         pod = Pod(self.node, spec, metadata, hostname, address, network)
         self.pods.append(pod)
         self._publish_names()

@@ -5,31 +5,49 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from mini_slurm import MiniSlurm
 from pod_process import Node
 from pods import Cluster
+from tests.hub import fake_hub
 from tests.train.conftest import losses, run_file, write_documents
 
 from forked import run_forked
 from kumi.cli import main
-from namespaces import switched_namespaces
+from namespaces import enter_namespace, switched_namespaces
 
 ADDRESSES = [f"10.77.0.{number}" for number in range(1, 15)]
 STEPS = 60
 APIS = ["job", "jobset"]
 CANARY = "c4n4ry-of-a-secret"
-SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+SECRETS = {
+    "HF_TOKEN": f"hf_{CANARY}",
+    "WANDB_API_KEY": f"{CANARY}{'0' * 22}",
+    "AWS_ACCESS_KEY_ID": f"AKIA{CANARY}",
+    "AWS_SECRET_ACCESS_KEY": f"s3-{CANARY}",
+}
 
 
-def write_run(folder, shared, steps, api="job", save_time="60s", time_limit=None, **changes):
+def write_run(folder, shared, steps, api="job", save_time="60s", setup=(), time_limit=None, **changes):
     """Write run.toml in `folder` for a run of two nodes, whose data and run folder are below `shared` in the pods."""
     kubernetes = {"image": "kumi", "api": api, "volumes": {str(shared): "team"}, "secrets": ["tokens"]}
-    limit = {} if time_limit is None else {"time_limit": time_limit}
+    launch = {
+        "kind": "kubernetes",
+        "save_time": save_time,
+        "setup": list(setup),
+        "requeues": 2,
+        "kubernetes": kubernetes,
+    }
+    launch |= {} if time_limit is None else {"time_limit": time_limit}
     options = {
         "cluster": {"nodes": 2, "devices_per_node": 2},
         "layout": {"dp_shard": 4, "zero": 3},
@@ -39,7 +57,7 @@ def write_run(folder, shared, steps, api="job", save_time="60s", time_limit=None
         "train__steps": steps,
         "train__out": f"{shared}/run",
         "checkpoint": {"every": 10, "keep": 2},
-        "launch": {"kind": "kubernetes", "save_time": save_time, "requeues": 2, "kubernetes": kubernetes} | limit,
+        "launch": launch,
         **changes,
     }
     return run_file(folder, **options)
@@ -94,11 +112,10 @@ def command_lines():
             yield file.read_bytes().decode(errors="replace")
 
 
-def files_with(secret, folder):
-    """The files below `folder` whose name or content has `secret`."""
-    files = [file for file in folder.rglob("*") if not file.is_symlink()]
-    named = [file for file in folder.rglob("*") if secret in file.name]
-    return named + [file for file in files if file.is_file() and secret.encode() in file.read_bytes()]
+def files_with_canary(folder):
+    """The files below `folder` whose name or content has a secret, byte by byte."""
+    files = [file for file in folder.rglob("*") if file.is_file() and not file.is_symlink()]
+    return [file for file in files if CANARY in file.name or CANARY.encode() in file.read_bytes()]
 
 
 def trained_steps(folder):
@@ -128,11 +145,17 @@ def in_one_process(tmp_path_factory):
     return losses_of
 
 
-def test_pods_train_as_one_process_and_print_no_secret(cluster, in_one_process, tmp_path, capsys):
-    secrets = tmp_path / "secrets.env"
-    secrets.write_text("".join(f"{name}={CANARY}-{name}\n" for name in SECRETS))
-    secrets.chmod(0o600)
-    cluster.node.secrets["tokens"] = dict(line.split("=") for line in secrets.read_text().splitlines())
+def give_secrets(cluster, folder):
+    """Give the pods a Secret made from a file of mode 600, as `kubectl create secret --from-env-file`; the file."""
+    file = folder / "secrets.env"
+    file.write_text("".join(f"{name}={value}\n" for name, value in SECRETS.items()))
+    file.chmod(0o600)
+    cluster.node.secrets["tokens"] = dict(line.split("=") for line in file.read_text().splitlines())
+    return file
+
+
+def test_pods_train_as_one_process_and_write_no_secret(cluster, in_one_process, tmp_path, capsys):
+    secrets = give_secrets(cluster, tmp_path)
     job = launch(cluster, capsys, tmp_path, steps=12)
     commands = set()
     cluster.wait_for(lambda: commands.update(command_lines()) or job.condition)
@@ -140,7 +163,102 @@ def test_pods_train_as_one_process_and_print_no_secret(cluster, in_one_process, 
     assert losses(tmp_path / "team" / "run") == in_one_process(12)
     assert (tmp_path / "team" / "run" / "hf" / "README.md").exists()
     assert [command for command in commands if CANARY in command] == []
-    assert files_with(CANARY, tmp_path) == [secrets]
+    assert files_with_canary(tmp_path) == [secrets]
+
+
+S3 = """
+import os, signal, sys
+from pathlib import Path
+from moto.server import ThreadedMotoServer
+import boto3
+server = ThreadedMotoServer(ip_address=sys.argv[1], port=0, verbose=False)
+server.start()
+url = f"http://{sys.argv[1]}:{server.get_host_and_port()[1]}"
+client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **dict(zip(
+    ("aws_access_key_id", "aws_secret_access_key"), sys.argv[3:])))
+client.create_bucket(Bucket="bucket")
+print(url, flush=True)
+sys.stdin.read()
+for entry in client.list_objects_v2(Bucket="bucket")["Contents"]:
+    file = Path(sys.argv[2], entry["Key"])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    client.download_file("bucket", entry["Key"], str(file))
+"""
+
+
+def serve_hub(namespace, address, folder):
+    """A hub in `namespace`, which writes its URL to `folder` and at SIGTERM the files that it was given."""
+    enter_namespace(namespace)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    fake_hub.TOKEN = SECRETS["HF_TOKEN"]
+    with fake_hub.serve(address) as hub:
+        (folder / "url").write_text(hub.url)
+        signal.sigwait([signal.SIGTERM])
+        for name, content in hub.repositories["org/small"].commits[hub.repositories["org/small"].sha("main")].items():
+            (folder / name).write_bytes(content)
+
+
+@pytest.fixture
+def services(tmp_path):
+    """A store of S3 and a hub in the cluster's network: their URLs, and a function that stops them and keeps what they
+    have in the folders store and hub."""
+    for package in ("moto", "s3fs"):
+        pytest.importorskip(package, reason="needs a server of S3 (moto, 110 MB): pip install 'kumi[s3-check]'")
+    for name in ("store", "hub"):
+        (tmp_path / name).mkdir()
+    with contextlib.ExitStack() as stack:
+
+        def begin(namespace, address):
+            words = [address, str(tmp_path / "store"), SECRETS["AWS_ACCESS_KEY_ID"], SECRETS["AWS_SECRET_ACCESS_KEY"]]
+            command = ["nsenter", f"--net=/run/netns/{namespace}", sys.executable, "-c", S3, *words]
+            store = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            hub = multiprocessing.get_context("fork").Process(
+                target=serve_hub, args=(namespace, address, tmp_path / "hub")
+            )
+            hub.start()
+            stack.callback(store.kill)
+            stack.callback(hub.kill)
+
+            def end():
+                hub.terminate()
+                hub.join()
+                store.communicate()
+                assert (hub.exitcode, store.returncode) == (0, 0)
+
+            url = store.stdout.readline().strip()
+            MiniSlurm.wait_for(lambda: (tmp_path / "hub" / "url").exists())
+            return {"AWS_ENDPOINT_URL": url, "HF_ENDPOINT": (tmp_path / "hub" / "url").read_text()}, end
+
+        yield begin
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_uses_all_its_secrets_writes_none(cluster, services, tmp_path, capsys):
+    """Checkpoints go to a store, the model and its card to a hub, and metrics to a tracker, if it is installed."""
+    secrets = give_secrets(cluster, tmp_path)
+    addresses, end = services(*next(cluster.networks))
+    variables = {**addresses, "KUMI_CACHE": f"{tmp_path}/shared/cache", "HF_HUB_DISABLE_XET": "1"}
+    tracker = "wandb" if find_spec("wandb") else "tensorboard"
+    job = launch(
+        cluster,
+        capsys,
+        tmp_path,
+        setup=[f"export {name}={value}" for name, value in {**variables, "WANDB_MODE": "offline"}.items()],
+        train__steps=12,
+        train__out="s3://bucket/runs/small",
+        export={"push": "org/small"},
+        log={"every": 1, "trackers": [tracker]},
+    )
+    commands = set()
+    cluster.wait_for(lambda: commands.update(command_lines()) or job.condition)
+    assert (job.condition, job.codes()) == ("Complete", [[0], [0]]), cluster.pods[0].log.read_text()
+    end()
+    assert (tmp_path / "store" / "runs" / "small" / "hf" / "model.safetensors").exists()
+    assert (tmp_path / "hub" / "README.md").exists()
+    assert list(tmp_path.rglob(f"{tracker}/*"))
+    assert f"{tracker}: " not in cluster.pods[0].log.read_text()
+    assert [command for command in commands if CANARY in command and "moto" not in command] == []
+    assert files_with_canary(tmp_path) == [secrets]
 
 
 @pytest.mark.exhaustive
@@ -184,6 +302,9 @@ def test_a_stopped_run_saves_and_goes_on_when_it_is_submitted_again(cluster, in_
     assert again is not job
     cluster.wait_for(lambda: again.condition)
     assert (again.condition, again.codes()) == ("Complete", [[0], [0]])
+    again.complete.discard(0)  # as if pod 0 had been killed just before its end: pod 1 is never started again
+    cluster.wait_for(lambda: again.condition)
+    assert (again.condition, again.codes()) == ("Complete", [[0, 0], [0]])
     assert losses(tmp_path / "team" / "run") == in_one_process(STEPS)
 
 

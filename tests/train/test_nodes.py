@@ -128,6 +128,10 @@ def test_two_nodes_train_as_one_process(pair, small):
     again = pair()
     assert codes(again) == [0, 0]
     assert "already finished" in again[0].text() or "finished: 6 steps" in again[0].text()
+    # A node that is started again alone, because it was killed after all others had ended, does not wait for them.
+    shutil.rmtree(pair.folder / "run" / "hf")
+    assert codes([Node(pair.folder, 0, f"127.0.0.1:{free_port()}")]) == [0]
+    check(pair.folder, small)
 
 
 @pytest.mark.parametrize("addresses", [("10.66.1.1", "10.66.1.2"), ("fd66:1::1", "fd66:1::2")], ids=["ipv4", "ipv6"])

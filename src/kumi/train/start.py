@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ from kumi.config.schema import LayoutSection
 from kumi.data import Store
 from kumi.doctor.here import checkpoint_space
 from kumi.doctor.run_doctor import check_before_training
-from kumi.errors import OK, ConfigError, LayoutError, ModelError
+from kumi.errors import OK, ConfigError, KumiError, LayoutError, ModelError
 from kumi.launch.agent import HeadLink, run_as_agent
 from kumi.launch.launchers import pick_launcher
 from kumi.launch.local import rank_environment, run_node_ranks
@@ -64,6 +65,10 @@ def start(
     if isinstance(standing, Standing):
         if standing.node == 0:
             pull_remote(config)
+        finished = _trained_run(config)
+        if finished is not None:  # the other nodes may have ended for good, so this one must not wait for them
+            os.environ.update(rank_environment(finished.cluster.devices_per_node, os.environ))
+            return OK if standing.node else _lead(with_measured_numerics(finished), allow_change, None, listener)
         check_before_training(config, standing)  # before the head, whose port it uses
         token = run_token(local_run_folder(config.train.out), node=standing.node)
         lost = parse_duration(config.recover.lost)
@@ -294,6 +299,16 @@ def _is_trained(run: ResolvedRun) -> bool:
         return False
     ended = ended_early(run.out, run.config.checkpoint.best, run.config.train.patience)
     return step_of(last) >= (run.planned_steps if ended is None else ended) and (run.out / "probe.safetensors").exists()
+
+
+def _trained_run(config: RunConfig) -> ResolvedRun | None:
+    """Return the run of `config` if only its export remains to be done; None otherwise, or if it cannot be opened."""
+    if latest(checkpoint_root(local_run_folder(config.train.out))) is None:
+        return None
+    with suppress(KumiError):  # the nodes meet first, so that all of them end with this error
+        run = open_run(config)
+        return run if _is_trained(run) else None
+    return None
 
 
 def _launch(run: ResolvedRun, store: Store, peers: Rendezvous | HeadLink | None, listener: Listener | None) -> int:
