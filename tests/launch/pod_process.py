@@ -28,6 +28,7 @@ class Node:
     - `folder`: of the pods' files.
     - `variables`: the environment of the image.
     - `config_maps`, `secrets`: name -> entries; `claims`: name of a PersistentVolumeClaim -> folder.
+    - `hurry`: how much shorter the pauses before another start are than those of Kubernetes.
     """
 
     folder: Path
@@ -35,6 +36,7 @@ class Node:
     config_maps: dict[str, dict[str, str]] = field(default_factory=dict)
     secrets: dict[str, dict[str, str]] = field(default_factory=dict)
     claims: dict[str, Path] = field(default_factory=dict)
+    hurry: float = 50.0
 
 
 class Pod:
@@ -55,14 +57,18 @@ class Pod:
         only(manifest, "restartPolicy", "terminationGracePeriodSeconds", "subdomain", "containers", "volumes")
         (container,) = manifest["containers"]
         only(container, "name", "command", "args", "env", "envFrom", "volumeMounts")
-        assert manifest["restartPolicy"] == "Never", "the Job starts a new pod, not the kubelet the container"
+        assert manifest["restartPolicy"] in ("Never", "OnFailure")
+        self._restarts_container = manifest["restartPolicy"] == "OnFailure"
         self.metadata, self.hostname, self.address = metadata, hostname, address
         self.subdomain = manifest.get("subdomain", "")
         self.conditions: set[str] = set()
         self.container = container["name"]
         self.grace = float(manifest.get("terminationGracePeriodSeconds", 30))
         self.ended_at = 0.0
+        self.restarts = 0  # of the container
         self._kill_at: float | None = None
+        self._restart_at: float | None = None
+        self._node = node
         self._folder = node.folder / metadata["name"]
         for name in ("home", "tmp"):
             (self._folder / name).mkdir(parents=True)
@@ -74,14 +80,16 @@ class Pod:
         # The shell below stays outside, and gives 128 and the signal as the exit code, as a container runtime does.
         inside = '(mount -t proc proc /proc && exec "$@"); exit $?'
         script = "\n".join([*setup, f'exec unshare --pid sh -c {shlex.quote(inside)} sh "$@"'])
-        with open(self.log, "wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    *("nsenter", f"--net=/run/netns/{network}", "unshare", "--mount", "--uts", "--ipc"),
-                    *("sh", "-c", script, "sh", *words),
-                ],
+        apart = ("nsenter", f"--net=/run/netns/{network}", "unshare", "--mount", "--uts", "--ipc")
+        self._command, self._environ = [*apart, "sh", "-c", script, "sh", *words], environment
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(
+                self._command,
                 cwd=self._folder / "home",
-                env=environment,
+                env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -90,13 +98,25 @@ class Pod:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of the container, 128 and the signal if one killed it; None while it runs."""
+        """The exit code of the container, 128 and the signal if one killed it; None while it runs or starts again."""
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self.kill()
         code = self._process.poll()
+        if code and self._restarts_container and self._kill_at is None:
+            self._restart()
+            return None
         if code is not None and not self.ended_at:
             self.ended_at = time.monotonic()
         return code
+
+    def _restart(self) -> None:
+        """Start the container again after a pause: 10 s, then twice as long each time, at most 5 minutes."""
+        now = time.monotonic()
+        if self._restart_at is None:
+            self._restart_at = now + min(10.0 * 2**self.restarts, 300.0) / self._node.hurry
+        elif now > self._restart_at:
+            self.restarts, self._restart_at = self.restarts + 1, None
+            self._process = self._start()
 
     def kill(self) -> None:
         """End all processes of the pod at once, as the kernel does when memory is short: SIGKILL to process 1."""

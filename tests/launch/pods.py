@@ -1,8 +1,9 @@
-"""Kubernetes on this machine, as far as the manifests of `kumi launch kubernetes` need it: the controllers of Jobs and
-JobSets, the names of a headless Service, and kubectl. Pods are processes (`pod_process.py`).
+"""Kubernetes on this machine, as far as the manifests of `kumi launch kubernetes` need it: the controllers of Jobs,
+JobSets and TrainJobs, the names of a headless Service, and kubectl. Pods are processes (`pod_process.py`).
 
-The rules are those of the documentation and source of Kubernetes 1.33 (pkg/controller/job) and JobSet, not those that
-kumi expects. Keys that this file would ignore are errors. There is no scheduler, no API server and no image.
+The rules are those of the documentation and source of Kubernetes 1.33 (pkg/controller/job), JobSet and Kubeflow
+Trainer 2, not those that kumi expects. Keys that this file would ignore are errors. There is no scheduler, no API
+server and no image.
 """
 
 from __future__ import annotations
@@ -22,10 +23,18 @@ INDEX = "batch.kubernetes.io/job-completion-index"
 # A new pod of an index waits 10 s after its first failure, twice as long after each further one, at most 10 minutes.
 # Tests have less time: they divide these.
 _BACKOFF, _LONGEST_BACKOFF = 10.0, 600.0
+_NO_RESTARTS: dict[str, Any] = {"maxRestarts": 0, "rules": []}  # without a failurePolicy
+_DNS = {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+_BACKOFF_LIMIT = 6  # failures of a Job without backoffLimitPerIndex
+# What the controllers of Kubeflow Trainer, with its ClusterTrainingRuntime torch-distributed, and of JobSet set.
+_TORCH_DISTRIBUTED: dict[str, Any] = {
+    "completionMode": "Indexed",
+    "template": {"spec": {"restartPolicy": "OnFailure", "containers": [{"name": "node"}]}},
+}
 
 
 class Job:
-    """The controller of an Indexed Job with backoffLimitPerIndex. `labels`: of its pods, by the owner of the Job."""
+    """The controller of an Indexed Job. `labels`: of its pods, by the owner of the Job."""
 
     def __init__(self, cluster: Cluster, name: str, spec: Mapping[str, Any], labels: Mapping[str, str] = {}) -> None:
         only(
@@ -34,8 +43,9 @@ class Job:
             *("podReplacementPolicy", "activeDeadlineSeconds", "podFailurePolicy", "template"),
         )
         assert spec["completionMode"] == "Indexed"
-        assert spec["podReplacementPolicy"] == "Failed", "a pod that still ends is not replaced"
+        assert spec.get("podReplacementPolicy", "Failed") == "Failed", "here no pod is replaced while it still ends"
         self.cluster, self.name, self.spec, self.labels = cluster, name, spec, labels
+        self._per_index = spec.get("backoffLimitPerIndex")
         self.suspended = False
         self.began = time.monotonic()
         self.active: dict[int, Pod] = {}  # index -> pod
@@ -69,8 +79,10 @@ class Job:
                 self.ended.append((index, pod))
                 self._note_end(index, pod)
         deadline = self.spec.get("activeDeadlineSeconds")
-        if not self.reason and len(self.failed_indexes) > self.spec["maxFailedIndexes"]:
+        if not self.reason and len(self.failed_indexes) > self.spec.get("maxFailedIndexes", self.spec["completions"]):
             self.reason = "MaxFailedIndexesExceeded"
+        if not self.reason and self._per_index is None and self._failures() > _BACKOFF_LIMIT:
+            self.reason = "BackoffLimitExceeded"
         if not self.reason and deadline is not None and time.monotonic() > self.began + deadline:
             self.reason = "DeadlineExceeded"
         if self.reason or self.suspended:
@@ -87,23 +99,25 @@ class Job:
         if pod.exit_code == 0:
             self.complete.add(index)
             return
-        action = failure_action(self.spec["podFailurePolicy"]["rules"], pod)
+        action = failure_action(self.spec.get("podFailurePolicy", {"rules": []})["rules"], pod)
         if action == "FailJob":
             self.reason = self.reason or "PodFailurePolicy"
-        elif action == "FailIndex" or (
-            action == "Count" and self.counted.get(index, 0) >= self.spec["backoffLimitPerIndex"]
-        ):
+        elif action == "FailIndex" or (action == "Count" and self.counted.get(index, 0) == self._per_index):
             self.failed_indexes.add(index)
         else:
             counts = self.ignored if action == "Ignore" else self.counted
             counts[index] = counts.get(index, 0) + 1
+
+    def _failures(self) -> int:
+        """Return how often a pod or its container failed, without per-index limits."""
+        return sum(self.counted.values()) + sum(pod.restarts for pod in self.active.values())
 
     def _start_at(self, index: int) -> float:
         """Return the time at which the next pod of `index` may start; failures that do not count delay it, too."""
         failures = self.counted.get(index, 0) + self.ignored.get(index, 0)
         ends = [pod.ended_at for each, pod in self.ended if each == index]
         delay = min(_BACKOFF * 2 ** (failures - 1), _LONGEST_BACKOFF) if failures else 0.0
-        return max(ends, default=0.0) + delay / self.cluster.hurry
+        return max(ends, default=0.0) + delay / self.cluster.node.hurry
 
     def _create(self, index: int) -> None:
         template = self.spec["template"]
@@ -111,7 +125,7 @@ class Job:
         metadata = {
             "name": f"{self.name}-{index}-{next(self.cluster.numbers):05d}",
             "namespace": NAMESPACE,
-            "labels": {**template["metadata"]["labels"], **self.labels, **own},
+            "labels": {**template.get("metadata", {}).get("labels", {}), **self.labels, **own},
             "annotations": {INDEX: str(index)},
         }
         self.active[index] = self.cluster.start(template["spec"], metadata, f"{self.name}-{index}")
@@ -138,10 +152,10 @@ class JobSet:
 
     def __init__(self, cluster: Cluster, name: str, spec: Mapping[str, Any]) -> None:
         only(spec, "network", "failurePolicy", "replicatedJobs")
-        assert spec["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+        assert spec.get("network", _DNS) == _DNS
         (self.replicated,) = spec["replicatedJobs"]
         assert self.replicated["replicas"] == 1
-        self.cluster, self.name, self.policy = cluster, name, spec["failurePolicy"]
+        self.cluster, self.name, self.policy = cluster, name, spec.get("failurePolicy", _NO_RESTARTS)
         self.labels = {"jobset.sigs.k8s.io/jobset-name": name}
         cluster.services[name] = self.labels
         self.failed = self.suspended = False
@@ -181,14 +195,45 @@ class JobSet:
         return Job(self.cluster, f"{self.name}-{self.replicated['name']}-0", spec, self.labels)
 
 
+def train_job(cluster: Cluster, name: str, spec: Mapping[str, Any]) -> JobSet:
+    """Return the JobSet that Kubeflow Trainer makes of a TrainJob with the runtime torch-distributed."""
+    only(spec, "runtimeRef", "trainer", "runtimePatches")
+    only(spec["trainer"], "numNodes", "numProcPerNode", "command")
+    assert spec["runtimeRef"]["name"] == "torch-distributed"
+    nodes = spec["trainer"]["numNodes"]
+    variables = {
+        "PET_NNODES": str(nodes),
+        "PET_NPROC_PER_NODE": str(spec["trainer"]["numProcPerNode"]),
+        "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
+        "PET_MASTER_PORT": "29500",
+    }
+    env = [{"name": key, "value": value} for key, value in variables.items()]
+    env.append({"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}})
+    container = {"name": "node", "command": spec["trainer"]["command"], "env": env}
+    job = {"completions": nodes, "parallelism": nodes, "template": {"spec": {"containers": [container]}}}
+    merged = _merged(_TORCH_DISTRIBUTED, job)
+    for patch in spec["runtimePatches"]:
+        (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        assert replicated["name"] == "node"
+        merged = _merged(merged, replicated["template"]["spec"])
+    return JobSet(cluster, name, {"replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": merged}}]})
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """Return `old` with the values of `new`; entries of lists are the same if they have the same name."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
+    if isinstance(old, list) and isinstance(new, list) and all("name" in entry for entry in (*old, *new)):
+        by_name = {entry["name"]: entry for entry in old}
+        return list((by_name | {entry["name"]: _merged(by_name.get(entry["name"]), entry) for entry in new}).values())
+    return new
+
+
 class Cluster:
-    """The objects of a cluster by their names. Each new pod takes the next of `networks` (namespace, address).
+    """The objects of a cluster by their names. Each new pod takes the next of `networks` (namespace, address)."""
 
-    `hurry`: how much shorter the pauses before new pods are than those of Kubernetes.
-    """
-
-    def __init__(self, node: Node, networks: Sequence[tuple[str, str]], hurry: float = 50.0) -> None:
-        self.node, self.hurry, self.numbers = node, hurry, count()
+    def __init__(self, node: Node, networks: Sequence[tuple[str, str]]) -> None:
+        self.node, self.numbers = node, count()
         self.networks = iter(networks)
         self.services: dict[str, dict[str, str]] = {}  # name -> labels of its pods
         self.workloads: dict[str, Job | JobSet] = {}
@@ -213,7 +258,8 @@ class Cluster:
                 assert document["spec"]["publishNotReadyAddresses"], "else names of pods appear when they are ready"
                 self.services[name] = document["spec"]["selector"]
             else:
-                self.workloads[name] = {"Job": Job, "JobSet": JobSet}[kind](self, name, document["spec"])
+                make = {"Job": Job, "JobSet": JobSet, "TrainJob": train_job}[kind]
+                self.workloads[name] = make(self, name, document["spec"])
 
     def start(self, spec: Mapping[str, Any], metadata: Mapping[str, Any], hostname: str) -> Pod:
         """Start a pod, for a Job."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.remote.faulty_proxy import FAULTS, FaultyProxy
-from tests.train.conftest import WORDS, losses, run_file
+from tests.train.conftest import losses, run_file, write_documents
 from tests.train.test_failing_ranks import command
 
 from kumi.cli import main
@@ -34,12 +34,6 @@ WIDE = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-
-
-def write_documents(path):
-    draw = random.Random(0)
-    texts = [" ".join(draw.choices(WORDS, k=draw.randrange(5, 60))) + "." for _ in range(200)]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def run_of(folder, out, steps=9, **changes):
