@@ -42,7 +42,7 @@ class Node:
 class Pod:
     """A pod from the template `manifest` with the name, labels and annotations in `metadata`, which runs at once.
 
-    `hostname`, `address`: its name and address in the cluster's network, of which `network` is this pod's namespace.
+    `hostname`, `address`: in the cluster's network. `network`: the network namespace that has this address.
     """
 
     def __init__(

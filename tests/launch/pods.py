@@ -109,7 +109,7 @@ class Job:
             counts[index] = counts.get(index, 0) + 1
 
     def _failures(self) -> int:
-        """Return how often a pod or its container failed, without per-index limits."""
+        """Return how often a pod or a container failed."""
         return sum(self.counted.values()) + sum(pod.restarts for pod in self.active.values())
 
     def _start_at(self, index: int) -> float:
@@ -128,7 +128,10 @@ class Job:
             "labels": {**template.get("metadata", {}).get("labels", {}), **self.labels, **own},
             "annotations": {INDEX: str(index)},
         }
-        self.active[index] = self.cluster.start(template["spec"], metadata, f"{self.name}-{index}")
+        number = {"name": "JOB_COMPLETION_INDEX", "value": str(index)}
+        containers = [{**each, "env": [*each.get("env", ()), number]} for each in template["spec"]["containers"]]
+        spec = {**template["spec"], "containers": containers}
+        self.active[index] = self.cluster.start(spec, metadata, f"{self.name}-{index}")
 
 
 def failure_action(rules: Sequence[Mapping[str, Any]], pod: Pod) -> str:

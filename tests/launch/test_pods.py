@@ -363,6 +363,37 @@ def test_exit_codes_end_the_job_or_start_a_new_pod(cluster, tmp_path, capsys, co
     assert [len(each) for each in job.codes()] == pods
 
 
+LOOK = """
+until getent ahostsv4 "${KUMI_HEAD%:*}" > head; do sleep 0.05; done
+cp "$2" run.toml
+env -0 > variables
+number=$(ls /proc | grep -c '^[0-9]')
+for seen in "$$" "$(hostname)" "$(stat -f -c %T /dev/shm)" "$number" "$A"; do echo "$seen"; done > seen
+"""
+
+
+@pytest.mark.parametrize("api", [*APIS, "trainjob"])
+def test_a_pod_has_the_command_variables_and_volumes_of_its_manifest(cluster, tmp_path, capsys, api):
+    install(tmp_path, LOOK)
+    cluster.node.secrets["tokens"] = {"HF_TOKEN": "hf"}
+    workload = launch(cluster, capsys, tmp_path, api=api, setup=["export A=$(echo one)"])
+    cluster.wait_for(lambda: workload.condition)
+    host = {"job": "small", "jobset": "small-node-0", "trainjob": "small-node-0"}[api]
+    assert [pod.exit_code for pod in cluster.pods] == [0, 0], [pod.log.read_text() for pod in cluster.pods]
+    for index, pod in enumerate(cluster.pods):
+        home = pod.log.parent / "home"
+        variables = dict(line.split("=", 1) for line in (home / "variables").read_text().split("\0") if line)
+        port = 29500 if api == "trainjob" else 29400
+        assert (variables["KUMI_NODE"], variables["KUMI_NODES"]) == (variables["JOB_COMPLETION_INDEX"], "2")
+        assert (variables["KUMI_NODE"], variables["KUMI_HEAD"]) == (str(index), f"{host}-0.small:{port}")
+        assert variables.get("HF_TOKEN") == (None if api == "trainjob" else "hf")
+        assert (home / "head").read_text().split()[0] == ADDRESSES[0]
+        assert (home / "run.toml").read_text() == (tmp_path / "run.toml").read_text()
+        number, name, shm, processes, word = (home / "seen").read_text().split()
+        assert (number, name, shm, word) == ("1", f"{host}-{index}", "tmpfs", "one")
+        assert int(processes) < 9
+
+
 @pytest.mark.parametrize(
     ("codes", "condition", "pods"),
     [
