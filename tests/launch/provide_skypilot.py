@@ -11,7 +11,7 @@ import sys
 import venv
 from pathlib import Path
 
-PACKAGE = "skypilot==0.14.1"
+PACKAGE = "skypilot[kubernetes]==0.14.1"
 HOME = Path(__file__).parents[2] / "build" / "skypilot"
 PYTHON = HOME / "bin" / "python"
 

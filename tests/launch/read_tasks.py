@@ -23,10 +23,10 @@ def read(text, secrets):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "task.yaml"
         file.write_text(text)
-        task = sky.Task.from_yaml(str(file))
+        sky.Task.from_yaml(str(file))
         dag = dag_utils.load_chain_dag_from_yaml(str(file), secret_overrides=secrets)
     dag.validate()
-    (loaded,) = dag.tasks
+    (task,) = dag.tasks
     (resources,) = task.resources
     return {
         "name": dag.name,
@@ -41,9 +41,9 @@ def read(text, secrets):
         "recovery": resources.job_recovery,
         "storage": {path: mount.source for path, mount in task.storage_mounts.items()},
         "volumes": task.volumes,
-        "secrets": {key: str(value.get_secret_value()) for key, value in loaded.secrets.items()},
-        "managed": [reference.name for reference in loaded.managed_secret_refs],
-        "shown": repr(loaded) + dag_utils.dump_chain_dag_to_yaml_str(dag, use_user_specified_yaml=True),
+        "secrets": {key: str(value.get_secret_value()) for key, value in task.secrets.items()},
+        "managed": [reference.name for reference in task.managed_secret_refs],
+        "shown": repr(task) + dag_utils.dump_chain_dag_to_yaml_str(dag, use_user_specified_yaml=True),
     }
 
 

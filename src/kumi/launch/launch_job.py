@@ -51,6 +51,7 @@ class LaunchJob:
     - `out`: the run folder, `train.out`; relative to the working directory.
     - `files`: folder of the launcher's file and of the job's output.
     - `launch`: the section [launch].
+    - `data_cache`: folder of tokenised data, `data.cache`, which the nodes share; None if it is inside `out`.
     """
 
     name: str
@@ -66,6 +67,7 @@ class LaunchJob:
     out: str
     files: str
     launch: LaunchSection
+    data_cache: str | None = None
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -166,6 +168,7 @@ def launch_job(
         out=str(local_run_folder(config.train.out)),
         files=files,
         launch=section,
+        data_cache=None if config.data.cache is None else os.path.expanduser(config.data.cache),
     )
     if job.time_limit is not None and job.save_seconds >= job.time_limit:
         raise ConfigError(

@@ -85,11 +85,16 @@ def text(job: LaunchJob) -> str:
 def check(job: LaunchJob, *, submit: bool) -> None:
     """Raise ConfigError if a recovered job could not find its checkpoints, or its secrets cannot be used."""
     launch = job.launch
-    if not any(Path(job.out).is_relative_to(path) for path in launch.skypilot.mounts):
-        mounts = ", ".join(launch.skypilot.mounts) or "none"
+    mounts = ", ".join(launch.skypilot.mounts) or "none"
+    if not _is_mounted(job, job.out):
         raise ConfigError(
             f"train.out={job.out!r} is in no folder of launch.skypilot.mounts ({mounts}), so its checkpoints would be "
             f"lost with the machine; mount a bucket or a volume and put train.out below it"
+        )
+    if job.nodes > 1 and job.data_cache is not None and not _is_mounted(job, job.data_cache):
+        raise ConfigError(
+            f"data.cache={job.data_cache!r} is in no folder of launch.skypilot.mounts ({mounts}), so the other machines "
+            f"would not see the data that the first one prepares; leave it out, or put it below a mounted folder"
         )
     for path in (job.folder, *launch.skypilot.mounts, *launch.skypilot.mounts.values()):
         if (variable := _REPLACED.search(path)) is not None:
@@ -148,6 +153,11 @@ def stop(record: LaunchRecord, out: Path, *, now: bool) -> str:
 def log_command(record: LaunchRecord, lines: int, *, follow: bool) -> tuple[str, ...]:
     """Return the command that shows the last `lines` of the job's output."""
     return ("sky", "jobs", "logs", "--name", record.id, "--tail", str(lines), "--follow" if follow else "--no-follow")
+
+
+def _is_mounted(job: LaunchJob, folder: str) -> bool:
+    """Return True if `folder` is on a bucket or volume that all machines mount."""
+    return any(Path(folder).is_relative_to(path) for path in job.launch.skypilot.mounts)
 
 
 def _accelerators(job: LaunchJob) -> str | Noted | None:
