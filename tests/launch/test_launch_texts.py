@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 
 import pytest
 from launch_jobs import GOLDEN, GPU_JOB, TEXTS, job_with
+from pydantic import BaseModel
 
 from kumi.config import from_dict
 from kumi.config.cluster_source import cluster_spec
+from kumi.config.launch_section import LINE, LaunchSection
 from kumi.errors import ConfigError
 from kumi.launch import slurm
 from kumi.launch.cluster_launchers import CLUSTER_LAUNCHERS
@@ -125,6 +128,28 @@ def test_control_characters_are_refused_wherever_they_could_begin_a_line(hostile
             run_config(slurm={key: [hostile]})
     with pytest.raises(ConfigError, match=r"launch.setup.0: must be one line of text"):
         run_config(setup=[hostile])
+
+
+def text_keys(section, path=()):
+    """Yield the path of each key of [launch] that is or has a line of any text, and values of it, the line being {}."""
+    for key, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from text_keys(field.annotation, (*path, key))
+        elif any(repr(LINE) in str(part) for part in (field.annotation, field.metadata)):
+            kind = str(field.annotation)
+            yield (*path, key), [{"{}": "a"}, {"a": "{}"}] if "dict" in kind else [["{}"]] if "tuple" in kind else ["{}"]
+
+
+def test_no_key_of_a_launcher_takes_a_line_break():
+    paths = [path for path, _ in text_keys(LaunchSection)]
+    assert {("hosts",), ("env_file",), ("ssh", "folder"), ("skypilot", "mounts"), ("slurm", "extra")} <= set(paths)
+    for path, values in text_keys(LaunchSection):
+        for value in values:
+            launch = json.loads(json.dumps(value).replace("{}", "a\\nb"))
+            for key in reversed(path):
+                launch = {key: launch}
+            with pytest.raises(ConfigError, match=rf"launch\.{path[0]}"):
+                run_config(**launch)
 
 
 def test_the_devices_of_a_login_node_are_no_description_of_the_cluster():

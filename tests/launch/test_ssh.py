@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launch_jobs import in_container
+from launch_jobs import HOSTILE, in_container
 from mini_slurm import MiniSlurm
 from ssh_servers import HOSTS, ssh_servers
 
@@ -82,14 +82,14 @@ def wait_for_nodes(folder):
 
 
 def test_each_host_learns_its_place_and_reads_its_secrets(submitted, tmp_path):
-    secrets = tmp_path / "secrets.env"
+    hostile = tmp_path.joinpath(*HOSTILE.values())
+    hostile.mkdir(parents=True)
+    secrets = hostile / "secrets $(touch pwned)'.env"
     secrets.write_text(f"HF_TOKEN={CANARY} $(touch pwned)\n")
     secrets.chmod(0o600)
-    hostile = tmp_path / 'it\'s "$(touch pwned)" a; touch pwned #'
-    hostile.mkdir()
-    overrides = ("name='x\" $(touch pwned)", "a.b=;touch pwned;", "c.d=\\n")
+    overrides = (*HOSTILE.values(), "c.d=\\n")
     launch = {"env_file": str(secrets), "setup": ["export FROM_SETUP='a b'"]}
-    record = submitted([0], launch, folder=str(hostile), overrides=overrides)
+    record = submitted([0], launch, folder=str(hostile), overrides=overrides, run_file="--x $(touch pwned).toml")
     state, output = ended(record)
     assert (state.word, state.detail) == ("completed", "exit code 0")
     assert sorted(line for line in output.splitlines() if "hello" in line) == [
@@ -99,10 +99,31 @@ def test_each_host_learns_its_place_and_reads_its_secrets(submitted, tmp_path):
         place = seen(tmp_path, node)["environment"]
         assert (place["KUMI_HEAD"], place["KUMI_NODES"], place["KUMI_NODE"]) == ("127.0.0.2:12345", "3", str(node))
         assert (place["HF_TOKEN"], place["FROM_SETUP"]) == (f"{CANARY} $(touch pwned)", "a b")
-        assert seen(tmp_path, node)["words"] == ["train", "run.toml", *overrides, "--end-with-stdin"]
+        assert seen(tmp_path, node)["words"] == ["train", "./--x $(touch pwned).toml", *overrides, "--end-with-stdin"]
         assert seen(tmp_path, node)["folder"] == str(hostile)
     assert list(tmp_path.rglob("pwned")) == []
     assert [file for file in record.folder.iterdir() if CANARY in file.read_text()] == []
+
+
+@pytest.mark.parametrize("host", ["$(touch pwned)", "a;touch pwned", "`touch pwned`", "a b", "it's", "a@-oProxyCommand=x"])
+def test_a_name_of_a_host_is_only_a_name(submitted, tmp_path, host):
+    state, output = ended(submitted([0], {"hosts": [host], "requeues": 0}, nodes=1))
+    assert (state.word, state.detail) == ("ended", "exit code 7"), output
+    assert "hello" not in output
+    assert list(tmp_path.rglob("pwned")) == []
+
+
+def test_secrets_that_others_may_read_or_no_variables_end_the_nodes(submitted, tmp_path):
+    secrets = tmp_path / "secrets.env"
+    for mode, text, words in (
+        (0o644, f"HF_TOKEN={CANARY}\n", "has mode 644; chmod 600 it"),
+        (0o600, f"HF TOKEN={CANARY}\n", "line 1 is not NAME=value"),
+    ):
+        secrets.write_text(text)
+        secrets.chmod(mode)
+        state, output = ended(submitted([0], {"env_file": str(secrets)}))
+        assert (state.detail, output.count(words)) == ("exit code 2", 3), output
+        assert CANARY not in output
 
 
 def test_a_lost_node_starts_all_again_a_refusal_does_not(submitted, tmp_path):
