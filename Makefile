@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VARIANT ?= cuda
 BUILDER ?= docker
 
-.PHONY: demo plan image test test-all handover mutants golden docs lint clean
+.PHONY: demo plan image test test-all handover skypilot mutants golden docs lint clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/kumi train examples/quickstart.toml
@@ -31,6 +31,10 @@ test-all:
 # llama.cpp for the tests of exports to GGUF, in build/handover: 77 MB to fetch, three minutes of a core to build.
 handover: $(VENV)/test.stamp
 	$(BIN)/python tests/handover/provide.py
+
+# SkyPilot for the tests of `kumi launch skypilot`, in build/skypilot: 520 MB, about a minute.
+skypilot: $(VENV)/test.stamp
+	$(BIN)/python tests/launch/provide_skypilot.py
 
 # Whether the tests notice mistakes that are made in a copy of the source.
 mutants: $(VENV)/test.stamp

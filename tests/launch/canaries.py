@@ -1,9 +1,9 @@
 """Secrets of a run, one of each kind, which it uses on servers of this machine, and the places where they must not be.
 
-    hub            HF_TOKEN               the model is private, and the export is pushed to a private repository
-    tracker        WANDB_API_KEY          a stand-in of wandb reads it
-    object store   AWS_SECRET_ACCESS_KEY  train.out is on a server of S3
-                   AWS_SESSION_TOKEN
+hub            HF_TOKEN               the model is private, and the export is pushed to a private repository
+tracker        WANDB_API_KEY          a stand-in of wandb reads it
+object store   AWS_SECRET_ACCESS_KEY  train.out is on a server of S3
+               AWS_SESSION_TOKEN
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Services:
 
 @contextmanager
 def services(folder: Path, model: Path, host: str = "127.0.0.1", namespace: str | None = None) -> Iterator[Services]:
-    """Serve a hub with the private model `model`, and S3, at the address `host`, in a network namespace if one is given.
+    """Serve a hub with the private model `model`, and S3, at the address `host`, in a network namespace if given.
 
     Skip the test without a server of S3.
     """

@@ -28,12 +28,18 @@ LogLevel {level}
 
 @contextmanager
 def ssh_servers(
-    folder: Path, hosts: Sequence[str] = HOSTS, level: str = "INFO", prefixes: Sequence[Sequence[str]] = ()
+    folder: Path,
+    hosts: Sequence[str] = HOSTS,
+    *,
+    level: str = "INFO",
+    lines: Sequence[str] = (),
+    prefixes: Sequence[Sequence[str]] = (),
+    client: Sequence[str] = (),
 ) -> Iterator[list[str]]:
     """Serve SSH on `hosts` and yield the options with which ssh reaches them; skip the test without a server.
 
-    Each writes its log, of sshd's `level`, to HOST.log in `folder`. `prefixes`: words before the command of each server
-    and of ssh to it, such as those that run it in a network namespace.
+    Each writes its log, of sshd's `level`, to HOST.log in `folder`. `lines`: further lines of its configuration.
+    `prefixes`, `client`: words before the command of each server and of ssh, such as those that enter a namespace.
     """
     if SERVER is None or shutil.which("ssh-keygen") is None:
         pytest.skip("needs an SSH server (apt-get install openssh-server): sshd or ssh-keygen is missing here")
@@ -49,13 +55,13 @@ def ssh_servers(
     processes = []
 
     def all_answer() -> bool:
-        commands = [[*prefix, "ssh", *words, host, "true"] for prefix, host in zip(before, hosts)]
+        commands = [[*client, "ssh", *words, host, "true"] for host in hosts]
         return all(subprocess.run(command, capture_output=True).returncode == 0 for command in commands)
 
     try:
         for prefix, host in zip(before, hosts):
             configuration = _CONFIGURATION.format(port=port, folder=folder, host=host, level=level)
-            (folder / host).write_text(configuration)
+            (folder / host).write_text(configuration + "".join(f"{line}\n" for line in lines))
             command = [*prefix, SERVER, "-D", "-f", folder / host, "-E", folder / f"{host}.log"]
             processes.append(subprocess.Popen(command))
         MiniSlurm.wait_for(all_answer)

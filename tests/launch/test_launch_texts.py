@@ -137,7 +137,10 @@ def text_keys(section, path=()):
             yield from text_keys(field.annotation, (*path, key))
         elif any(repr(LINE) in str(part) for part in (field.annotation, field.metadata)):
             kind = str(field.annotation)
-            yield (*path, key), [{"{}": "a"}, {"a": "{}"}] if "dict" in kind else [["{}"]] if "tuple" in kind else ["{}"]
+            yield (
+                (*path, key),
+                [{"{}": "a"}, {"a": "{}"}] if "dict" in kind else [["{}"]] if "tuple" in kind else ["{}"],
+            )
 
 
 def test_no_key_of_a_launcher_takes_a_line_break():

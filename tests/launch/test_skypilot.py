@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from namespaces import two_namespaces
 READER = Path(__file__).parent / "read_tasks.py"
 STAND_IN = Path(__file__).parent / "stand_in_node.py"
 SOURCE = str(Path(__file__).parents[2] / "src")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 MOUNTS = {"/runs": "s3://bucket/runs"}
 
 
@@ -38,7 +40,7 @@ MOUNTS = {"/runs": "s3://bucket/runs"}
 def read_by_skypilot(tmp_path):
     """A function that returns what SkyPilot reads from each of some texts, given secrets by its command line."""
     if not PYTHON.exists():
-        pytest.skip("SkyPilot's requirements contradict kumi's: `make skypilot` installs it beside kumi (459 MB)")
+        pytest.skip("needs SkyPilot in an environment of its own (520 MB): `make skypilot`, as `make test-all` does")
     home, answers = tmp_path / "home", tmp_path / "answers.json"
     home.mkdir()
     (tmp_path / "work").mkdir()
@@ -66,7 +68,7 @@ LAUNCHES = [
     {"env": ["HF_TOKEN", "WANDB_API_KEY"], "env_file": "~/.secrets.env", "time_limit": "24h"},
     {"cpus": 32, "memory": "200.5 GiB", "setup": ["source ~/venv/bin/activate", "export A='b c' # d"], "requeues": 0},
 ]
-NAMES = ["tiny", "a b", "it's \"so\" $(touch pwned)", "--yes", "模型: é", "# no comment", "x" * 100]
+NAMES = ["tiny", "a b", 'it\'s "so" $(touch pwned)', "--yes", "模型: é", "# no comment", "x" * 100]
 
 
 def jobs(folder):
@@ -108,6 +110,31 @@ def test_skypilot_reads_every_task_as_kumi_means_it(read_by_skypilot, tmp_path):
     for given in ([], [("HF_TOKEN", "c4n4ry-of-the-hub"), ("OF_THE_FILE", "c4n4ry-of-a-file")]):
         for job, task in zip(every, read_by_skypilot(texts, given), strict=True):
             check_read(job, task, given)
+
+
+@pytest.mark.exhaustive
+def test_skypilot_reads_the_tasks_of_all_examples(read_by_skypilot, tmp_path, monkeypatch, capsys):
+    """By the command, on the clusters that they name or on two machines of two cores."""
+    monkeypatch.chdir(tmp_path / "work")
+    files = [file for file in sorted(EXAMPLES.rglob("*.toml")) if "clusters" not in file.parts]
+    runs = [file for file in files if "train" in tomllib.loads(file.read_text())]
+    assert len(runs) >= 6
+    texts = []
+    for file in runs:
+        words = [
+            "--unchecked",
+            "train.out=/runs/x",
+            "cluster.nodes=2",
+            "launch.skypilot.mounts={'/runs'='s3://bucket'}",
+        ]
+        cluster = tomllib.loads(file.read_text()).get("cluster", {})
+        words += ["data.cache=/runs/data"] if "cache" in tomllib.loads(file.read_text())["data"] else []
+        words += ["cluster.devices_per_node=2"] if cluster.get("source", "auto") == "auto" else []
+        assert main(["launch", "skypilot", str(file), *words]) == 0
+        texts.append(capsys.readouterr().out)
+    for file, text, task in zip(runs, texts, read_by_skypilot(texts), strict=True):
+        assert "refused" not in task, (file, task)
+        assert task["run"] == yaml.safe_load(text)["run"]
 
 
 # Path to a key in the stored task, and a mistake: another name of the key, or a value.
@@ -179,13 +206,17 @@ def test_skypilot_reads_a_variable_in_a_path_which_kumi_refuses(read_by_skypilot
     assert task["storage"] == {"/runs": "s3://bucket-c4n4ry/runs"}
 
 
-def test_prepared_data_that_the_machines_do_not_share_is_refused():
-    job = in_container({"skypilot": {"mounts": MOUNTS}})
+def test_data_that_the_machines_would_not_share_is_refused(tmp_path):
+    job = replace(in_container({"skypilot": {"mounts": MOUNTS}}), folder=str(tmp_path))
     for cache in ("tokens", "/data/tokens"):
-        with pytest.raises(ConfigError, match=rf"data.cache='{cache}' is in no folder of .*mounts \(/runs\), so the other"):
+        with pytest.raises(
+            ConfigError, match=rf"data.cache='{cache}' is in no folder of .*mounts \(/runs\), so the other"
+        ):
             skypilot.check(replace(job, data_cache=cache), submit=False)
         skypilot.check(replace(job, data_cache=cache, nodes=1), submit=False)
     skypilot.check(replace(job, data_cache="/runs/tokens"), submit=False)
+    (tmp_path / "tokens").mkdir()  # prepared here, and copied with the working directory
+    skypilot.check(replace(job, data_cache="tokens"), submit=False)
 
 
 @pytest.mark.parametrize(
@@ -247,10 +278,10 @@ class Machine:
 
     def start(self, section, secrets):
         """Start the script `section`, setup or run, as SkyPilot does: a file of the home, in the working directory."""
-        script, log = self.folder / f"{section}.sh", open(self.folder / f"{section}.log", "wb")
+        script = self.folder / f"{section}.sh"
         script.write_text(f"#!/bin/bash\ncd ~/sky_workdir\n{self.task[section]}")
         environment = {**self.environments[section], **secrets}
-        with log:
+        with open(self.folder / f"{section}.log", "wb") as log:
             return subprocess.Popen(
                 [*self.prefix, "bash", script], env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder
             )
@@ -346,19 +377,22 @@ def test_secrets_are_in_no_output_and_no_file_but_the_users(small, tmp_path, mon
     sky.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sky.parent}:{os.environ['PATH']}")
     addresses = ("10.66.3.1", "10.66.3.2")
-    with two_namespaces(addresses) as names, command_lines() as lines:
-        with services(tmp_path, small.folder / "run" / "hf", addresses[0], names[0]) as used:
-            shared = {**used.environment, "KUMI_CACHE": str(tmp_path / "bucket" / "stores")}
-            launch = {"env": list(named), "env_file": str(secrets), "setup": exports(shared)}
-            monkeypatch.setenv("KUMI_CACHE", shared["KUMI_CACHE"])
-            write_run(small, tmp_path, launch=launch, train__doctor=True, **(used.keys | {"train__out": "s3://runs/x"}))
-            monkeypatch.chdir(tmp_path / "work")
-            assert main(["launch", "skypilot", "run.toml", "--unchecked", "--submit"]) == 0
-            (file,) = (tmp_path / "work").glob("launch/*/task.yaml")
-            text = file.read_text()
-            machines, codes = run_task(text, tmp_path, addresses, names, CANARIES)
-            assert codes == [0, 0], [machine.text() for machine in machines]
-            assert main(["launch", "skypilot", "run.toml", "--unchecked"]) == 0
+    with (
+        two_namespaces(addresses) as names,
+        command_lines() as lines,
+        services(tmp_path, small.folder / "run" / "hf", addresses[0], names[0]) as used,
+    ):
+        shared = {**used.environment, "KUMI_CACHE": str(tmp_path / "bucket" / "stores")}
+        launch = {"env": list(named), "env_file": str(secrets), "setup": exports(shared)}
+        monkeypatch.setenv("KUMI_CACHE", shared["KUMI_CACHE"])
+        write_run(small, tmp_path, launch=launch, train__doctor=True, **(used.keys | {"train__out": "s3://runs/x"}))
+        monkeypatch.chdir(tmp_path / "work")
+        assert main(["launch", "skypilot", "run.toml", "--unchecked", "--submit"]) == 0
+        (file,) = (tmp_path / "work").glob("launch/*/task.yaml")
+        text = file.read_text()
+        machines, codes = run_task(text, tmp_path, addresses, names, CANARIES)
+        assert codes == [0, 0], [machine.text() for machine in machines]
+        assert main(["launch", "skypilot", "run.toml", "--unchecked"]) == 0
     assert sorted(yaml.safe_load(text)["secrets"]) == sorted(named)
     words = (sky.parent / "words").read_text().splitlines()
     assert words[-2:] == [str(secrets), str(file)]
@@ -375,7 +409,7 @@ def test_names_and_paths_are_taken_as_they_are(tmp_path, text):
     out = tmp_path / "bucket" / text
     if "${" in text:
         with pytest.raises(ConfigError, match=r"SkyPilot would replace"):
-            skypilot.check(in_container({"skypilot": {"mounts": {str(tmp_path): text}}}), submit=False)
+            skypilot.check(in_container({"skypilot": {"mounts": {"/runs": f"s3://{text}"}}}), submit=False)
         text = text.replace("${HOME}", "$ {HOME}")
     launch = {"setup": ["export FROM_SETUP=1"], "skypilot": {"mounts": {str(tmp_path / "bucket"): f"s3://{text}"}}}
     fields = {"name": text, "folder": str(work), "out": str(out), "run_file": f"{text}.toml", "nodes": 2}

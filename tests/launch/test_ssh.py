@@ -105,7 +105,9 @@ def test_each_host_learns_its_place_and_reads_its_secrets(submitted, tmp_path):
     assert [file for file in record.folder.iterdir() if CANARY in file.read_text()] == []
 
 
-@pytest.mark.parametrize("host", ["$(touch pwned)", "a;touch pwned", "`touch pwned`", "a b", "it's", "a@-oProxyCommand=x"])
+@pytest.mark.parametrize(
+    "host", ["$(touch pwned)", "a;touch pwned", "`touch pwned`", "a b", "it's", "a@-oProxyCommand=x"]
+)
 def test_a_name_of_a_host_is_only_a_name(submitted, tmp_path, host):
     state, output = ended(submitted([0], {"hosts": [host], "requeues": 0}, nodes=1))
     assert (state.word, state.detail) == ("ended", "exit code 7"), output

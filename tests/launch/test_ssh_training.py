@@ -11,13 +11,23 @@ import time
 from pathlib import Path
 
 import pytest
-from canaries import CANARIES, canaries_in, check_used, command_lines, exports, files_with_canaries, services, write_secrets
+from canaries import (
+    CANARIES,
+    canaries_in,
+    check_used,
+    command_lines,
+    exports,
+    files_with_canaries,
+    services,
+    write_secrets,
+)
 from mini_slurm import MiniSlurm, free_ports
 from ssh_servers import HOSTS, ssh_servers
 from tests.train.conftest import losses, run_file
 
 from forked import run_forked
 from kumi.cli import main
+from namespaces import inside_namespace, ip, switched_namespaces, two_namespaces
 
 pytestmark = pytest.mark.exhaustive
 
@@ -27,7 +37,7 @@ LOST = 15.0  # seconds; the default of recover.lost
 
 @pytest.fixture
 def launched(small, tmp_path, monkeypatch):
-    """Launch a run over SSH, `launched(options, *words, setup, launch, **changes)`, in a copy of the small run's folder.
+    """Launch a run over SSH, `launched(options, *words, setup, launch, **changes)`, with the data of the small run.
 
     Everything of the hosts is in `tmp_path`: the folder for temporary files, the home of the user, and kumi.
     """
@@ -136,6 +146,20 @@ def test_three_hosts_train_as_one_machine(launched, options, tmp_path):
     assert losses(tmp_path / "work" / "run") == losses(tmp_path / "work" / "here")
 
 
+def test_hosts_that_have_addresses_of_ipv6_only_train(launched, tmp_path):
+    """Two network namespaces with an SSH server each; the script runs in the first."""
+    addresses = ("fd66:5::1", "fd66:5::2")
+    folder = tmp_path / "sshd"
+    folder.mkdir()
+    with two_namespaces(addresses) as names:
+        # ssh begins in the first namespace for both servers.
+        servers = [["ip", "netns", "exec", name] for name in names]
+        with ssh_servers(folder, addresses, prefixes=servers, client=servers[0]) as options, inside_namespace(names[0]):
+            _, output = launched(options, hosts=addresses)
+            assert "kumi: exit code 0" in wait_for_end(output), output.read_text()
+    assert sorted(losses(tmp_path / "work" / "run")) == [1, 2, 3, 4, 5, 6]
+
+
 def connections(script):
     """The processes of ssh that the script started."""
     children = Path(f"/proc/{script}/task/{script}/children").read_text().split()
@@ -167,6 +191,29 @@ def test_no_rank_is_left_on_any_host_once_the_launching_side_is_killed(
     assert seconds < LOST
     steps = [int(folder.name[5:]) for folder in (tmp_path / "work" / "run" / "checkpoints").glob("step_*")]
     assert max(steps) == max(losses(tmp_path / "work" / "run"))  # the last step is saved, with all before it
+
+
+def test_hosts_save_and_end_once_their_servers_miss_the_launching_machine(launched, tmp_path):
+    """Three namespaces at a switch. The first, where the script runs, loses its cable: no connection is closed."""
+    addresses = ("10.66.4.1", "10.66.4.2", "10.66.4.3")
+    folder = tmp_path / "sshd"
+    folder.mkdir()
+    lines = ("ClientAliveInterval 2", "ClientAliveCountMax 3")
+    with switched_namespaces(addresses) as names:
+        client, *servers = [["ip", "netns", "exec", name] for name in names]
+        hosts = addresses[1:]
+        with (
+            ssh_servers(folder, hosts, lines=lines, prefixes=servers, client=client) as options,
+            inside_namespace(names[0]),
+        ):
+            _, output = launched(options, hosts=hosts, train__steps=1_000_000)
+            wait_for_steps(output)
+            ip("-n", names[0], "link", "set", "net0", "down")
+            began = time.monotonic()
+            MiniSlurm.wait_for(lambda: not marked(tmp_path), 120)
+            print(f"no process is left {time.monotonic() - began:.2f} s after the launching machine was cut off")
+    steps = [int(folder.name[5:]) for folder in (tmp_path / "work" / "run" / "checkpoints").glob("step_*")]
+    assert max(steps) == max(losses(tmp_path / "work" / "run"))
 
 
 def test_secrets_are_in_no_output_and_no_file_but_the_users(launched, options, small, tmp_path, capfd):

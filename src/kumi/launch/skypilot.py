@@ -91,10 +91,14 @@ def check(job: LaunchJob, *, submit: bool) -> None:
             f"train.out={job.out!r} is in no folder of launch.skypilot.mounts ({mounts}), so its checkpoints would be "
             f"lost with the machine; mount a bucket or a volume and put train.out below it"
         )
-    if job.nodes > 1 and job.data_cache is not None and not _is_mounted(job, job.data_cache):
+    cache = job.data_cache
+    # Data that is prepared here already is copied to all machines, with the working directory.
+    prepared = cache is not None and Path(job.folder, cache).is_dir() and not Path(cache).is_absolute()
+    if job.nodes > 1 and cache is not None and not prepared and not _is_mounted(job, cache):
         raise ConfigError(
-            f"data.cache={job.data_cache!r} is in no folder of launch.skypilot.mounts ({mounts}), so the other machines "
-            f"would not see the data that the first one prepares; leave it out, or put it below a mounted folder"
+            f"data.cache={cache!r} is in no folder of launch.skypilot.mounts ({mounts}), so the other machines would "
+            f"not see the data that the first one prepares; leave it out, put it below a mounted folder, or prepare "
+            f"the data here with kumi data prepare"
         )
     for path in (job.folder, *launch.skypilot.mounts, *launch.skypilot.mounts.values()):
         if (variable := _REPLACED.search(path)) is not None:
