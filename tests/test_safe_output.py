@@ -8,7 +8,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kumi.safe_output import fenced, visible
+from kumi.safe_output import fenced, visible, without_secrets
 
 # ESC sequences, C1 controls, bidi overrides and isolates, and titles: none may reach a terminal.
 ATTACKS = [
@@ -69,3 +69,12 @@ def test_a_fence_ends_after_the_text(text):
     assert "\n".join(lines) == visible(text)
     # CommonMark: a fence closes at a line of at least as many backticks, after at most three spaces.
     assert not any(re.fullmatch(rf" {{0,3}}`{{{len(last)},}}\s*", line) for line in lines)
+
+
+def test_secrets_and_passwords_are_taken_out_of_the_texts_of_others(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "c4n4ry-1")
+    monkeypatch.setenv("HF_TOKEN", "c4n4ry-1-and-more")
+    monkeypatch.setenv("SOME_AUTH", "basic")  # too short to be a secret
+    text = "401 for c4n4ry-1-and-more and c4n4ry-1 at https://me:pass@word@host:80/x (basic) https://host:80/a:b@c"
+    hidden = "401 for (not shown) and (not shown) at https://me:(not shown)@host:80/x (basic) https://host:80/a:b@c"
+    assert without_secrets(text) == hidden

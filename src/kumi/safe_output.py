@@ -1,4 +1,4 @@
-"""Safe output: a failing write never ends the program, and no text steers a terminal or a page."""
+"""Safe output: a failing write never ends the program, no text steers a terminal or a page, and no secret is shown."""
 
 from __future__ import annotations
 
@@ -19,6 +19,25 @@ _EMOJI = range(0x1F000, 0x1FB00)
 _FENCE = re.compile(r"`{3,}")
 # Within a word, an underscore is no emphasis. An ampersand begins an entity only before its name or number.
 _MARKUP = re.compile(r"[\\`*\[\]|~$#]|(?<!\w)_|_(?!\w)|&(?=#?\w+;)")
+
+# Values of environment variables whose names contain one of these are never shown, compared or sent.
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+# Characters below which the value of such a variable is no secret, but a word that other texts have, too.
+_SHORTEST_SECRET = 8
+_PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]*:)[^/\s]+(?=@)")
+
+
+def is_secret(variable: str) -> bool:
+    """Return True if the value of this environment variable must not be shown."""
+    return _SECRET.search(variable) is not None
+
+
+def without_secrets(text: str) -> str:
+    """Return `text`, such as the error of another library, without secrets of the environment and passwords of URLs."""
+    secrets = [value for name, value in os.environ.items() if is_secret(name) and len(value) >= _SHORTEST_SECRET]
+    for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
+        text = text.replace(secret, "(not shown)")
+    return _PASSWORD_IN_URL.sub(r"\1(not shown)", text)
 
 
 def visible(text: str) -> str:

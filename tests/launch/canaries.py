@@ -61,6 +61,8 @@ class Run:
         digest = hashlib.sha256(os.environ["WANDB_API_KEY"].encode()).hexdigest()
         with open(Path(os.environ["TRACKED"]), "a") as file:
             print(step, digest, file=file)
+        if step == 5:
+            raise ConnectionError("401 for the key " + os.environ["WANDB_API_KEY"])
 
 def init(**words):
     return Run()
@@ -135,10 +137,14 @@ def services(folder: Path, model: Path, host: str = "127.0.0.1", namespace: str 
         server.communicate()
 
 
-def check_used(used: Services) -> None:
-    """Assert that a run used all secrets: it has the hub's model, sent metrics, and is on the store and on the hub."""
+def check_used(used: Services, output: str) -> None:
+    """Assert that a run used all secrets: it has the hub's model, sent metrics, and is on the store and on the hub.
+
+    `output`: of its node 0.
+    """
+    assert "wandb: failed, so metrics are no longer sent there: 401 for the key (not shown)" in output
     assert any("/org/model/resolve/" in path for _, path in used.hub.asked)
-    assert len(used.tracked.read_text().splitlines()) >= 6
+    assert len(used.tracked.read_text().splitlines()) >= 5
     (folder,) = (path.parent for path in used.objects.rglob("metrics.jsonl"))
     assert (folder / "hf" / "README.md").exists()
     repository = used.hub.repositories["me/mine"]

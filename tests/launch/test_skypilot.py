@@ -396,7 +396,7 @@ def test_secrets_are_in_no_output_and_no_file_but_the_users(small, tmp_path, mon
     assert sorted(yaml.safe_load(text)["secrets"]) == sorted(named)
     words = (sky.parent / "words").read_text().splitlines()
     assert words[-2:] == [str(secrets), str(file)]
-    check_used(used)
+    check_used(used, machines[0].text())
     assert files_with_canaries(tmp_path) == {secrets: [name for name in CANARIES if name not in named]}
     shown = capfd.readouterr()
     assert [name for data in (*lines, shown.out.encode(), shown.err.encode()) for name in canaries_in(data)] == []

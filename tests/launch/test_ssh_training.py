@@ -231,7 +231,7 @@ def test_secrets_are_in_no_output_and_no_file_but_the_users(launched, options, s
             assert main([verb, "run.toml"]) == 0
         assert any(b"--end-with-stdin" in line for line in lines)
         assert any(b"secrets.env" in line for line in lines)  # by name only
-    check_used(used)
+    check_used(used, text)
     assert any("sshd" in str(log) and log.stat().st_size > 10_000 for log in tmp_path.rglob("*.log"))
     assert files_with_canaries(tmp_path) == {secrets: list(CANARIES)}
     assert secrets.stat().st_mode & 0o777 == 0o600

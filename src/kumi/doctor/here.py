@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,8 +24,6 @@ from kumi.spec.job import Job
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.storage.folders import checkpoint_root, list_complete
 
-# Values of variables whose names contain one of these are never shown, compared or sent.
-_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 _SMI_SECONDS = 15.0
 
 
@@ -139,8 +136,3 @@ class Here:
         if ended.returncode:
             raise OSError(f"nvidia-smi ended with code {ended.returncode}: {ended.stdout.strip()[:200]}")
         return ended.stdout
-
-
-def is_secret(variable: str) -> bool:
-    """Return True if the value of this environment variable must not be shown."""
-    return _SECRET.search(variable) is not None

@@ -13,8 +13,9 @@ from typing import Any
 
 from kumi.doctor.finding import Fleet, Judgement, Reading
 from kumi.doctor.fleet_rules import shorten
-from kumi.doctor.here import Here, is_secret
+from kumi.doctor.here import Here
 from kumi.launch.standing import interface_to
+from kumi.safe_output import is_secret
 
 _BOOT_ID, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 _INFINIBAND = Path("/sys/class/infiniband")

@@ -25,6 +25,7 @@ from typing import IO, Any
 from kumi.errors import RefusedError
 from kumi.files.output import open_append, write_text
 from kumi.files.untrusted import inside, json_record, open_stream
+from kumi.safe_output import without_secrets
 from kumi.train.step_lines import step_line
 from kumi.units import format_count, format_seconds
 
@@ -124,13 +125,21 @@ class Metrics:
                 send({key: value for key, value in entry.items() if isinstance(value, int | float)}, entry["step"])
             except Exception as error:  # no error of a tracker may stop the run
                 del self._trackers[kind]
-                print(f"{kind}: failed, so metrics are no longer sent there: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"{kind}: failed, so metrics are no longer sent there: {without_secrets(str(error))}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _start_tracker(self, kind: str, out: Path, name: str) -> None:
         try:
             self._trackers[kind] = _TRACKERS[kind](out, name)
         except Exception as error:
-            print(f"{kind}: cannot be started, so metrics are not sent there: {error}", file=sys.stderr, flush=True)
+            print(
+                f"{kind}: cannot be started, so metrics are not sent there: {without_secrets(str(error))}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class _Bar:
