@@ -404,13 +404,13 @@ def test_secrets_are_in_no_output_and_no_file_but_the_users(small, tmp_path, mon
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_names_and_paths_are_taken_as_they_are(tmp_path, text):
-    work = tmp_path / text
-    work.mkdir()
-    out = tmp_path / "bucket" / text
     if "${" in text:
         with pytest.raises(ConfigError, match=r"SkyPilot would replace"):
             skypilot.check(in_container({"skypilot": {"mounts": {"/runs": f"s3://{text}"}}}), submit=False)
         text = text.replace("${HOME}", "$ {HOME}")
+    work = tmp_path / text
+    work.mkdir()
+    out = tmp_path / "bucket" / text
     launch = {"setup": ["export FROM_SETUP=1"], "skypilot": {"mounts": {str(tmp_path / "bucket"): f"s3://{text}"}}}
     fields = {"name": text, "folder": str(work), "out": str(out), "run_file": f"{text}.toml", "nodes": 2}
     job = replace(in_container(launch), overrides=(f"name={text}", f"train.out={out}"), **fields)
