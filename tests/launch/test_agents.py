@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kumi.errors import CommunicationError, ConfigError, KumiError, LayoutError
-from kumi.launch import agent, head, signals
+from kumi.launch import agent, early_failure, head, signals
 from kumi.launch.head_messages import decode, encode, proof
 from kumi.launch.local import run_node_ranks
 from kumi.launch.standing import HeadAddress, Standing
@@ -370,6 +370,62 @@ def test_another_program_at_the_heads_port_is_refused(monkeypatch):
             os.waitpid(child, 0)
 
 
+def test_a_program_that_says_nothing_at_the_heads_port_is_refused(monkeypatch):
+    monkeypatch.setattr(agent, "_REFUSED_SECONDS", 0.0)
+    monkeypatch.setattr(agent, "HELLO_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        standing = Standing(1, 2, HeadAddress("127.0.0.1", silent.getsockname()[1]), None, "test")
+        with pytest.raises(ConfigError, match="another program answers there, and says nothing"):
+            agent.run_as_agent(standing, TOKEN, LOST, lambda link: 0)
+
+
+def test_a_node_that_fails_before_it_connects_ends_the_node_that_waits_for_it(tmp_path):
+    port = free_port()
+    first = Node(tmp_path, 0, port, meet)
+    try:
+        standing = Standing(1, 2, HeadAddress("127.0.0.1", port), None, "test")
+        with pytest.raises(ConfigError, match="no such key"), early_failure.telling_others(standing):
+            raise ConfigError("train.stepz: no such key")
+        assert first.code() == 2
+        assert "ConfigError: node 1: train.stepz: no such key" in first.text()
+    finally:
+        first.kill()
+
+
+def test_a_node_0_that_fails_before_its_head_listens_ends_the_others(tmp_path):
+    port = free_port()
+    others = [Node(tmp_path, node, port, meet, nodes=3) for node in (1, 2)]
+    try:
+        early_failure.tell_others(Standing(0, 3, HeadAddress("127.0.0.1", port), None, "test"), ImportError("no torch"))
+        assert [other.code() for other in others] == [1, 1]
+        for other in others:
+            assert "KumiError: node 0: ImportError: no torch" in other.text()
+    finally:
+        for other in others:
+            other.kill()
+
+
+def test_nodes_that_all_fail_tell_each_other(tmp_path):
+    port = free_port()
+    child = os.fork()
+    if child == 0:
+        early_failure.tell_others(Standing(1, 2, HeadAddress("127.0.0.1", port), None, "test"), ConfigError("one"))
+        os._exit(0)
+    early_failure.tell_others(Standing(0, 2, HeadAddress("127.0.0.1", port), None, "test"), ConfigError("zero"))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_node_without_the_others_shows_its_error_soon(monkeypatch, capsys):
+    monkeypatch.setattr(early_failure, "_TELL_SECONDS", 0.5)
+    monkeypatch.setattr(early_failure, "_NOTE_SECONDS", 0.1)
+    for node in (0, 1):
+        standing = Standing(node, 2, HeadAddress("127.0.0.1", free_port()), None, "test")
+        early_failure.tell_others(standing, ConfigError("train.stepz: no such key"))
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"node {node}     failed, and tells ")
+        assert "ConfigError: train.stepz: no such key" in printed
+
+
 def test_no_head_is_an_error_in_the_end(monkeypatch):
     monkeypatch.setattr(agent, "_CONNECT_SECONDS", 0.5)
     standing = Standing(1, 2, HeadAddress("127.0.0.1", free_port()), None, "test")
@@ -399,6 +455,10 @@ HOSTILE = [
     b'{"node": true, "nodes": [], "nonce": {}, "proof": "\\ud800"}\n',
     b'{"node": 1' + b"0" * 6000 + b', "nodes": 2, "nonce": "n", "proof": ""}\n',
     b"null\n",
+    b'{"node": 1, "nodes": 2, "failed": {"code": 2, "kind": "ConfigError", "message": "of a stranger"}}\n',
+    b'{"node": 0, "nodes": 2, "failed": {"code": 2, "kind": "ConfigError", "message": "of a stranger"}}\n',
+    b'{"node": 1, "nodes": 2, "failed": {"code": true, "kind": [], "message": null}}\n',
+    b'{"failed": 7}\n',
 ]
 
 

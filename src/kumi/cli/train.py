@@ -53,16 +53,19 @@ def run(arguments: Namespace) -> int:
 
 
 def _train(arguments: Namespace) -> int:
-    from kumi.config import load
+    from kumi.launch.early_failure import telling_others
     from kumi.launch.signals import hang_up_with_stdin
     from kumi.launch.standing import Standing, find_standing
-    from kumi.train.run_summary import train_output
-    from kumi.train.start import start
 
     standing = find_standing(os.environ, node=arguments.node, nodes=arguments.nodes, head=arguments.head)
     if arguments.end_with_stdin:
         hang_up_with_stdin()
-    config = load(arguments.run, arguments.overrides)
+    with telling_others(standing):  # also of a module that cannot be imported here
+        from kumi.config import load
+        from kumi.train.run_summary import train_output
+        from kumi.train.start import start
+
+        config = load(arguments.run, arguments.overrides)
     code = start(config, allow_change=tuple(arguments.allow_change), standing=standing)
     number = 0 if standing is None else standing.node if isinstance(standing, Standing) else standing.rank
     if arguments.json and number == 0:

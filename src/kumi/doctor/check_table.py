@@ -79,7 +79,8 @@ CHECKS: tuple[Check, ...] = (
         "free disk",
         free_disk,
         enough(format_bytes),
-        "free some space, lower checkpoint.keep, or set train.out to a larger disk",
+        "free some space, lower checkpoint.keep, or set train.out to a larger disk, or if it is a URL, KUMI_CACHE and "
+        "KUMI_CACHE_LIMIT",
     ),
     # network_checks.py
     Check(
@@ -109,7 +110,8 @@ CHECKS: tuple[Check, ...] = (
         "shared folder",
         shared_folder,
         sound("one writable folder for all"),
-        "mount the same file system on all nodes, writable for this user, and set train.out to a folder on it",
+        "mount the same file system on all nodes, writable for this user, and set train.out to a folder on it, or if "
+        "train.out is a URL, KUMI_CACHE",
         together=True,
         needs=("kumi version",),
         seconds=30.0,

@@ -27,13 +27,17 @@ _FACTS_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Examination:
-    """The result: one finding per check, in order; the seconds it took; whether this process shows it."""
+    """The result: one finding per check, in order; the seconds it took; whether this process shows it.
+
+    `met`: False if this node has not met the others, so that only its own checks were made.
+    """
 
     findings: tuple[Finding, ...]
     seat: Seat
     hosts: Mapping[int, str]
     seconds: float
     shown_here: bool
+    met: bool = True
 
     @property
     def verdict(self) -> Verdict:
@@ -55,9 +59,9 @@ def examine(
     """Make all `checks`. With several nodes, every node calls this; `wait`: seconds in which all must have come.
 
     `environ`: variables of this process; `worker_environ`: those of its devices' processes. A node that is missing, or
-    that cannot reach node 0, is a finding like any other.
+    that cannot reach node 0, is a finding like any other. Raise OtherNodeFailedError if a node says that it has failed.
     """
-    began = time.monotonic()
+    began, met = time.monotonic(), True
     numbers = range(devices.first, devices.first + devices.count)
     with device_workers(devices.kind, numbers, worker_environ) as workers:
         try:
@@ -66,17 +70,20 @@ def examine(
                 findings = _findings(here, checks, began + wait)
                 hosts, shown_here = dict(meeting.hosts), seat.node == 0
         except PortTakenError as error:
-            finding = _head_finding(str(error), "stop the process that has the port, or choose another port")
+            met, finding = (
+                False,
+                _head_finding(str(error), "stop the process that has the port, or choose another port"),
+            )
             findings, hosts, shown_here = _alone(Here(Meeting(seat), workers, devices, environ, run), checks, finding)
         except CommunicationError as error:
             remedy = (
                 "check that `kumi doctor` runs on node 0 with the same number of nodes, that the head's address is "
                 "right, and that no firewall blocks its port"
             )
-            finding = _head_finding(str(error), remedy)
+            met, finding = False, _head_finding(str(error), remedy)
             alone = Here(Meeting(seat), workers, devices, environ, run)
             findings, hosts, shown_here = _alone(alone, checks, finding)
-    return Examination(tuple(findings), seat, hosts, time.monotonic() - began, shown_here)
+    return Examination(tuple(findings), seat, hosts, time.monotonic() - began, shown_here, met)
 
 
 def local_findings(here: Here, checks: Sequence[Check]) -> list[Finding]:

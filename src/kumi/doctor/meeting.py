@@ -3,6 +3,12 @@
     node 0   listens at the head's port, welcomes the nodes that come in time, and collects and distributes values
     others   connect, say which node they are, send values and receive those of all
 
+    node 0 -> node    {"protocol": ...}                            at once
+    node -> node 0    {"protocol": ..., "node": 1, "nodes": 4, "host": ...}
+    node 0 -> node    {"hosts": {...}} once all have come, or {"refused": REASON}
+
+A node that has failed before sends its failure instead of a greeting (`kumi.launch.early_failure`): all end with it.
+
 A node that dies closes its connection, so the others learn at once who is gone. At the end node 0 closes its port
 before its connections: a node that has seen its connection end may use the same port of the head again.
 """
@@ -18,16 +24,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from kumi.errors import CommunicationError, ConfigError
+from kumi.launch.early_failure import OtherNodeFailedError
 from kumi.launch.head import listen
 from kumi.launch.head_messages import decode, encode
 from kumi.launch.standing import HeadAddress
+from kumi.launch.verdict import Report, early_failure, failure_message
 
-_PROTOCOL = "kumi doctor 1"
+_PROTOCOL = "kumi doctor 2"
 # The longest message, and the time in which a node must take one.
 _LONGEST_LINE = 64 * 2**20
 _SEND_SECONDS = 10.0
 _CONNECT_SECONDS = 3.0
 _RETRY_SECONDS = 0.2
+# Node 0 reads its own values before it greets. After a failure, nodes have this long to come and hear it.
+_GREETING_SECONDS = 30.0
+_LATE_SECONDS = 10.0
 # Node 0 may be late by this much, because it waits for the slowest node and judges.
 _HEAD_SECONDS = 10.0
 
@@ -143,28 +154,46 @@ class _Head(Meeting):
         super().__init__(seat)
         self._lines: dict[int, _Line] = {}
         self.refused: list[str] = []  # why nodes were turned away
+        self._failure: Report | None = None  # of the first node that failed before it could take part
         try:
             self._listener = listen(HeadAddress(seat.host, seat.port))
         except ConfigError as error:
             raise PortTakenError(str(error)) from error
 
     def gather(self, until: float) -> None:
-        """Welcome nodes until all are there, or until the time `until`; then tell all who came."""
+        """Welcome nodes until all are there, or until the time `until`; then tell all who came.
+
+        Raise OtherNodeFailedError if a node says that it has failed, which all others are told.
+        """
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
-            while len(self._lines) < self.seat.nodes - 1 and (left := until - time.monotonic()) > 0:
+            while self._missing() and (left := until - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
                     if key.fileobj is self._listener:
-                        connection, _ = self._listener.accept()
-                        selector.register(connection, selectors.EVENT_READ, _Line(connection))
+                        self._accept(selector)
                     elif (done := self._welcome(key.data)) is not None:
                         selector.unregister(key.fileobj)
                         if not done:
                             key.data.close()
+                if self._failure is not None:
+                    until = min(until, self._failure.at + _LATE_SECONDS)
             for key in list(selector.get_map().values()):
                 if key.data is not None:  # connected, but sent no greeting
                     key.data.close()
+        if self._failure is not None:
+            self._send_all(failure_message(self._failure, self.seat.nodes))
+            raise OtherNodeFailedError(self._failure)
         self._send_all({"hosts": self.hosts})
+
+    def _missing(self) -> bool:
+        """Return True while a node has neither come nor failed."""
+        return len(self._lines) + (self._failure is not None) < self.seat.nodes - 1
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        line = _Line(self._listener.accept()[0])
+        with suppress(OSError):
+            line.send({"protocol": _PROTOCOL})
+        selector.register(line.connection, selectors.EVENT_READ, line)
 
     def _welcome(self, line: _Line) -> bool | None:
         """Read the greeting of a new connection. Return True if it is a node's, False if not, None if it is
@@ -175,6 +204,12 @@ class _Head(Meeting):
             return False
         if greeting is None:
             return None if alive else False
+        failure = early_failure(greeting, self.seat.nodes, time.monotonic())
+        if failure is not None and failure.node and failure.node not in self._lines:
+            self._failure = self._failure or failure
+            with suppress(OSError):
+                line.send({"noted": True})
+            return False
         node, nodes, nouns = greeting.get("node"), greeting.get("nodes"), f"{self.seat.noun}s"
         if greeting.get("protocol") != _PROTOCOL or type(node) is not int:
             reason = f"a process that is not {_PROTOCOL!r} connected"
@@ -263,7 +298,8 @@ class _Peer(Meeting):
     def gather(self, until: float) -> None:
         """Connect to node 0 until the time `until`, and wait until it knows who came.
 
-        Raise HeadUnreachableError if node 0 does not answer, or refuses this node.
+        Raise HeadUnreachableError if node 0 does not answer, or refuses this node, and OtherNodeFailedError if a node
+        has failed.
         """
         where = f"{self.seat.host}:{self.seat.port}"
         self._line = _Line(_connect(self.seat, until))
@@ -271,9 +307,21 @@ class _Peer(Meeting):
         greeting = {"protocol": _PROTOCOL, "node": seat.node, "nodes": seat.nodes, "host": self.hosts[seat.node]}
         try:
             self._line.send(greeting)
-            welcome = self._line.receive(until + _HEAD_SECONDS)
+            welcome = self._line.receive(time.monotonic() + _GREETING_SECONDS)
+            if welcome is not None and "protocol" in welcome:
+                welcome = self._line.receive(until + _HEAD_SECONDS)
         except (OSError, ValueError) as error:
             raise HeadUnreachableError(f"{where} answers, but not as kumi doctor ({error})") from error
+        failure = early_failure(welcome or {}, seat.nodes, time.monotonic())
+        if failure is not None:
+            self._line.close()
+            self._line = None
+            raise OtherNodeFailedError(failure)
+        if welcome is not None and "kumi" in welcome:
+            raise HeadUnreachableError(
+                f"node 0 at {where} trains without these checks: train.doctor is false there, and true on {seat.noun} "
+                f"{seat.node}"
+            )
         if welcome is None or "hosts" not in welcome:
             reason = (welcome or {}).get("refused", "it closed the connection")
             raise HeadUnreachableError(f"node 0 at {where} refuses {self.seat.noun} {self.seat.node}: {reason}")

@@ -18,6 +18,7 @@ from kumi.doctor.finding import Finding
 from kumi.doctor.here import Devices, Here, RunNeeds, run_needs
 from kumi.doctor.meeting import Meeting, Seat
 from kumi.errors import CommunicationError, ConfigError
+from kumi.launch.early_failure import OtherNodeFailedError, telling_others
 from kumi.launch.local import rank_environment
 from kumi.launch.standing import (
     LOOPBACK,
@@ -86,7 +87,8 @@ def check_before_training(config: RunConfig, standing: Standing | LaunchedRank |
         _report(_check_machine(cluster), show=standing is None or standing.rank == 0)
         return
     examination = _examine(cluster, needs, standing, _RUN_ARRIVAL_SECONDS)
-    _report(examination.findings, show=examination.shown_here)
+    with telling_others(None if examination.met else standing):
+        _report(examination.findings, show=examination.shown_here)
     if examination.shown_here:
         passed = sum(finding.verdict == "ok" for finding in examination.findings)
         nouns = f"{examination.seat.nodes} {examination.seat.noun}s"
@@ -119,13 +121,19 @@ def _check_machine(cluster: ClusterSpec) -> list[Finding]:
 def _examine(
     cluster: ClusterSpec, needs: RunNeeds | None, standing: Standing | LaunchedRank | None, wait: float
 ) -> Examination:
-    """Examine the nodes as `standing` places this process; this machine alone if it is None."""
+    """Examine the nodes as `standing` places this process; this machine alone if it is None.
+
+    Raise the KumiError of a node that failed before it could take part.
+    """
     per_node, kind = cluster.devices_per_node, cluster.device.kind
     devices = Devices(kind, per_node, per_node=per_node)
     if isinstance(standing, LaunchedRank):
         devices = Devices(kind, 1, first=standing.local_rank or 0, per_node=per_node)
     seat = _seat(standing)
-    return examine(seat, devices, needs, os.environ, wait=wait, worker_environ=_worker_environ(seat, per_node))
+    try:
+        return examine(seat, devices, needs, os.environ, wait=wait, worker_environ=_worker_environ(seat, per_node))
+    except OtherNodeFailedError as other:
+        raise other.error(seat.node) from None
 
 
 def _seat(standing: Standing | LaunchedRank | None) -> Seat:

@@ -26,6 +26,7 @@ from typing import Any
 
 from kumi import __version__
 from kumi.errors import OK, CommunicationError, ConfigError
+from kumi.launch.early_failure import OtherNodeFailedError, tell_others
 from kumi.launch.failure_causes import PRIMARY, UNKNOWN, RootCause
 from kumi.launch.head import fork_head, listen
 from kumi.launch.head_messages import (
@@ -41,10 +42,12 @@ from kumi.launch.head_messages import (
 )
 from kumi.launch.signals import EXIT_CODES, exit_code
 from kumi.launch.standing import LOOPBACK, Standing, interface_to
-from kumi.launch.verdict import Report, Verdict, failure_report
+from kumi.launch.verdict import Report, Verdict, early_failure, failure_report
 
 _CONNECT_SECONDS = 600.0  # the head may start later than this agent
 _REFUSED_SECONDS = 20.0  # the head of an attempt before may still answer
+_DOCTOR_SECONDS = 3.0  # and so may its doctor
+_PROBE_SECONDS = 2.0
 _NOTE_SECONDS = 20.0
 _HEAD_LEAVES_SECONDS = 20.0
 # Interrupts the main thread while it does not watch ranks. It is the signal by which torch's agent gives up ranks.
@@ -238,7 +241,11 @@ def run_as_agent(standing: Standing, token: str, lost: float, work: Callable[[He
     """
     head = None if standing.node else fork_head(listen(standing.head), standing.nodes, token, lost)
     try:
-        link = HeadLink(standing, *_connect(standing, token, lost), lost)
+        try:
+            connection, unread = _connect(standing, token, lost)
+        except OtherNodeFailedError as other:
+            raise other.error(standing.node) from None
+        link = HeadLink(standing, connection, unread, lost)
         before = signal.signal(_INTERRUPT, link.interrupt)
         try:
             return _run(link, work)
@@ -302,11 +309,11 @@ def _connect(standing: Standing, token: str, lost: float) -> tuple[socket.socket
         except _Refused as refusal:
             now = time.monotonic()
             refused_at = now if refused_at is None else refused_at
-            if now - refused_at > _REFUSED_SECONDS:
-                raise ConfigError(
-                    f"the head at {standing.head} refuses node {standing.node}: {refusal}; start `kumi train` once on "
-                    f"each node, with the same run file, and give each run a port of its own"
-                ) from None
+            if now - refused_at > (_DOCTOR_SECONDS if refusal.by_doctor else _REFUSED_SECONDS):
+                error = _refused_error(standing, refusal)
+                if refusal.by_doctor:
+                    tell_others(standing, error)
+                raise error from None
         except OSError as error:
             if time.monotonic() - began > _CONNECT_SECONDS:
                 raise CommunicationError(
@@ -320,15 +327,51 @@ def _connect(standing: Standing, token: str, lost: float) -> tuple[socket.socket
 
 
 class _Refused(Exception):
-    """The head, or another program at its port, does not accept this agent."""
+    """The head, or another program at its port, does not accept this agent. `by_doctor`: node 0 makes its checks."""
+
+    def __init__(self, reason: str, *, by_doctor: bool = False) -> None:
+        super().__init__(reason)
+        self.by_doctor = by_doctor
+
+
+class HeadProbe:
+    """Looks whether node 0 has its head, before this node's agent can connect to it."""
+
+    def __init__(self, standing: Standing) -> None:
+        self._standing = standing
+        self._refused_at: float | None = None
+
+    def has_head(self) -> bool:
+        """Return True once a head answers at the address of node 0.
+
+        Raise OtherNodeFailedError if node 0 has failed, and ConfigError if it goes on with the checks of kumi doctor,
+        in which this node does not take part.
+        """
+        address = (self._standing.head.host, self._standing.head.port)
+        try:
+            with socket.create_connection(address, timeout=_PROBE_SECONDS) as connection:
+                return "kumi" in _greeting(connection, self._standing)[0]
+        except (OSError, ValueError):
+            return False
+        except _Refused as refusal:
+            self._refused_at = self._refused_at or time.monotonic()
+            if refusal.by_doctor and time.monotonic() - self._refused_at > _DOCTOR_SECONDS:
+                raise _refused_error(self._standing, refusal) from None
+            return False
+
+
+def _refused_error(standing: Standing, refusal: _Refused) -> ConfigError:
+    return ConfigError(
+        f"the head at {standing.head} refuses node {standing.node}: {refusal}; start `kumi train` once on each node, "
+        f"with the same run file, and give each run a port of its own"
+    )
 
 
 def _greet(standing: Standing, host: str, token: str, lost: float) -> tuple[socket.socket, bytes]:
     connection = socket.create_connection((host, standing.head.port), timeout=HELLO_SECONDS)
     try:
         watch_connection(connection, lost)
-        line, rest = _read_line(connection, b"")
-        greeting = decode(line)
+        greeting, rest = _greeting(connection, standing)
         if greeting["kumi"] != __version__:
             raise _Refused(f"node 0 has version {greeting['kumi']} of kumi, and this node {__version__}")
         nonce, place = new_nonce(), (standing.node, standing.nodes)
@@ -349,6 +392,26 @@ def _greet(standing: Standing, host: str, token: str, lost: float) -> tuple[sock
     connection.settimeout(None)
     _connections.append(connection)
     return connection, rest
+
+
+def _greeting(connection: socket.socket, standing: Standing) -> tuple[dict[str, Any], bytes]:
+    """Return the greeting of the head, and what was read behind it.
+
+    Raise _Refused if another program answers, or node 0 makes its checks, and OtherNodeFailedError if it has failed.
+    """
+    try:
+        line, rest = _read_line(connection, b"")
+    except TimeoutError:
+        raise _Refused("another program answers there, and says nothing") from None
+    greeting = decode(line)
+    report = early_failure(greeting, standing.nodes, time.monotonic())
+    if report is not None:
+        connection.sendall(encode({"node": standing.node}))
+        raise OtherNodeFailedError(report)
+    if "protocol" in greeting:
+        reason = "it makes the checks of kumi doctor first, which train.doctor=false leaves out on this node"
+        raise _Refused(reason, by_doctor=True)
+    return greeting, rest
 
 
 def _read_line(connection: socket.socket, rest: bytes) -> tuple[bytes, bytes]:

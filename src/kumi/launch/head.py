@@ -39,7 +39,7 @@ from kumi.launch.head_messages import (
 )
 from kumi.launch.signals import EXIT_CODES
 from kumi.launch.standing import LOOPBACK, HeadAddress
-from kumi.launch.verdict import Report, Verdict, decide
+from kumi.launch.verdict import Report, Verdict, decide, early_failure
 
 _ARRIVAL_SECONDS = 600.0  # all agents must have connected by then
 _NOTE_SECONDS = 20.0  # the head then says for which nodes it waits
@@ -53,14 +53,15 @@ _BACKLOG = 1024  # agents that connect at the same time
 _BIND_SECONDS = 15.0  # a head of an attempt before may still have the port
 
 
-def listen(address: HeadAddress) -> socket.socket:
+def listen(address: HeadAddress, patience: float | None = None) -> socket.socket:
     """Return a listening socket at the port of `address`, for IPv4 and IPv6, on all interfaces.
 
-    On a loopback address, listen there alone. Raise ConfigError if the port cannot be used.
+    On a loopback address, listen there alone. Raise ConfigError if the port cannot be used, or is still in use after
+    `patience` seconds, by default 15.
     """
     loopback = address.host in LOOPBACK
     family = socket.AF_INET6 if ":" in address.host or not loopback else socket.AF_INET
-    until = time.monotonic() + _BIND_SECONDS
+    until = time.monotonic() + (_BIND_SECONDS if patience is None else patience)
     while True:
         try:
             if loopback:
@@ -220,6 +221,10 @@ class Head:
         nonce = new_nonce()
         writer.write(encode({"kumi": __version__, "nonce": nonce}))
         hello = decode(await reader.readline())
+        if "failed" in hello:
+            writer.write(encode(self._note_early_failure(hello)))
+            await writer.drain()
+            return None
         node, nodes = hello["node"], hello["nodes"]
         refusal = self._refusal(node, nodes, is_proof(hello["proof"], self._token, nonce, node, nodes))
         if refusal is not None:
@@ -236,6 +241,15 @@ class Head:
         if self._decide_at is not None and self._verdict is None:
             agent.send(self._about({"type": "stop"}))
         return agent
+
+    def _note_early_failure(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Note that a node has failed before its agent connected, if it is one that is still to come; the answer."""
+        report = early_failure(message, self._nodes, time.monotonic())
+        if report is None or report.node == 0 or report.node in self._seen:
+            return {"refused": "no such node is expected"}
+        self._seen.add(report.node)
+        self._end(report)
+        return {"noted": True}
 
     def _refusal(self, node: object, nodes: object, proven: bool) -> str | None:
         """Return why the agent that calls itself `node` of `nodes` is refused; None if it is not."""

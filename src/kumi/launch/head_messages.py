@@ -4,6 +4,8 @@
     agent -> head     {"node": 1, "nodes": 4, "nonce": M, "proof": HMAC(token, N, node, nodes)}
     head  -> agent    {"proof": HMAC(token, M)}, or {"refused": REASON}
 
+A node that fails before this sends another line instead (`kumi.launch.early_failure`). After it:
+
     agent -> head     broadcast     node 0 has prepared the data: text for the other nodes
     head  -> agent    broadcast     that text
     agent -> head     ready         the node can start its ranks; node 0 names the port of the store of all ranks

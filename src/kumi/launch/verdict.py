@@ -10,6 +10,8 @@ import kumi.errors
 from kumi.errors import OK, CommunicationError, KumiError
 from kumi.launch.failure_causes import PRIMARY, RootCause, rank_timeout_error
 
+_LONGEST_MESSAGE = 4000
+
 
 @dataclass(frozen=True)
 class Report:
@@ -70,6 +72,26 @@ def failure_report(node: int, error: BaseException, cause: RootCause | None, now
     if cause is None or cause.error is not error:
         return Report(node, code, PRIMARY, now, kind, message)
     return Report(node, code, cause.severity, cause.at, kind, message, cause.waiting, cause.silent)
+
+
+def failure_message(report: Report, nodes: int) -> dict[str, Any]:
+    """Return the message of a node of `nodes` that failed before its agent connected (`kumi.launch.early_failure`)."""
+    failed = {"code": report.code, "kind": report.kind, "message": report.message[:_LONGEST_MESSAGE]}
+    return {"node": report.node, "nodes": nodes, "failed": failed}
+
+
+def early_failure(message: Mapping[str, Any], nodes: int, now: float) -> Report | None:
+    """Return the report in the `message` that `failure_message` made for a run of `nodes`; None for any other message.
+
+    `now`: the monotonic time at which it came.
+    """
+    node, failed = message.get("node"), message.get("failed")
+    if type(node) is not int or not 0 <= node < nodes or message.get("nodes") != nodes or not isinstance(failed, dict):
+        return None
+    code, kind, text = failed.get("code"), failed.get("kind"), failed.get("message")
+    if type(code) is not int or not 0 < code < 256 or not isinstance(kind, str) or not isinstance(text, str):
+        return None
+    return Report(node, code, PRIMARY, now, kind, text[:_LONGEST_MESSAGE])
 
 
 def decide(reports: Iterable[Report]) -> Verdict:

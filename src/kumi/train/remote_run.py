@@ -29,6 +29,8 @@ from kumi.units import format_bytes
 
 # Beside the local run folder: the name of the start of the run that rank 0 leads.
 _START_FILE = "start.json"
+# What to do where nodes do not have the same local run folder.
+SHARED_CACHE = "set KUMI_CACHE to a folder that all machines share, since all ranks of the run write one local folder"
 
 
 def pull_remote(config: RunConfig, *, show: bool = True) -> None:
@@ -120,7 +122,7 @@ def check_shared(config: RunConfig, start: str) -> None:
     if start and _read_start(folder) != start:
         raise ConfigError(
             f"train.out: {config.train.out} is written in {folder}, which is not the same folder on this machine as on "
-            f"that of rank 0; set KUMI_CACHE to a folder that all machines share"
+            f"that of rank 0; {SHARED_CACHE}"
         )
 
 

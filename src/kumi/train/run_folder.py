@@ -44,6 +44,7 @@ from kumi.train.folder_lock import LOCK, lock_folder
 _TOKEN, _TOKEN_DRAFT = ".token", ".token.part"
 _TOKEN_DIGITS = 64
 _TOKEN_SECONDS, _NOTE_SECONDS = 600.0, 20.0
+_TOKEN_LATE_SECONDS = 20.0  # a network file system may show it so late after node 0 has written it
 _CONFIG_DRAFT, _PLAN_DRAFT = "config.part", "plan.part"
 # Names that a run writes in its folder. Users may add files and links with other names once the run has begun.
 RUN_FILES = (
@@ -130,11 +131,12 @@ def claim_run_folder(
         yield resumed
 
 
-def run_token(out: Path, *, node: int) -> str:
+def run_token(out: Path, *, node: int, remedy: str, has_head: Callable[[], bool]) -> str:
     """Return the secret that the nodes of the run in `out` share. Node 0 makes it, in a file that others cannot read.
 
     On other nodes, wait for the file. Raise RefusedError if the folder belongs to something else, or if the file does
-    not come.
+    not come: the nodes do not share the folder, and `remedy` says what to do. `has_head`: returns True once node 0 has
+    written the file.
     """
     _refuse_links(out)
     if out.exists() and not out.is_dir():
@@ -149,12 +151,20 @@ def run_token(out: Path, *, node: int) -> str:
         out.mkdir(parents=True, exist_ok=True)
         _write_atomically(out / _TOKEN, out / _TOKEN_DRAFT, secrets.token_hex(_TOKEN_DIGITS // 2), mode=0o600)
     began, noted = time.monotonic(), False
+    written_at: float | None = None
     while not (out / _TOKEN).exists():
         seconds = time.monotonic() - began
+        if written_at is None and has_head():
+            written_at = seconds
+        if written_at is not None and seconds - written_at > _TOKEN_LATE_SECONDS:
+            raise RefusedError(
+                f"train.out: {out} on node {node} is not the folder of node 0, which has written the file {_TOKEN} "
+                f"there; {remedy}"
+            )
         if seconds > _TOKEN_SECONDS:
             raise RefusedError(
-                f"train.out: {out} has no file {_TOKEN} on node {node} after {seconds:.0f} s: start node 0, and let "
-                f"train.out be a folder that all nodes share"
+                f"train.out: {out} has no file {_TOKEN} on node {node} after {seconds:.0f} s: start node 0, and "
+                f"{remedy}"
             )
         if not noted and seconds > _NOTE_SECONDS:
             noted = True

@@ -21,7 +21,8 @@ from kumi.data import Store
 from kumi.doctor.here import checkpoint_space
 from kumi.doctor.run_doctor import check_before_training
 from kumi.errors import OK, ConfigError, KumiError, LayoutError, ModelError
-from kumi.launch.agent import HeadLink, run_as_agent
+from kumi.launch.agent import HeadLink, HeadProbe, run_as_agent
+from kumi.launch.early_failure import telling_others
 from kumi.launch.launchers import pick_launcher
 from kumi.launch.local import rank_environment, run_node_ranks
 from kumi.launch.standing import LaunchedRank, Standing, find_standing, launched_rank
@@ -39,7 +40,7 @@ from kumi.train.callbacks import Listener
 from kumi.train.dataset_commits import dataset_paths, dataset_snapshots
 from kumi.train.measure_numerics import with_measured_numerics, with_numerics
 from kumi.train.prepare_data import check_data, open_data, prepare_data
-from kumi.train.remote_run import check_shared, mirrored, note_start, pull_remote, reserve_disk
+from kumi.train.remote_run import SHARED_CACHE, check_shared, mirrored, note_start, pull_remote, reserve_disk
 from kumi.train.run_folder import claim_run_folder, run_token
 from kumi.train.run_summary import summary_lines
 from kumi.units import format_count, parse_duration
@@ -64,13 +65,15 @@ def start(
     standing = find_standing(os.environ) if standing is None else standing
     if isinstance(standing, Standing):
         if standing.node == 0:
-            pull_remote(config)
+            with telling_others(standing):
+                pull_remote(config)
         finished = _trained_run(config)
         if finished is not None:  # the other nodes may have ended for good, so this one must not wait for them
             os.environ.update(rank_environment(finished.cluster.devices_per_node, os.environ))
             return OK if standing.node else _lead(with_measured_numerics(finished), allow_change, None, listener)
         check_before_training(config, standing)  # before the head, whose port it uses
-        token = run_token(local_run_folder(config.train.out), node=standing.node)
+        with telling_others(standing):
+            token = _token(config, standing)
         lost = parse_duration(config.recover.lost)
         return run_as_agent(standing, token, lost, partial(_start_node, config, allow_change, listener))
     pull_remote(config, show=standing is None or standing.rank == 0)
@@ -87,6 +90,13 @@ def start(
 
     with rendezvous(standing) as peers:
         return _follow(run, peers) if standing.rank else _lead(run, allow_change, peers, listener)
+
+
+def _token(config: RunConfig, standing: Standing) -> str:
+    """Return the secret of the run's nodes, which is in the folder that they share."""
+    out = local_run_folder(config.train.out)
+    remedy = SHARED_CACHE if is_url(config.train.out) else "let train.out be a folder that all nodes share"
+    return run_token(out, node=standing.node, remedy=remedy, has_head=HeadProbe(standing).has_head)
 
 
 def _start_node(config: RunConfig, allow_change: Sequence[str], listener: Listener | None, link: HeadLink) -> int:
