@@ -36,6 +36,7 @@ from kumi.doctor.speed_checks import (
     right_sum,
     speed_near_median,
 )
+from kumi.doctor.store_checks import store_access
 from kumi.units import format_bytes
 
 # Checks that must not have failed before nodes exchange more than facts.
@@ -116,6 +117,18 @@ CHECKS: tuple[Check, ...] = (
         needs=("kumi version",),
         seconds=30.0,
     ),
+    # store_checks.py
+    Check(
+        "object store",
+        store_access,
+        sound("write, read and remove"),
+        "set the credentials and the endpoint on the named node as the store's own tools want them (AWS_PROFILE, "
+        "AWS_ENDPOINT_URL), create the bucket, and allow them to write, read, list and remove below train.out",
+        together=True,
+        needs=("kumi version",),
+        seconds=120.0,
+    ),
+    # network_checks.py
     Check(
         "open ports",
         open_ports,

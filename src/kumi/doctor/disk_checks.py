@@ -12,6 +12,7 @@ from kumi.doctor.here import Here
 from kumi.errors import RefusedError
 from kumi.files.output import make_folder, remove_tree, write_text
 from kumi.files.untrusted import read_bytes
+from kumi.remote.cache_folder import cache_limit
 
 # Folder inside the run folder for the files of `shared_folder`.
 DOCTOR_FOLDER = ".doctor"
@@ -21,12 +22,16 @@ _POLL_SECONDS = 0.1
 
 
 def free_disk(here: Here) -> Reading:
-    """Return the free bytes on the disk of the run folder, and those that the run's checkpoints need."""
+    """Return the free bytes on the disk of the run folder, and those that the run's checkpoints need.
+
+    The local folder of a run on a store is in the cache, which has a limit.
+    """
     if here.run is None:
         return Reading(absent="no run file is given")
     if here.run.problem:
         return Reading(absent="the run file cannot be used")
-    return Reading(shutil.disk_usage(_existing(here.run.out)).free, need=here.run.checkpoint_space)
+    free = shutil.disk_usage(_existing(here.run.out)).free
+    return Reading(min(free, cache_limit()) if here.run.url else free, need=here.run.checkpoint_space)
 
 
 def _existing(path: Path) -> Path:
@@ -45,7 +50,7 @@ def shared_folder(here: Here) -> Reading:
     if here.run is None:
         return Reading(absent="no run file is given")
     out, meeting, node = here.run.out, here.meeting, here.meeting.seat.node
-    existed = out.exists()
+    existing = _existing(out)
     folder = out / DOCTOR_FOLDER
     mark = secrets.token_hex(8) if node == 0 else ""
     problem = _write(folder / "0", mark) if node == 0 else ""
@@ -65,7 +70,7 @@ def shared_folder(here: Here) -> Reading:
     seconds = time.monotonic() - began
     meeting.exchange("all files were read", None, seconds=_VISIBLE_SECONDS * len(problems) + 10.0)
     if node == 0:
-        _clean(out, folder, existed=existed)
+        _clean(out, folder, existing)
     if problem:
         return Reading(problems=(problem,))
     if node:
@@ -98,11 +103,13 @@ def _appears(file: Path, text: str) -> bool:
     return False
 
 
-def _clean(out: Path, folder: Path, *, existed: bool) -> None:
-    """Remove the files of this check, and the run folder if this check created it."""
+def _clean(out: Path, folder: Path, existing: Path) -> None:
+    """Remove the files of this check, and the folders from the run folder up to `existing` that this check created."""
     try:
         remove_tree(folder)
-        if not existed:
+        out = out.absolute()
+        while out != existing:
             out.rmdir()
+            out = out.parent
     except OSError:
-        return  # not writable: the finding says so
+        return  # not writable, which the finding says, or another program writes there

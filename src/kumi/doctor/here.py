@@ -19,6 +19,7 @@ from kumi.config.stored_config import run_folder
 from kumi.doctor.device_workers import DeviceWorkers
 from kumi.doctor.meeting import Meeting
 from kumi.errors import KumiError
+from kumi.remote.addresses import is_url
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.job import Job
 from kumi.spec.sharding import checkpoint_bytes
@@ -32,13 +33,14 @@ class RunNeeds:
     """What a run needs from its nodes.
 
     `out`: the run folder. `checkpoint_space`: free bytes for its checkpoints. `digests`: a hash of each key's value.
-    `problem`: why this node cannot describe the run, or "".
+    `problem`: why this node cannot describe the run, or "". `url`: train.out if it is a URL, whose local copy is `out`.
     """
 
     out: Path
     checkpoint_space: int
     digests: Mapping[str, str]
     problem: str = ""
+    url: str = ""
 
 
 def run_needs(config: RunConfig, job: Job | None = None) -> tuple[ClusterSpec, RunNeeds]:
@@ -48,11 +50,12 @@ def run_needs(config: RunConfig, job: Job | None = None) -> tuple[ClusterSpec, R
     """
     out = run_folder(config)
     assert out is not None, "a run has a folder"
+    url = config.train.out if is_url(config.train.out) else ""
     try:
         job = _job(config) if job is None else job
-        return job.cluster, RunNeeds(out, checkpoint_space(config, job, out), _digests(config))
+        return job.cluster, RunNeeds(out, checkpoint_space(config, job, out), _digests(config), url=url)
     except KumiError as error:
-        return cluster_spec(config.cluster), RunNeeds(out, 0, _digests(config), str(error))
+        return cluster_spec(config.cluster), RunNeeds(out, 0, _digests(config), str(error), url)
 
 
 def _job(config: RunConfig) -> Job:
