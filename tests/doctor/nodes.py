@@ -15,11 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
+
+import torch
 
 from forked import run_all_forked, run_forked
 from kumi.cli import main
+from kumi.doctor import device_worker, device_workers
 
 _CLONE_NEWNS = 0x00020000
 RUN = """
@@ -74,6 +77,50 @@ class Ended:
         return [line["name"] for line in self.result["findings"] if line["verdict"] == "fail"]
 
 
+class ForkedWorker:
+    """The part of `subprocess.Popen` that a device's process needs. It forks, so that torch is imported already."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], **streams: int) -> None:
+        inward, outward = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            _work(command[3:], env, inward[0], outward[1])
+        os.close(inward[0])
+        os.close(outward[1])
+        self.stdin, self.stdout = open(inward[1], "wb"), open(outward[0], "rb")  # noqa: SIM115
+        self._code: int | None = None
+
+    def kill(self) -> None:
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+
+def _work(words: Sequence[str], env: Mapping[str, str], stdin: int, stdout: int) -> None:
+    try:
+        for number, end in enumerate((stdin, stdout, os.open(os.devnull, os.O_WRONLY))):
+            os.dup2(end, number)
+        os.closerange(3, 256)  # ends of other workers' pipes
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv, sys.stdin = ["device_worker", *words], open(0)  # noqa: SIM115
+        torch.set_num_threads(1)
+        device_worker.main()
+    finally:
+        os._exit(1)
+
+
+def fork_workers() -> None:
+    """From now on, this process forks the processes of its devices. For a process that does nothing else."""
+    device_workers.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        Popen=ForkedWorker, PIPE=-1, DEVNULL=-3, TimeoutExpired=subprocess.TimeoutExpired
+    )
+
+
 def write_run(folder: Path, nodes: int) -> Path:
     """Write a run file for `nodes` nodes of one rank in `folder`."""
     file = folder / "run.toml"
@@ -96,11 +143,12 @@ def examine_nodes(
     head: str = "127.0.0.1",
     interface: str = "lo",
     wait: float = 60.0,
+    own_interpreters: bool = False,
 ) -> list[Ended]:
     """Run `kumi doctor --nodes` on `nodes` nodes at once. `broken[node]` is called on that node before.
 
     `words`: further words of the command line, by node. `head`, `interface`: the address of node 0 and the interface
-    for GLOO; "" sets none.
+    for GLOO; "" sets none. `own_interpreters`: start the devices' processes as the program does, which takes seconds.
     """
     file, port = write_run(folder, nodes), free_port()
 
@@ -109,6 +157,8 @@ def examine_nodes(
             del os.environ[name]
         os.environ |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
         os.chdir(folder)
+        if not own_interpreters:
+            fork_workers()
         broken.get(number, lambda: None)()
         place = ["--node", str(number), "--head", f"{head}:{port}", "--wait", str(wait)]
         raise SystemExit(main(["doctor", str(file), "--nodes", *place, "--json", *words.get(number, [])]))

@@ -9,18 +9,12 @@ import sys
 import pytest
 from tests.doctor.nodes import Ended, bind_read_only, examine_nodes, may_mount, mount_tmpfs, slow_children
 
-from kumi.doctor import clock_checks, device_workers, disk_checks, software_checks, speed_checks
+from kumi.doctor import clock_checks, device_workers, disk_checks, meeting, software_checks
+from kumi.launch import head
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the nodes are forked")
 
 needs_mounts = pytest.mark.skipif(not may_mount(), reason="a file system of a node's own needs root and namespaces")
-
-
-@pytest.fixture(autouse=True)
-def _any_speed(request, monkeypatch):
-    """Other tests run at the same time, and slow one node or the other down: judge the speed in its own test only."""
-    if "slow" not in request.node.name:
-        monkeypatch.setattr(speed_checks, "SLOW", 0.999)
 
 
 def check_failure(ended: list[Ended], name: str, node: int | None, words: str) -> None:
@@ -37,7 +31,7 @@ def check_failure(ended: list[Ended], name: str, node: int | None, words: str) -
 
 
 def test_sound_nodes_pass(tmp_path):
-    ended = examine_nodes(tmp_path)
+    ended = examine_nodes(tmp_path, own_interpreters=True)
     assert [each.code for each in ended] == [0, 0], [each.errors for each in ended]
     first, second = ended
     assert first.result["verdict"] != "fail"
@@ -81,7 +75,8 @@ def test_a_run_folder_that_one_node_cannot_write(tmp_path):
 
 
 @needs_mounts
-def test_a_run_folder_that_is_not_shared(tmp_path):
+def test_a_run_folder_that_is_not_shared(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_checks, "_VISIBLE_SECONDS", 2.0)
     (tmp_path / "out").mkdir()
     ended = examine_nodes(tmp_path, broken={1: lambda: mount_tmpfs(tmp_path / "out", "size=1m")})
     check_failure(ended, "shared folder", 1, "is not the folder of node 0")
@@ -125,7 +120,7 @@ def test_a_wrong_interface(tmp_path):
 
 def test_a_head_that_a_node_cannot_reach(tmp_path):
     """The head of node 1 is a port where nobody listens."""
-    ended = examine_nodes(tmp_path, words={1: ["--head", "127.0.0.1:1"]}, wait=8.0)
+    ended = examine_nodes(tmp_path, words={1: ["--head", "127.0.0.1:1"]}, wait=3.0)
     assert [each.code for each in ended] == [2, 2]
     assert ended[0].finding("nodes")["value"] == "node 1 did not come"
     assert ended[0].finding("nodes")["nodes"] == [1]
@@ -133,7 +128,9 @@ def test_a_head_that_a_node_cannot_reach(tmp_path):
     assert head["value"] == "node 1 cannot reach node 0 at 127.0.0.1:1 (Connection refused)"
 
 
-def test_a_port_that_is_taken(tmp_path):
+def test_a_port_that_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(head, "_BIND_SECONDS", 0.3)
+    monkeypatch.setattr(meeting, "_GREETING_SECONDS", 1.0)
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         ended = examine_nodes(tmp_path, words={node: ["--head", f"127.0.0.1:{port}"] for node in (0, 1)}, wait=2.0)
@@ -166,7 +163,7 @@ def test_a_node_that_dies_is_named(tmp_path):
 
 
 def test_nodes_that_disagree_on_their_number(tmp_path):
-    ended = examine_nodes(tmp_path, words={1: ["cluster.nodes=3"]}, wait=10.0)
+    ended = examine_nodes(tmp_path, words={1: ["cluster.nodes=3"]}, wait=5.0)
     assert [each.code for each in ended] == [2, 2]
     assert "node 1 expects 3 nodes, and node 0 2" in ended[0].finding("nodes")["value"]
     assert "refuses node 1: node 1 expects 3 nodes" in ended[1].finding("head")["value"]

@@ -6,7 +6,7 @@ import os
 import sys
 
 import pytest
-from tests.doctor.nodes import free_port, write_run
+from tests.doctor.nodes import fork_workers, free_port, write_run
 
 from forked import run_all_forked
 from kumi.cli import main
@@ -26,6 +26,7 @@ def train(folder, *words, broken=lambda: None, second=()):
     def node(number):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         os.chdir(folder)
+        fork_workers()
         if number:
             broken()
         place = ["--node", str(number), "--nodes", "2", "--head", f"127.0.0.1:{port}"]

@@ -301,21 +301,27 @@ class _Peer(Meeting):
         Raise HeadUnreachableError if node 0 does not answer, or refuses this node, and OtherNodeFailedError if a node
         has failed.
         """
-        where = f"{self.seat.host}:{self.seat.port}"
-        self._line = _Line(_connect(self.seat, until))
-        seat = self.seat
+        line = _Line(_connect(self.seat, until))
+        try:
+            self.hosts = self._greet(line, until)
+        except BaseException:
+            line.close()
+            raise
+        self._line = line
+
+    def _greet(self, line: _Line, until: float) -> dict[int, str]:
+        """Greet node 0, and return the host names of the nodes that came, by node. Raise as `gather` does."""
+        seat, where = self.seat, f"{self.seat.host}:{self.seat.port}"
         greeting = {"protocol": _PROTOCOL, "node": seat.node, "nodes": seat.nodes, "host": self.hosts[seat.node]}
         try:
-            self._line.send(greeting)
-            welcome = self._line.receive(time.monotonic() + _GREETING_SECONDS)
+            line.send(greeting)
+            welcome = line.receive(time.monotonic() + _GREETING_SECONDS)
             if welcome is not None and "protocol" in welcome:
-                welcome = self._line.receive(until + _HEAD_SECONDS)
+                welcome = line.receive(until + _HEAD_SECONDS)
         except (OSError, ValueError) as error:
             raise HeadUnreachableError(f"{where} answers, but not as kumi doctor ({error})") from error
         failure = early_failure(welcome or {}, seat.nodes, time.monotonic())
         if failure is not None:
-            self._line.close()
-            self._line = None
             raise OtherNodeFailedError(failure)
         if welcome is not None and "kumi" in welcome:
             raise HeadUnreachableError(
@@ -324,8 +330,8 @@ class _Peer(Meeting):
             )
         if welcome is None or "hosts" not in welcome:
             reason = (welcome or {}).get("refused", "it closed the connection")
-            raise HeadUnreachableError(f"node 0 at {where} refuses {self.seat.noun} {self.seat.node}: {reason}")
-        self.hosts = {int(node): str(host) for node, host in welcome["hosts"].items()}
+            raise HeadUnreachableError(f"node 0 at {where} refuses {seat.noun} {seat.node}: {reason}")
+        return {int(node): str(host) for node, host in welcome["hosts"].items()}
 
     def exchange(self, topic: str, value: Any, seconds: float) -> dict[int, Any]:
         message = self._exchange(topic, value, seconds)
