@@ -83,6 +83,18 @@ TEXTS = {
             program=("kumi",),
         ),
     ),
+    "array.sbatch": (
+        "slurm",
+        job_with(
+            {"time_limit": "1d", "slurm": {"partition": "gpu"}},
+            array=tuple(
+                job_with(
+                    name=f"it's {run}", out=f"runs/it's {run}", overrides=(f"train.seed={run}", f'name="it\'s {run}"')
+                )
+                for run in range(3)
+            ),
+        ),
+    ),
     "job.yaml": ("kubernetes", IN_CONTAINER),
     "job-rdma.yaml": (
         "kubernetes",

@@ -11,8 +11,11 @@ import subprocess
 import time
 from pathlib import Path
 
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "salloc", "srun", "scontrol", "squeue", "scancel", "sinfo")
 MISSING = [program for program in PROGRAMS if shutil.which(program) is None]
+
+GRACE_SECONDS = 60  # of a preempted job
+KILL_WAIT_SECONDS = 5  # of a cancelled job, between SIGTERM and SIGKILL
 
 CONFIGURATION = """ClusterName=mini
 SlurmctldHost=localhost(127.0.0.1)
@@ -31,7 +34,8 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
-JobCompType=jobcomp/none
+JobCompType=jobcomp/filetxt
+JobCompLoc={folder}/log/completed-jobs.txt
 MpiDefault=none
 SwitchType=switch/none
 SelectType=select/cons_tres
@@ -39,10 +43,12 @@ SelectTypeParameters=CR_CPU_Memory
 SlurmdParameters=config_overrides
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 MessageTimeout=20
 SlurmdTimeout=30
 InactiveLimit=0
-KillWait=5
+KillWait={kill_wait}
 MinJobAge=300
 UnkillableStepTimeout=10
 ReturnToService=2
@@ -52,36 +58,56 @@ PropagateResourceLimits=NONE
 
 
 class MiniSlurm:
-    """`nodes` nodes named n0, n1, ... with `cpus` invented CPUs each; a context manager that starts and ends them."""
+    """`nodes` nodes named n0, n1, ... with `cpus` invented CPUs each; a context manager that starts and ends them.
 
-    def __init__(self, folder: Path, nodes: int = 3, cpus: int = 4) -> None:
-        self.folder, self.nodes, self.cpus = folder, nodes, cpus
+    Jobs of the partition `urgent` preempt those of `main`, the default, which have GRACE_SECONDS to end. A job that is
+    cancelled has KILL_WAIT_SECONDS. `options`: further lines of slurm.conf.
+    """
+
+    def __init__(self, folder: Path, nodes: int = 3, cpus: int = 4, options: str = "") -> None:
+        self.folder, self.nodes, self.cpus, self.options = folder, nodes, cpus, options
         self.conf = folder / "slurm.conf"
 
     def __enter__(self) -> MiniSlurm:
+        try:
+            self._start()
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    def _start(self) -> None:
         for name in ("state", "log", "run", *(f"spool/n{node}" for node in range(self.nodes))):
             (self.folder / name).mkdir(parents=True)
         controller, *ports = free_ports(self.nodes + 1)
         user = pwd.getpwuid(os.getuid()).pw_name
-        lines = [CONFIGURATION.format(controller=controller, user=user, folder=self.folder)]
+        places = {"controller": controller, "user": user, "folder": self.folder}
+        lines = [CONFIGURATION.format(**places, kill_wait=KILL_WAIT_SECONDS), self.options]
         lines += [
             f"NodeName=n{node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={self.cpus} RealMemory=4000\n"
             for node, port in enumerate(ports)
         ]
-        lines.append(f"PartitionName=main Nodes=n[0-{self.nodes - 1}] Default=YES MaxTime=INFINITE State=UP\n")
+        usual = f"Nodes=n[0-{self.nodes - 1}] MaxTime=INFINITE State=UP"
+        lines.append(f"PartitionName=main {usual} Default=YES PriorityTier=1 GraceTime={GRACE_SECONDS}\n")
+        lines.append(f"PartitionName=urgent {usual} PriorityTier=10\n")
         self.conf.write_text("".join(lines))
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=autodetect\n")
         self.run("slurmctld", "-c", "-f", str(self.conf))
         for node in range(self.nodes):
             self.run("slurmd", "-N", f"n{node}", "-f", str(self.conf))
         self.wait_for(lambda: len(set(self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split())) == self.nodes)
-        return self
 
     def __exit__(self, *_: object) -> None:
-        self.run("scancel", "--user", pwd.getpwuid(os.getuid()).pw_name)
-        self.wait_for(lambda: not self.run("squeue", "-h").strip())
+        try:
+            self.run("scancel", "--user", pwd.getpwuid(os.getuid()).pw_name)
+            self.wait_for(lambda: not self.run("squeue", "-h").strip())
+        finally:
+            self._kill()
+
+    def _kill(self) -> None:
+        """End the daemons. Their pid files go before they do."""
         pids = [int(file.read_text()) for file in (self.folder / "run").glob("*.pid")]
-        for pid in pids:  # pid files go before the processes do
+        for pid in pids:
             os.kill(pid, signal.SIGTERM)
         self.wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 

@@ -2,15 +2,24 @@
 
     stand_in_node.py FOLDER train RUN.toml KEY=VALUE ...
 
-FOLDER/codes has the exit code of each start, a line each; an empty line waits for the stop file and ends with 75.
+FOLDER/codes has the exit code of each start, a line each; an empty line waits for the stop file and ends with 75, or
+for SIGTERM and ends with 143.
 """
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
+
+def terminated(*_: object) -> None:
+    print("saved TERM", flush=True)
+    sys.exit(143)
+
+
+signal.signal(signal.SIGTERM, terminated)
 folder, words = Path(sys.argv[1]), sys.argv[2:]
 start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 node = os.environ["KUMI_NODE"]

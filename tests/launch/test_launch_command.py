@@ -66,6 +66,7 @@ def programs(tmp_path, monkeypatch):
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("HF_TOKEN", CANARY)
+    monkeypatch.setenv("WANDB_PROJECT", "a project")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(RUN)
 
@@ -135,12 +136,12 @@ def test_what_does_not_fit_is_refused_before_the_queue(programs, capsys):
 def test_slurm(programs, tmp_path, capsys):
     answer, calls = programs
     answer(sbatch="77;cluster", scontrol_show="", scontrol="JobId=77 JobState=RUNNING Restarts=2 NodeList=n[0-1]")
-    words = ["run.toml", "launch.env=['HF_TOKEN']"]
+    words = ["run.toml", "launch.env=['WANDB_PROJECT']"]
     described = json.loads(kumi(capsys, "launch", "slurm", *words, "--submit", "--json").out)
     file = tmp_path / "runs" / "tiny" / "launch" / "job.sbatch"
     assert (described["id"], described["folder"]) == ("77", str(file.parent))
     assert described["files"] == {"job.sbatch": file.read_text()}
-    assert "HF_TOKEN" in file.read_text()
+    assert ",WANDB_PROJECT\n" in file.read_text()
     assert calls() == [["sbatch", "--parsable", str(file)]]
     answer(scontrol="JobId=77 JobState=RUNNING Restarts=2 NodeList=n[0-1] RunTime=01:00 TimeLimit=02:00")
     status = json.loads(kumi(capsys, "status", *words, "--json").out)
@@ -157,6 +158,58 @@ def test_slurm(programs, tmp_path, capsys):
     assert "Slurm job 77 has no output yet" in capsys.readouterr().err
     (file.parent / "slurm-77.out").write_text("first\nlast\n")
     assert json.loads(kumi(capsys, "logs", *words, "--lines", "1", "--json").out)["lines"] == ["last"]
+
+
+HOSTILE = [
+    "my run  x",
+    "it's \"so\" 'x",
+    "$(touch pwned) `touch pwned` ${HOME}",
+    "--wrap=touch pwned",
+    "'; touch pwned; '\"; touch pwned; \"",
+    "a & touch pwned | touch pwned # b",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_shell_of_this_machine_sees_names_paths_and_options(programs, tmp_path, monkeypatch, capsys, text):
+    """All verbs, with a run, a run file, a folder and options of sbatch that a shell would run."""
+    answer, calls = programs
+    started = []
+
+    class Recorded(subprocess.Popen):
+        def __init__(self, command, *rest, **options):
+            started.append(command)
+            assert not options.get("shell")
+            assert not isinstance(command, str)
+            super().__init__(command, *rest, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    monkeypatch.setattr(os, "system", None)
+    (tmp_path / text).mkdir()
+    monkeypatch.chdir(tmp_path / text)
+    run_file = f"{text}.toml"
+    Path(run_file).write_text(RUN)
+    extra = [f"--comment={text}", text]
+    words = [f"./{run_file}", f"name={json.dumps(text)}", f"train.out={json.dumps(f'runs/{text}')}"]
+    words += [f"launch.slurm.extra={json.dumps(extra)}"]
+    answer(sbatch="77", scontrol="JobId=77 JobState=RUNNING")
+    described = json.loads(kumi(capsys, "launch", "slurm", *words, "--submit", "--json").out)
+    file = tmp_path / text / "runs" / text / "launch" / "job.sbatch"
+    assert calls() == [["sbatch", "--parsable", str(file)]]
+    assert described["files"]["job.sbatch"].splitlines().count(f"#SBATCH --comment={text}") == 1
+    assert described["files"]["job.sbatch"].splitlines().count(f"#SBATCH {text}") == 1
+    (file.parent / "slurm-77.out").write_text("trained\n")
+    for verb in ("status", "logs", "stop"):
+        kumi(capsys, verb, *words)
+    assert {call[0] for call in calls()} == {"scontrol", "scancel"}
+    assert {Path(command[0]).name for command in started} == {"sbatch", "scontrol", "scancel", "tail"}
+    assert list(tmp_path.rglob("pwned")) == []
+
+
+def test_slurm_gets_no_secret_by_name(programs, capsys):
+    assert main(["launch", "slurm", "run.toml", "launch.env=['HF_TOKEN']", "--submit"]) == 2
+    assert "launch.env names HF_TOKEN, and Slurm would store the value" in capsys.readouterr().err
+    assert programs[1]() == []
 
 
 def test_kubernetes(programs, tmp_path, capsys):

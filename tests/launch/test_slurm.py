@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 import time
 from dataclasses import replace
@@ -52,6 +54,12 @@ def start_again(cluster, record, restarts=1):
     cluster.run("scontrol", "update", f"JobId={record.id}", "StartTime=now")
 
 
+def preempt(cluster, nodes):
+    """Submit a job of a better partition that needs all CPUs of `nodes` nodes for a moment; return its number."""
+    words = ["--partition=urgent", f"--nodes={nodes}", "--exclusive", "--mem=0", "--output=/dev/null"]
+    return cluster.run("sbatch", "--parsable", *words, "--wrap", "true").strip()
+
+
 def test_each_node_learns_its_place_and_gets_named_variables_only(submitted, slurm_cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("NAMED", "yes; $(touch pwned)")
     monkeypatch.setenv("UNNAMED", "no")
@@ -98,12 +106,24 @@ def test_a_signal_saves_and_the_job_goes_on_in_the_same_log(submitted, slurm_clu
     assert "restarted 1 times, exit code 0" in slurm.state(record).detail
 
 
+def test_a_job_that_a_better_one_preempts_saves_and_starts_again(submitted, slurm_cluster, tmp_path):
+    job, record = submitted(["", "0"], {"cpus": 4}, nodes=3)
+    slurm_cluster.wait_for(lambda: all((tmp_path / f"node-{node}-0.json").exists() for node in range(3)))
+    better = preempt(slurm_cluster, 3)
+    assert slurm_cluster.wait_for_state(better, "COMPLETED", "FAILED")["JobState"] == "COMPLETED"
+    start_again(slurm_cluster, record)
+    assert slurm_cluster.wait_for_state(record.id, "COMPLETED", "FAILED")["Restarts"] == "1"
+    log = (Path(job.files) / f"slurm-{record.id}.out").read_text()
+    assert log.count("saved TERM") == 3
+    assert "exit code 143 after 0 restarts" in log
+    assert "exit code 0 after 1 restarts" in log
+
+
 def test_a_job_is_started_again_at_most_so_often(submitted, slurm_cluster):
-    _, record = submitted([7, 143, 7, 0], {"requeues": 2})
-    for restarts in (1, 2):
-        start_again(slurm_cluster, record, restarts)
+    _, record = submitted([7, 7, 0], {"requeues": 1})
+    start_again(slurm_cluster, record)
     fields = slurm_cluster.wait_for_state(record.id, "COMPLETED", "FAILED")
-    assert (fields["Restarts"], fields["ExitCode"]) == ("2", "7:0")
+    assert (fields["Restarts"], fields["ExitCode"]) == ("1", "7:0")
 
 
 @pytest.mark.parametrize("code", [2, 6])
@@ -148,6 +168,47 @@ def test_a_chain_continues_until_the_run_is_done(submitted, slurm_cluster, tmp_p
     assert slurm.log_command(record, 5, follow=True) == ("tail", "-n", "5", "--follow", "--", str(logs[1]))
 
 
+# Prints its words; the last run of an array asks to be started again, once. Its job has the number of the array.
+PRINTS = """
+import os, sys
+print("node", os.environ["KUMI_NODE"], sys.argv[1:], flush=True)
+sys.exit(75 if "SLURM_RESTART_COUNT" not in os.environ and "train.seed=3" in sys.argv else 0)
+"""
+
+
+def test_the_runs_of_an_array_have_names_folders_and_restarts_of_their_own(submitted, slurm_cluster, tmp_path):
+    def run(number, seed):
+        words, out = (f"train.seed={seed}", f'name="it\'s {number}"'), tmp_path / "runs" / f"it's {number}"
+        return replace(job_with(name=f"it's {number}", out=str(out), files=str(out / "launch")), overrides=words)
+
+    runs = tuple(replace(each, program=(sys.executable, "-c", PRINTS)) for each in (run(0, 1), run(1, 2), run(2, 3)))
+    job, record = submitted([0], array=runs)
+    tasks = [LaunchRecord("slurm", f"{record.id}_{number}", tmp_path, "", job.files) for number in range(3)]
+    slurm_cluster.wait_for(lambda: slurm_cluster.job(tasks[2].id)["Restarts"] == "1")
+    start_again(slurm_cluster, tasks[2])
+    for number, task in enumerate(tasks):
+        fields = slurm_cluster.wait_for_state(task.id, "COMPLETED", "FAILED")
+        assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1" if number == 2 else "0")
+        assert f"JobName=it's {number}\n" in slurm_cluster.run("scontrol", "show", "job", task.id)
+        command = slurm.log_command(task, 50, follow=False)
+        assert command[-1] == str(Path(job.files) / f"slurm-{record.id}_{number}.out")
+        lines = Path(command[-1]).read_text().splitlines()
+        words = ["train", "run.toml", f"train.seed={number + 1}", f'name="it\'s {number}"']
+        assert {f"node {node} {words}" for node in range(2)} <= set(lines)
+        assert len([line for line in lines if line.startswith("node 0 ")]) == (2 if number == 2 else 1)
+        assert (tmp_path / "runs" / f"it's {number}").is_dir()
+        assert slurm.state(task).word == "completed"
+
+
+@pytest.mark.parametrize("option", ["--array=0-2", "-a 0-2", "-a0-2%1", "--nice=1 --array 1-3"])
+def test_an_array_of_one_folder_is_refused(option):
+    with pytest.raises(ConfigError, match=r"extra has --array, whose tasks would all write to one run folder; .*chain"):
+        slurm.check(job_with({"slurm": {"extra": [option]}}), submit=False)
+    slurm.check(job_with({"slurm": {"extra": ["--account=x", "-A x"]}}), submit=False)
+    with pytest.raises(ConfigError, match=r"launch.slurm.array and launch.slurm.chain are arrays"):
+        slurm.check(job_with({"slurm": {"array": [["a.b=c"]], "chain": 2}}), submit=False)
+
+
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_names_and_paths_are_taken_as_they_are(submitted, slurm_cluster, tmp_path, text):
     folder = tmp_path / text
@@ -177,6 +238,17 @@ def test_a_name_may_have_a_backslash_but_slurm_writes_no_output_below_one(submit
         submitted([0], run="a\\b")
 
 
+def test_extra_options_reach_slurm_as_they_are(submitted, slurm_cluster, tmp_path):
+    comment = "$(touch pwned) `touch pwned`; touch pwned # '${HOME}' --wrap=x 模型"
+    _, record = submitted([0], {"slurm": {"extra": [f'--comment="{comment}"', "--nice=7 --no-kill"]}})
+    slurm_cluster.wait_for_state(record.id, "COMPLETED")
+    shown = [line.strip() for line in slurm_cluster.run("scontrol", "show", "job", record.id).splitlines()]
+    assert f"Comment={comment}" in [line.removesuffix(" ") for line in shown]
+    assert any("Nice=7 " in line for line in shown)
+    assert list(tmp_path.rglob("pwned")) == []
+    assert list(Path.cwd().glob("pwned")) == []
+
+
 def test_secrets_that_others_may_read_are_refused_here_and_on_the_node(submitted, slurm_cluster, tmp_path, monkeypatch):
     secrets = tmp_path / "secrets.env"
     secrets.write_text(f"HF_TOKEN={CANARY}\n")
@@ -201,9 +273,22 @@ def test_a_broken_line_of_secrets_is_named_by_number_only(submitted, slurm_clust
 
 
 def test_a_variable_that_is_not_set_is_refused_before_the_queue(submitted, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match=r"launch.env names HF_TOKEN, which this shell does not set"):
-        submitted([0], {"env": ["HF_TOKEN"]})
+    monkeypatch.delenv("NAMED", raising=False)
+    with pytest.raises(ConfigError, match=r"launch.env names NAMED, which this shell does not set"):
+        submitted([0], {"env": ["NAMED"]})
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "PASSWORD"]
+)
+def test_a_secret_is_not_given_to_slurm(monkeypatch, name):
+    monkeypatch.setenv(name, CANARY)
+    job = job_with({"env": ["TOKENIZERS_PARALLELISM", name]})
+    with pytest.raises(
+        ConfigError, match=rf"launch.env names {name}, and Slurm would store the value .* launch.env_file"
+    ):
+        slurm.check(job, submit=False)
+    slurm.check(job_with({"env": ["TOKENIZERS_PARALLELISM"]}), submit=False)
 
 
 def test_what_slurm_refuses_is_one_sentence(submitted):
@@ -214,3 +299,25 @@ def test_what_slurm_refuses_is_one_sentence(submitted):
 def test_a_forgotten_job_is_unknown(submitted, slurm_cluster, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", str(slurm_cluster.conf))
     assert slurm.state(LaunchRecord("slurm", "999999", Path("x"), "")).word == "unknown"
+
+
+PLACE = "import os; from kumi.launch.standing import find_standing; print(find_standing(os.environ))"
+
+
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+def test_a_shell_of_a_job_is_one_machine_and_a_step_is_its_nodes(slurm_cluster, tmp_path, nodes):
+    """As kumi finds its place in the shell of salloc, in a batch script, and in the steps of srun in them."""
+    size = (f"--nodes={nodes}", "--cpus-per-task=1", "--mem=100M", "--quiet")
+    ask = (sys.executable, "-c", PLACE)
+    assert slurm_cluster.run("salloc", *size, *ask) == "None\n"
+    script, output = tmp_path / "job.sh", tmp_path / "output"
+    script.write_text(f"#!/bin/bash\n{shlex.join(ask)}\nsrun --ntasks=1 --nodes=1 {shlex.join(ask)}\n")
+    slurm_cluster.run("sbatch", *size, "--wait", f"--output={output}", str(script))
+    assert output.read_text() == "None\nNone\n"
+    places = slurm_cluster.run("salloc", *size, "srun", "--ntasks-per-node=1", *ask).splitlines()
+    if nodes == 1:
+        assert places == ["None"]
+        return
+    head = re.search(r"HeadAddress\(host='127.0.0.1', port=2\d{4}\)", places[0])[0]
+    source = "local_ranks=None, source='srun, one task a node')"
+    assert sorted(places) == [f"Standing(node={node}, nodes=2, head={head}, {source}" for node in range(2)]

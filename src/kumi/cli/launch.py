@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ def run(arguments: Namespace) -> int:
     """Show, write or submit the job. Return the exit code."""
     from kumi.config import load
     from kumi.launch.cluster_launchers import CLUSTER_LAUNCHERS, cluster_launcher, submit_job, write_launch_file
+    from kumi.launch.job_array import array_runs
     from kumi.launch.launch_job import placeholders
 
     kind, run_file, overrides = arguments.kind, arguments.run, list(arguments.overrides)
@@ -51,10 +53,12 @@ def run(arguments: Namespace) -> int:
         kind, run_file, overrides = None, kind, [run_file, *overrides]
     config = load(run_file, overrides)
     launcher = cluster_launcher(kind or config.launch.kind)
+    runs = array_runs(run_file, overrides) if launcher.name == "slurm" else []
     job = _job(launcher, config, run_file, overrides, arguments.out)
+    job = replace(job, array=tuple(_job(launcher, run, run_file, list(words), None) for run, words in runs))
     launcher.check(job, submit=False)
-    if not arguments.unchecked:
-        _print_plan(config)
+    for run_config in [] if arguments.unchecked else [run for run, _ in runs] or [config]:
+        _print_plan(run_config)
     text, file, record = launcher.text(job), None, None
     if arguments.out or arguments.submit:
         file = write_launch_file(launcher, job, Path(job.files), replace=not arguments.out)
@@ -70,6 +74,13 @@ def run(arguments: Namespace) -> int:
         print(text, end="")
     else:
         print(f"wrote {file}")
+    if record is not None and runs:
+        print(
+            f"submitted {launcher.name} job {record.id} of {len(runs)} runs; kumi status, logs and stop take one each:"
+        )
+        for run_config, _ in runs:
+            print(f"  {shlex.join([run_file, f'train.out={run_config.train.out}'])}")
+        return OK
     if record is not None:
         print(f"submitted {launcher.name} job {record.id}; see kumi status, kumi logs and kumi stop {run_file}")
         return OK

@@ -32,6 +32,11 @@ class SlurmSection(Section):
         description="Number of jobs that continue the run one after another, for clusters that do not requeue jobs: "
         "an array whose tasks run one at a time.",
     )
+    array: tuple[Lines, ...] = Field(
+        (),
+        description="Runs that differ, as one job array: the `KEY=VALUE` words of each, such as "
+        "`[['train.seed=1'], ['train.seed=2']]`. Run n has `-n` behind `name` and `train.out`.",
+    )
     container: Line | None = Field(
         None, description="Container image with kumi in it: a file, or a name with registry."
     )

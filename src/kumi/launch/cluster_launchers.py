@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -100,7 +101,7 @@ def write_launch_file(launcher: ClusterLauncher, job: LaunchJob, folder: Path, *
 def submit_job(launcher: ClusterLauncher, job: LaunchJob, file: Path) -> LaunchRecord:
     """Submit `file`, the launcher's file of `job`, and return the record, which is written beside the file.
 
-    Raise ConfigError if a placeholder is left.
+    Of an array, each run has a record in its own folder instead. Raise ConfigError if a placeholder is left.
     """
     left = placeholders(launcher.text(job))
     if left:
@@ -110,7 +111,13 @@ def submit_job(launcher: ClusterLauncher, job: LaunchJob, file: Path) -> LaunchR
         )
     launcher.check(job, submit=True)
     record = LaunchRecord(launcher.name, launcher.submit(job, file), file.parent, time.strftime("%Y-%m-%dT%H:%M:%S"))
-    write_record(record)
+    if not job.array:
+        write_record(record)
+    for number, run in enumerate(job.array):
+        folder = Path(run.files)
+        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        write_record(replace(record, id=f"{record.id}_{number}", folder=folder, output=str(record.folder)))
     return record
 
 
@@ -119,6 +126,11 @@ def submitted_job(config: RunConfig) -> tuple[ClusterLauncher, LaunchRecord]:
 
     Raise ConfigError if there is none.
     """
+    out = run_folder(config)
+    if config.launch.slurm.array and out is not None and not has_record(files_folder(slurm, config)):
+        raise ConfigError(
+            f"the runs of launch.slurm.array are in folders of their own; name one, such as train.out={out}-0"
+        )
     if config.launch.kind is not None:
         launcher = cluster_launcher(config.launch.kind)
         return launcher, read_record(files_folder(launcher, config))

@@ -52,6 +52,7 @@ class LaunchJob:
     - `files`: folder of the launcher's file and of the job's output.
     - `launch`: the section [launch].
     - `data_cache`: folder of tokenised data, `data.cache`, which the nodes share; None if it is inside `out`.
+    - `array`: the runs of a job array, each as a job that differs in `name`, `overrides`, `out` and `files`.
     """
 
     name: str
@@ -68,6 +69,7 @@ class LaunchJob:
     files: str
     launch: LaunchSection
     data_cache: str | None = None
+    array: tuple[LaunchJob, ...] = ()
 
     @property
     def command(self) -> tuple[str, ...]:

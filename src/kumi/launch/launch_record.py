@@ -23,6 +23,12 @@ class LaunchRecord:
     id: str
     folder: Path
     submitted: str  # local time, ISO 8601
+    output: str = ""  # folder of the job's output, if it is another one
+
+    @property
+    def output_folder(self) -> Path:
+        """The folder of the job's output."""
+        return Path(self.output) if self.output else self.folder
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class JobState:
 def write_record(record: LaunchRecord) -> None:
     """Write `record` to its folder."""
     fields = {"kind": record.kind, "id": record.id, "submitted": record.submitted}
+    fields |= {"output": record.output} if record.output else {}
     write_text(record.folder / _FILE, json.dumps(fields, indent=1) + "\n")
 
 
@@ -54,7 +61,8 @@ def read_record(folder: Path) -> LaunchRecord:
         written = strict_json(read_bytes(folder, _FILE, RefusedError), CONFIG)
         record = LaunchRecord(folder=folder, **written)
         # The id becomes an argument of programs such as scancel, so that it must not look like an option.
-        if not _ID.fullmatch(record.id) or not all(isinstance(word, str) for word in (record.kind, record.submitted)):
+        words = (record.kind, record.submitted, record.output)
+        if not _ID.fullmatch(record.id) or not all(isinstance(word, str) for word in words):
             raise ValueError("it names no job")
     except (TypeError, ValueError) as error:
         raise RefusedError(

@@ -29,6 +29,8 @@ file_name = "job.sbatch"
 _BASE_VARIABLES = ("HOME", "USER", "LANG", "PATH", "LD_LIBRARY_PATH", "MODULEPATH", "VIRTUAL_ENV")
 # Options of sbatch that ask for GPUs: if launch.slurm.extra has one, kumi asks for none.
 _GPU_OPTIONS = ("--gres", "--gpus", "-G")
+# Names of variables whose values are secrets, such as HF_TOKEN, WANDB_API_KEY or AWS_SECRET_ACCESS_KEY.
+_SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD)(_|$)", re.IGNORECASE)
 # Options of sbatch that set the CPUs of a node.
 _CPU_OPTIONS = ("--exclusive", "--cpus-per-task", "-c", "--cpus-per-gpu")
 
@@ -39,11 +41,27 @@ def text(job: LaunchJob) -> str:
 
 
 def check(job: LaunchJob, *, submit: bool) -> None:
-    """Raise ConfigError if Slurm cannot name the output of `job`, or its secrets or variables cannot be used."""
+    """Raise ConfigError if Slurm cannot name the output of `job`, would store a secret, or lacks a file or variable."""
     if "\\" in job.files:
         raise ConfigError(
             f"{job.files} has a backslash, and Slurm then replaces no %j in the name of its output; name another "
             f"folder with --out, or another train.out"
+        )
+    slurm = job.launch.slurm
+    if any(re.match(r"--array|-a(\d|$)", word) for option in slurm.extra for word in option.split()):
+        raise ConfigError(
+            "launch.slurm.extra has --array, whose tasks would all write to one run folder; list the overrides of each "
+            "run in launch.slurm.array, or continue one run in several jobs with launch.slurm.chain"
+        )
+    if slurm.array and slurm.chain is not None:
+        raise ConfigError(
+            "launch.slurm.array and launch.slurm.chain are arrays, and a job has one; leave out one of them"
+        )
+    secret = [variable for variable in job.launch.env if _SECRET.search(variable)]
+    if secret:
+        raise ConfigError(
+            f"launch.env names {', '.join(secret)}, and Slurm would store the value on its controller; write a line "
+            f"NAME=value to a file of mode 600, and name that with launch.env_file"
         )
     if job.launch.env_file is not None:
         check_env_file(job.launch.env_file, required=submit)
@@ -71,7 +89,7 @@ def state(record: LaunchRecord) -> JobState:
     answer = run_cluster_command(("scontrol", "--oneliner", "show", "job", record.id), may_fail=True)
     jobs = [_fields(line) for line in answer.splitlines() if line.startswith("JobId=")]
     if not jobs:
-        return JobState("unknown", f"Slurm no longer lists job {record.id}; see its output in {record.folder}")
+        return JobState("unknown", f"Slurm no longer lists job {record.id}; see its output in {record.output_folder}")
     shown = next((job for job in jobs if job.get("JobState") in ("RUNNING", "COMPLETING")), jobs[0])
     detail = [f"restarted {shown['Restarts']} times"] if shown.get("Restarts", "0") != "0" else []
     if shown.get("JobState") == "RUNNING":
@@ -101,9 +119,11 @@ def stop(record: LaunchRecord, out: Path, *, now: bool) -> str:
 
 def log_command(record: LaunchRecord, lines: int, *, follow: bool) -> tuple[str, ...]:
     """Return the command that shows the last `lines` of the job's output."""
-    outputs = sorted(Path(record.folder).glob(f"slurm-{record.id}*.out"), key=lambda file: file.stat().st_mtime)
+    folder = record.output_folder
+    outputs = [*folder.glob(f"slurm-{record.id}.out"), *folder.glob(f"slurm-{record.id}_*.out")]  # the latter: a chain
+    outputs.sort(key=lambda file: file.stat().st_mtime)
     if not outputs:
-        raise ConfigError(f"Slurm job {record.id} has no output yet in {record.folder}; see kumi status")
+        raise ConfigError(f"Slurm job {record.id} has no output yet in {folder}; see kumi status")
     return ("tail", "-n", str(lines), *(("--follow",) if follow else ()), "--", str(outputs[-1]))
 
 
@@ -115,7 +135,7 @@ def _options(job: LaunchJob) -> str:
     """Return the #SBATCH lines."""
     launch, slurm = job.launch, job.launch.slurm
     given = [option.strip() for option in slurm.extra]
-    output = f"{job.files.replace('%', '%%')}/slurm-{'%A_%a' if slurm.chain else '%j'}.out"
+    output = f"{job.files.replace('%', '%%')}/slurm-{'%A_%a' if slurm.chain or job.array else '%j'}.out"
     lines = [
         _option("job-name", job.name),
         _option("nodes", job.nodes),
@@ -142,6 +162,8 @@ def _options(job: LaunchJob) -> str:
         for key, value in (("partition", slurm.partition), ("account", slurm.account), ("qos", slurm.qos))
         if value is not None
     ]
+    if job.array:
+        lines.append(_option("array", f"0-{len(job.array) - 1}", "a task for each run"))
     lines += [
         _option("signal", f"B:USR1@{job.save_seconds}", "to this script only; Slurm may send it 60 s early"),
         "#SBATCH --no-kill                       # the job outlives a lost node, so that the others can save\n",
@@ -183,6 +205,9 @@ def _slurm_time(seconds: int) -> str:
     return f"{days}-{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
 
 
+# This task of a job array; the number of the array alone would mean all of its tasks.
+_TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+
 _HEAD = """
 # Node 0 is the first of the job. Its name may resolve on the nodes only by Slurm's own table.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -203,7 +228,8 @@ def _script(job: LaunchJob) -> str:
     """Return the commands of the script."""
     launch, slurm = job.launch, job.launch.slurm
     parts = [
-        f"cd -- {shlex.quote(job.folder)} || exit 2\nout={shlex.quote(job.out)}\n",
+        f"cd -- {shlex.quote(job.folder)} || exit 2\n",
+        _array(job) if job.array else f"out={shlex.quote(job.out)}\n",
         'mkdir -p -- "$out" || exit 2\n',
         f'rm -f -- "$out/{STOP_FILE}"                 # of an earlier job\n',
         f"trap 'echo USR1 > \"$out/{STOP_FILE}\"' USR1   # not exit, which would end the nodes before they save\n",
@@ -213,7 +239,8 @@ def _script(job: LaunchJob) -> str:
     if launch.setup:
         parts.append("\n" + "".join(f"{line}\n" for line in launch.setup))
     parts += [_HEAD, _step(job), _WAIT]
-    parts.append(_requeue(launch.requeues) if slurm.chain is None else _CHAIN)
+    number = _TASK if job.array else "$SLURM_JOB_ID"
+    parts.append(_requeue(number, launch.requeues) if slurm.chain is None else _CHAIN)
     return "".join(parts) + 'exit "$code"\n'
 
 
@@ -228,19 +255,20 @@ def _step(job: LaunchJob) -> str:
         "--cpu-bind=none",
     ]
     words += [f"--cpus-per-task={launch.cpus}"] if launch.cpus is not None else []
-    pyxis, command = [], job.command
+    pyxis: list[str] = []
+    command = '"${command[@]}"' if job.array else shlex.join(job.command)
     if slurm.container is not None and slurm.container_runtime == "pyxis":
         pyxis = [f"--container-image={slurm.container}", f"--container-workdir={job.folder}"]
         pyxis += [f"--container-mounts={','.join(slurm.mounts)}"] if slurm.mounts else []
     elif slurm.container is not None:
-        command = (*_apptainer(job, slurm.container), *command)
+        command = f"{shlex.join(_apptainer(job, slurm.container))} {command}"
     return (
         "\n# --kill-on-bad-exit=0 --wait=0: a node that ends does not end the others, which may be saving.\n"
         "# --export=ALL: also the variables that this script sets. --cpu-bind=none: the ranks share all CPUs.\n"
         f"{shlex.join(words)} \\\n"
         + (f"    {shlex.join(pyxis)} \\\n" if pyxis else "")
         + "    bash -c 'export KUMI_NODE=$SLURM_PROCID; exec \"$@\"' kumi-node \\\n"
-        f"    {shlex.join(command)} &"
+        + f"    {command} &"
     )
 
 
@@ -251,13 +279,28 @@ def _apptainer(job: LaunchJob, image: str) -> tuple[str, ...]:
     return ("apptainer", "exec", *gpus, "--pwd", job.folder, *mounts, image)
 
 
-def _requeue(times: int) -> str:
+def _array(job: LaunchJob) -> str:
+    """Return the lines that choose the run of this task: its folder, its command, and its name for squeue."""
+    cases = [
+        f"{number})\n    name={shlex.quote(run.name)}\n    out={shlex.quote(run.out)}\n"
+        f"    command=({shlex.join(run.command)}) ;;\n"
+        for number, run in enumerate(job.array)
+    ]
+    return (
+        "# Each task of the array is a run of its own.\n"
+        f"case $SLURM_ARRAY_TASK_ID in\n{''.join(cases)}esac\n"
+        f'scontrol update "JobId={_TASK}" "JobName=$name"\n'
+    )
+
+
+def _requeue(number: str, times: int) -> str:
+    """Return the lines that start the job `number`, a word of bash, again at most `times` times."""
     codes = " | ".join(map(str, RESUMABLE_CODES))
     return (
         f"# {RESUMABLE_CODES[0]}: a node was lost. 75: saved before the time limit. 143: saved because of preemption.\n"
         "# Slurm holds a requeued job for about two minutes: scontrol update JobId=... StartTime=now\n"
         f"case $code in\n{codes})\n"
-        f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {times} ] && scontrol requeue "$SLURM_JOB_ID" ;;\nesac\n'
+        f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {times} ] && scontrol requeue "{number}" ;;\nesac\n'
     )
 
 
