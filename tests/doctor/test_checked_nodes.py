@@ -166,4 +166,5 @@ def test_nodes_that_disagree_on_their_number(tmp_path):
     ended = examine_nodes(tmp_path, words={1: ["cluster.nodes=3"]}, wait=5.0)
     assert [each.code for each in ended] == [2, 2]
     assert "node 1 expects 3 nodes, and node 0 2" in ended[0].finding("nodes")["value"]
+    assert "doctor     refused: node 1 expects 3 nodes, and node 0 2\n" in ended[0].errors  # at once
     assert "refuses node 1: node 1 expects 3 nodes" in ended[1].finding("head")["value"]

@@ -332,6 +332,9 @@ def test_agents_of_another_run_or_count_are_refused(tmp_path, monkeypatch):
             assert words in stranger.text()
         second = Node(tmp_path, 1, port, give_back, (0,) * 4)
         assert [first.code(), second.code()] == [0, 0]
+        lines = [line for line in first.text().splitlines() if line.startswith("head       refused node ")]
+        assert len(lines) == 1, lines  # not of node 3, which is none of this run
+        assert lines[0].startswith("head       refused node 1: its run is another one")
     finally:
         first.kill()
 
@@ -413,6 +416,25 @@ def test_nodes_that_all_fail_tell_each_other(tmp_path):
         os._exit(0)
     early_failure.tell_others(Standing(0, 2, HeadAddress("127.0.0.1", port), None, "test"), ConfigError("zero"))
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH_9.2\r\n", b""])
+def test_another_program_at_the_heads_port_is_told_nothing_for_long(monkeypatch, greeting):
+    monkeypatch.setattr(early_failure, "_HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(early_failure, "_TELL_SECONDS", 3600.0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        child = os.fork()
+        if child == 0:
+            connection = other.accept()[0]
+            connection.sendall(greeting)
+            time.sleep(DEADLINE)
+            os._exit(0)
+        try:
+            standing = Standing(1, 2, HeadAddress("127.0.0.1", other.getsockname()[1]), None, "test")
+            early_failure.tell_others(standing, ConfigError("train.stepz: no such key"))
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_a_node_without_the_others_shows_its_error_soon(monkeypatch, capsys):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kumi.errors import CommunicationError, ConfigError, DataError, KumiError, LayoutError
 from kumi.launch.failure_causes import RootCause
-from kumi.launch.verdict import Report, Verdict, decide, failure_report
+from kumi.launch.verdict import Report, Verdict, decide, early_failure, failure_message, failure_report
 
 
 def failed(node, severity, at, code=7, kind="CommunicationError", **more):
@@ -105,3 +105,36 @@ def test_the_verdict_is_that_of_a_report_and_does_not_depend_on_their_order(repo
     if failures and not any(report.silent for report in reports):
         cause = next(report for report in reports if report.node == verdict.node)
         assert all((cause.severity, cause.at) <= (report.severity, report.at) for report in failures)
+
+
+def test_a_node_that_fails_early_is_reported_in_one_message():
+    report = failure_report(1, ConfigError("train.stepz: unknown key"), None, 3.0)
+    message = json.loads(json.dumps(failure_message(report, 4)))
+    assert early_failure(message, 4, 3.0) == report
+    assert early_failure(message, 3, 3.0) is None, "a node of another run"
+    assert early_failure({**message, "node": 4}, 4, 3.0) is None
+    long = early_failure(failure_message(failure_report(1, ConfigError("x" * 9999), None, 0.0), 4), 4, 0.0)
+    assert long is not None
+    assert len(long.message) == 4000
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"node": 1, "nodes": 4},
+        {"node": True, "nodes": 4, "failed": {"code": 2, "kind": "ConfigError", "message": ""}},
+        {"node": 1, "nodes": 4, "failed": {"code": 0, "kind": "ConfigError", "message": ""}},
+        {"node": 1, "nodes": 4, "failed": {"code": 2, "kind": None, "message": ""}},
+        {"node": 1, "nodes": 4, "failed": {"code": 2, "kind": "ConfigError"}},
+        {"node": 1, "nodes": 4, "failed": "ConfigError"},
+    ],
+)
+def test_other_messages_are_no_early_failure(message):
+    assert early_failure(message, 4, 0.0) is None
+
+
+def test_the_message_of_an_early_failure_steers_no_terminal():
+    report = early_failure({"node": 1, "nodes": 2, "failed": {"code": 2, "kind": "X", "message": "a\x1b[2Jb"}}, 2, 0.0)
+    assert report is not None
+    assert report.message == "a\\x1b[2Jb"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ from kumi.launch.head import listen
 from kumi.launch.head_messages import decode, encode
 from kumi.launch.standing import HeadAddress
 from kumi.launch.verdict import Report, early_failure, failure_message
+from kumi.safe_output import visible
 
 _PROTOCOL = "kumi doctor 2"
 # The longest message, and the time in which a node must take one.
@@ -220,6 +222,8 @@ class _Head(Meeting):
         else:
             self._lines[node], self.hosts[node] = line, str(greeting.get("host", ""))[:64]
             return True
+        if reason not in self.refused:  # at once, since the others may still come for long
+            print(visible(f"doctor     refused: {reason}"), file=sys.stderr, flush=True)
         self.refused.append(reason)
         with suppress(OSError):
             line.send({"refused": reason})

@@ -29,6 +29,7 @@ _TELL_SECONDS = 60.0
 _NOTE_SECONDS = 3.0
 _RETRY_SECONDS = 0.2
 _ANSWER_SECONDS = 2.0
+_HEAD_SECONDS = 20.0  # node 0 may be busy before it answers
 
 
 class OtherNodeFailedError(Exception):
@@ -91,19 +92,33 @@ class _Note:
 
 
 def _tell_head(standing: Standing, line: bytes, note: _Note) -> None:
-    """Send `line` to node 0 until it answers."""
+    """Send `line` to node 0 until it answers. Give up if another program is at the port."""
     until = time.monotonic() + _TELL_SECONDS
     while time.monotonic() < until:
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             address = (standing.head.host, standing.head.port)
             with socket.create_connection(address, timeout=HELLO_SECONDS) as connection:
-                connection.sendall(line)
-                with connection.makefile("rb") as answers:
-                    while answer := answers.readline(LINE_BYTES):  # a greeting, then the answer
-                        if {"noted", "refused", "failed"} & set(decode(answer)):
-                            return
+                try:
+                    if _is_answered(connection, line):
+                        return
+                except (TimeoutError, ValueError):
+                    return
         note.show_when_due()
         time.sleep(_RETRY_SECONDS)
+
+
+def _is_answered(connection: socket.socket, line: bytes) -> bool:
+    """Send `line`; return True once it is answered, False if node 0 closes the connection before.
+
+    Raise TimeoutError or ValueError if nothing comes, or something that is no message.
+    """
+    connection.settimeout(_HEAD_SECONDS)
+    connection.sendall(line)
+    with connection.makefile("rb") as answers:
+        while answer := answers.readline(LINE_BYTES):  # a greeting, then the answer
+            if {"noted", "refused", "failed"} & set(decode(answer)):
+                return True
+    return False
 
 
 def _tell_nodes(standing: Standing, line: bytes, note: _Note) -> None:

@@ -40,6 +40,7 @@ from kumi.launch.head_messages import (
 from kumi.launch.signals import EXIT_CODES
 from kumi.launch.standing import LOOPBACK, HeadAddress
 from kumi.launch.verdict import Report, Verdict, decide, early_failure
+from kumi.safe_output import visible
 
 _ARRIVAL_SECONDS = 600.0  # all agents must have connected by then
 _NOTE_SECONDS = 20.0  # the head then says for which nodes it waits
@@ -134,6 +135,7 @@ class Head:
         self._generation = 0
         self._agents: dict[int, _Agent] = {}
         self._seen: set[int] = set()  # nodes that have ever connected
+        self._notes: set[str] = set()  # about nodes that were refused
         self._broadcast: dict[str, Any] | None = None
         self._ready: set[int] = set()
         self._started: set[int] = set()
@@ -228,6 +230,7 @@ class Head:
         node, nodes = hello["node"], hello["nodes"]
         refusal = self._refusal(node, nodes, is_proof(hello["proof"], self._token, nonce, node, nodes))
         if refusal is not None:
+            self._note_refusal(node, refusal)
             writer.write(encode({"refused": refusal}))
             await writer.drain()
             return None
@@ -241,6 +244,14 @@ class Head:
         if self._decide_at is not None and self._verdict is None:
             agent.send(self._about({"type": "stop"}))
         return agent
+
+    def _note_refusal(self, node: object, refusal: str) -> None:
+        """Show once that a node that is still to come was refused, as the user may wait for it."""
+        text = visible(f"head       refused node {node}: {refusal}")
+        if type(node) is int and node < self._nodes and node not in self._seen and text not in self._notes:
+            self._notes.add(text)
+            with suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
 
     def _note_early_failure(self, message: dict[str, Any]) -> dict[str, Any]:
         """Note that a node has failed before its agent connected, if it is one that is still to come; the answer."""

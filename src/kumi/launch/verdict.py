@@ -9,6 +9,7 @@ from typing import Any
 import kumi.errors
 from kumi.errors import OK, CommunicationError, KumiError
 from kumi.launch.failure_causes import PRIMARY, RootCause, rank_timeout_error
+from kumi.safe_output import visible
 
 _LONGEST_MESSAGE = 4000
 
@@ -91,7 +92,7 @@ def early_failure(message: Mapping[str, Any], nodes: int, now: float) -> Report 
     code, kind, text = failed.get("code"), failed.get("kind"), failed.get("message")
     if type(code) is not int or not 0 < code < 256 or not isinstance(kind, str) or not isinstance(text, str):
         return None
-    return Report(node, code, PRIMARY, now, kind, text[:_LONGEST_MESSAGE])
+    return Report(node, code, PRIMARY, now, kind, visible(text[:_LONGEST_MESSAGE]))  # anyone may have sent it
 
 
 def decide(reports: Iterable[Report]) -> Verdict:
