@@ -51,6 +51,8 @@ class ContainerImage:
     def __exit__(self, *_: object) -> None:
         self.podman("rm", "--all", "--force", "--time", "0")
         self.podman("rmi", "--all", "--force")
+        # Podman mounts this folder on itself, and a mount could not be removed with the test's folder.
+        subprocess.run(["umount", "--lazy", str(self.folder / "graph" / "overlay")], capture_output=True)
 
     def dockerfile(self) -> list[tuple[str, str]]:
         return instructions((ROOT / "Dockerfile").read_text())

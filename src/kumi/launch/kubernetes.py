@@ -323,7 +323,8 @@ def _resources(job: LaunchJob) -> dict[str, Any]:
 def _security(job: LaunchJob) -> Noted | None:
     if not job.launch.kubernetes.resources:
         return None
-    return Noted({"capabilities": {"add": ["IPC_LOCK"]}}, "RDMA pins memory, which needs this capability.")
+    note = "RDMA pins memory. This lets root do so; other users need LimitMEMLOCK of the container runtime."
+    return Noted({"capabilities": {"add": ["IPC_LOCK"]}}, note)
 
 
 def _user(job: LaunchJob) -> dict[str, Any]:
