@@ -16,6 +16,7 @@ from kumi.objectives.objective import (
     Objective,
     SegmentSums,
     SequenceObjective,
+    TokenObjective,
     sequence_sums,
 )
 from kumi.objectives.reward import RewardModel
@@ -46,5 +47,6 @@ __all__ = [
     "RowForm",
     "SegmentSums",
     "SequenceObjective",
+    "TokenObjective",
     "sequence_sums",
 ]

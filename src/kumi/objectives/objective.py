@@ -36,6 +36,7 @@ class Objective(ABC):
     `unit`: the word for its units, in the plural.
     `reference`: it compares the policy with a reference model.
     `head`: the head of the model: "lm" for log-probs of labels, "score" for one number at each label.
+    `metrics`: names of the numbers that its `measure` returns, if it has one.
     `usual_lr`: the peak learning rate of a run that trains all weights of a pretrained model and names none; None for
     that of any run.
     """
@@ -45,6 +46,7 @@ class Objective(ABC):
     unit: ClassVar[str] = "tokens"
     reference: ClassVar[bool] = False
     head: ClassVar[Literal["lm", "score"]] = "lm"
+    metrics: ClassVar[tuple[str, ...]] = ()
     usual_lr: ClassVar[float | None] = None
 
     @abstractmethod
@@ -81,6 +83,17 @@ class LinearObjective(Objective):
         return (self.token_weights(batch, units) * log_probs).sum()
 
 
+class TokenObjective(Objective):
+    """A loss of the log-probs of single tokens, with metrics."""
+
+    @abstractmethod
+    def measure(self, log_probs: Tensor, batch: Mapping[str, Tensor], sums: SegmentSums) -> Tensor:
+        """Return a sum over complete rows and the number of its terms for each of `metrics`, float64 (len(metrics), 2).
+
+        A metric of a step is the sum over all ranks and microbatches, divided by the number.
+        """
+
+
 class SequenceObjective(Objective):
     """A loss that depends on the log-probs only through their sums over the sequences of a row.
 
@@ -94,8 +107,6 @@ class SequenceObjective(Objective):
     statistics (2,): sums over the step, see `MismatchedObjective`.
 
     Mismatched rows have these columns, and those of the decoder, under names that begin with "mismatched_".
-
-    `metrics`: names of the numbers that `measure` returns.
     """
 
     columns: ClassVar[Mapping[str, Literal["token", "row"]]] = {
@@ -105,7 +116,6 @@ class SequenceObjective(Objective):
         "margins": "row",
         "desirable": "row",
     }
-    metrics: ClassVar[tuple[str, ...]] = ()
 
     def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor], units: float, sums: SegmentSums) -> Tensor:
         """Return `sequence_loss` of the sums of `log_probs`, in the dtype of `log_probs`."""

@@ -23,6 +23,7 @@ from kumi.objectives import (
     Objective,
     SegmentSums,
     SequenceObjective,
+    TokenObjective,
     sequence_sums,
 )
 from kumi.parallel import context_parallel, pipeline
@@ -82,14 +83,13 @@ def forward_backward(
 
 class MetricSums:
     """The sums of an objective's metrics over the microbatches of this rank, (metrics, 2): see
-    `SequenceObjective.measure`.
+    `SequenceObjective.measure` and `TokenObjective.measure`.
 
-    `names`: the metrics; by default those of a `SequenceObjective`, or none.
+    `names`: the metrics; by default those of the objective.
     """
 
     def __init__(self, objective: Objective, mesh: Mesh, names: Sequence[str] | None = None) -> None:
-        of_sequences = objective.metrics if isinstance(objective, SequenceObjective) else ()
-        self.names = of_sequences if names is None else names
+        self.names = objective.metrics if names is None else names
         self.sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=mesh.device)
         self._counts = adds_to_loss(objective, mesh)
 
@@ -195,17 +195,17 @@ def training_inputs(
     """Return the arguments with which the decoder returns the loss of `batch`, a result of `shard_batch`."""
     if isinstance(objective, LinearObjective):
         return {**decoder_inputs(batch), "token_weights": objective.token_weights(batch, units)}
-    if not isinstance(objective, SequenceObjective):
-        return {
-            **decoder_inputs(batch),
-            "loss": partial(objective.loss, batch=batch, units=units, sums=segment_sums(mesh)),
-        }
+    sums = segment_sums(mesh)
 
     def loss(log_probs: Tensor) -> Tensor:
-        totals = sequence_sums(log_probs, batch, segment_sums(mesh))
-        if metrics is not None:
-            metrics.add(objective.measure(totals.detach(), batch))
-        return objective.sequence_loss(totals, batch, units).to(log_probs.dtype)
+        if isinstance(objective, SequenceObjective):
+            totals = sequence_sums(log_probs, batch, sums)
+            if metrics is not None:
+                metrics.add(objective.measure(totals.detach(), batch))
+            return objective.sequence_loss(totals, batch, units).to(log_probs.dtype)
+        if metrics is not None and isinstance(objective, TokenObjective):
+            metrics.add(objective.measure(log_probs.detach(), batch, sums))
+        return objective.loss(log_probs, batch, units, sums)
 
     return {**decoder_inputs(batch), "loss": loss}
 

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from kumi.errors import DivergedError
 from kumi.evaluation.task_result import TaskResult
-from kumi.objectives import SequenceObjective
 from kumi.parallel.grad_norm import LossScale
 from kumi.parallel.run_microbatches import LEAST_IGNORED_SHARE
 from kumi.plan.estimates import bytes_as_measured
@@ -163,8 +162,7 @@ class Reporter:
     def _entry(self, result: StepResult, loss: float, step_s: float) -> dict[str, Any]:
         run, experts, scaling = self._rank_state.run, {}, {}
         objective = self._rank_state.objective
-        names = objective.metrics if isinstance(objective, SequenceObjective) else ()
-        metrics = means_of(result.metrics.flatten().tolist(), names)
+        metrics = means_of(result.metrics.flatten().tolist(), objective.metrics)
         if result.scale is not None:
             scaling = {"train/skipped_updates": result.scale.skipped, "train/loss_scale": result.scale.scale}
         if result.experts is not None:

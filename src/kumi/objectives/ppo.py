@@ -1,0 +1,123 @@
+"""PPO with a critic (Schulman et al., 2017, arXiv:1707.06347): rewards, advantages and returns of tokens.
+
+A critic is a second model with a score head, whose score at a token is the value V_t of the state before the label of
+that token. With r_t the reward of a token, and t + 1 the next trained token of the reply, V = 0 after its last:
+
+    d_t       = r_t + gamma V_(t+1) - V_t
+    A_t       = d_t + gamma lambda A_(t+1)          Schulman et al., 2016, arXiv:1506.02438, eq. 16
+    return_t  = A_t + V_t
+
+The reward of a reply is that of its last token, and every token has -beta k1 of the divergence from the reference model
+(Ziegler et al., 2019, arXiv:1909.08593, eq. 2). Tokens that are not trained, such as observations between two turns and
+padding at the end, are no step: the values and advantages after them count for the token before them.
+
+The loss of the policy is `PolicyGradient(advantage="gae")` on whitened advantages, that of the critic `ValueLoss`.
+Arrays are (N, T), a row for each reply, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kumi.objectives.objective import IGNORED, Objective, SegmentSums
+from kumi.objectives.options import check_positive
+from kumi.spec.field_docs import described
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Array: TypeAlias = NDArray[np.float64]
+Mask: TypeAlias = NDArray[np.bool_]
+# Added to the variance, for advantages that are all equal.
+_VARIANCE_EPS = 1e-8
+
+
+def token_rewards(rewards: Array, k1: Array, trained: Mask, beta: float) -> Array:
+    """Return the rewards (N, T) of tokens: -`beta` k1 each, and the reward (N,) of the reply at its last trained token.
+
+    `k1` (N, T): log-probs by the policy that began the batch minus those by the reference model.
+    """
+    result = np.where(trained, -beta * k1, 0.0)
+    replies = np.flatnonzero(trained.any(1))
+    last = trained.shape[1] - 1 - trained[replies, ::-1].argmax(1)
+    result[replies, last] += rewards[replies]
+    return result
+
+
+def gae(rewards: Array, values: Array, trained: Mask, gamma: float, lam: float) -> tuple[Array, Array]:
+    """Return the advantages and the returns (N, T) of trained tokens, 0 elsewhere, given `rewards` and `values`."""
+    advantages = np.zeros_like(values)
+    next_value = next_advantage = np.zeros(len(values))
+    for at in reversed(range(values.shape[1])):
+        here = trained[:, at]
+        delta = rewards[:, at] + gamma * next_value - values[:, at]
+        next_advantage = np.where(here, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = np.where(here, values[:, at], next_value)
+        advantages[:, at] = np.where(here, next_advantage, 0.0)
+    return advantages, np.where(trained, advantages + values, 0.0)
+
+
+def moments(advantages: Array, trained: Mask) -> Array:
+    """Return the number of trained tokens, the sum of their advantages and the sum of the squares, (3,).
+
+    Those of a step are the sum over its ranks.
+    """
+    chosen = advantages[trained]
+    return np.array([len(chosen), chosen.sum(), (chosen**2).sum()], np.float64)
+
+
+def whitened(advantages: Array, trained: Mask, step: Array) -> Array:
+    """Return `advantages` with mean 0 and variance 1 over the trained tokens of the step, whose `moments` are `step`.
+
+    The variance has n - 1 in the denominator. A step of a single token keeps its advantage.
+    """
+    number, total, squares = step
+    if number < 2:
+        return advantages
+    mean = total / number
+    variance = max(squares - number * mean**2, 0.0) / (number - 1)
+    return np.where(trained, (advantages - mean) / np.sqrt(variance + _VARIANCE_EPS), 0.0)
+
+
+@dataclass(frozen=True)
+class ValueLoss(Objective):
+    """The loss of a critic, the mean over trained tokens of
+
+        max((V - return)^2, (clip(V, old V - c, old V + c) - return)^2) / 2
+
+    so that a value that moved too far in the right direction has no gradient. Without a clip, (V - return)^2 / 2.
+
+    Columns, 0 at tokens that are not trained: returns (B, S) and old_values (B, S), the values with which the returns
+    were computed. The "log-probs" of its methods are values: a score head gives one at each label.
+    """
+
+    value_clip: float | None = described("How far a value may move from that which began the batch; c above.", 0.2)
+
+    head: ClassVar[Literal["lm", "score"]] = "score"
+    columns: ClassVar[Mapping[str, Literal["token", "row"]]] = {"returns": "token", "old_values": "token"}
+
+    def __post_init__(self) -> None:
+        if self.value_clip is not None:
+            check_positive(value_clip=self.value_clip)
+
+    def count(self, batch: Mapping[str, Any]) -> float:
+        """Return the number of trained tokens in `batch`."""
+        return self.tokens(batch)
+
+    def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor], units: float, sums: SegmentSums) -> Tensor:
+        import torch
+
+        values, returns = log_probs.double(), batch["returns"].double()
+        losses = (values - returns).square()
+        if self.value_clip is not None:
+            old = batch["old_values"].double()
+            near = torch.clamp(values, old - self.value_clip, old + self.value_clip)
+            losses = torch.maximum(losses, (near - returns).square())
+        trained = (batch["labels"] != IGNORED).double()
+        rows = sums(losses * trained / 2, torch.zeros_like(batch["labels"]), 1)
+        return (rows.sum() / units).to(log_probs.dtype)
