@@ -110,6 +110,47 @@ def make_trainer(kind, folder: Path, rows, batch_size=None, **options):
     )
 
 
+def make_policy_trainer(kind, folder: Path, **options):
+    """Return TRL's trainer of `kind`, "grpo" or "rloo", of the policy of `folder` (see `save_models`).
+
+    It has no rows and no rewards of its own: give its batches to `policy_loss`.
+    """
+    disable_progress_bars()
+    trainer, config = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}[kind]
+    args = config(
+        output_dir=str(folder / "unused"),
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=8,
+        **options,
+    )
+    return trainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(folder / "policy"),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": "hello"}] * 8),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder / "policy"),
+    )
+
+
+def policy_loss(trainer, prompts, replies, mask, **columns):
+    """Return the loss of a trainer of `make_policy_trainer`, with a graph: no text is generated.
+
+    `prompts` (B, P) and `replies` (B, C): token ids. `mask` (B, C): 1 for the tokens of each reply. `columns`: its
+    tensors "advantages" (B,), "old_per_token_logps" (B, C) and "ref_per_token_logps", or "old_logps" (B,) for RLOO.
+    """
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    batch = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts), "completion_ids": replies}
+    batch |= {"completion_mask": mask, "num_items_in_batch": mask.sum(), **columns}
+    return trainer._compute_loss(trainer.model, batch)
+
+
 def collate(trainer, numbers=None):
     """Return the batch of the rows `numbers` of the trainer's data, by default of all."""
     numbers = range(len(trainer.train_dataset)) if numbers is None else numbers

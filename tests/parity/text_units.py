@@ -72,10 +72,10 @@ def make_batch(units, form=LM_ROWS, seq_len=SEQ_LEN):
     return {name: torch.from_numpy(x) for name, x in SequentialSampler([rows], seq_len).batch(0, rows.rows).items()}
 
 
-def load_model(folder: Path):
-    """Return kumi's model of an HF folder, in float32."""
+def load_model(folder: Path, precision="fp32"):
+    """Return kumi's model of an HF folder, by default in float32."""
     spec = families.from_hf(families.read_config(folder))
-    return build(spec, mesh_of(Layout()), PRECISIONS["fp32"], weights=weights_reader(folder, spec))
+    return build(spec, mesh_of(Layout()), PRECISIONS[precision], weights=weights_reader(folder, spec))
 
 
 def add_reference(objective, batch, reference):

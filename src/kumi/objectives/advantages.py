@@ -45,7 +45,8 @@ def group_advantages(rewards: Array, advantage: str) -> Array:
             return ahead / (_batch_std(rewards[scored]) + _STD_EPS)
         case "leave_one_out":
             # R - mean of the others = n / (n - 1) (R - mean): a reply without others has nothing to compare with.
-            return np.multiply(ahead, counts / np.maximum(counts - 1, 1))
+            result: Array = ahead * counts / np.maximum(counts - 1, 1)
+            return result
     assert advantage == "mean", advantage
     if (means < 0).any():
         raise ConfigError(

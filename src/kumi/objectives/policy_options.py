@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from kumi.errors import ConfigError
-from kumi.objectives.options import check_option, check_positive
+from kumi.objectives.options import check_not_negative, check_option, check_positive
 from kumi.spec.field_docs import described
 
 # "teacher" and "gae" give each token its own advantage, the others each reply.
@@ -89,7 +89,9 @@ class PolicyOptions:
             value, choices = getattr(self, option.name), option.metadata["choices"]
             if choices:
                 check_option(value is None or value in choices, option.name, value, f"one of {', '.join(choices)}")
-            elif value is not None and option.name != "beta":
+            elif value is not None and option.name in ("beta", "correction_low", "negative_limit"):
+                check_not_negative(**{option.name: value})
+            elif value is not None:
                 check_positive(**{option.name: value})
         check_option(self.clip_low <= 1, "clip_low", self.clip_low, "at most 1, because a ratio is never below 0")
         self._check_kl()
@@ -129,7 +131,6 @@ class PolicyOptions:
                 "expectation, and would not keep the policy near the reference; use 'k3' or 'k2', or 'reward', which "
                 "subtracts it from the reward"
             )
-        check_option(self.beta >= 0, "beta", self.beta, "at least 0")
         if self.needs_reference != (self.beta > 0):
             raise ConfigError(
                 f"objective.beta={self.beta:g} does not go with objective.kl={self.kl!r}: beta is the weight of the "
