@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from kumi.errors import ConfigError
 from kumi.objectives.objective import IGNORED, SegmentSums, TokenObjective
 from kumi.objectives.policy_options import PolicyOptions
+from kumi.objectives.row_form import RowForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,9 +78,11 @@ class PolicyGradient(PolicyOptions, TokenObjective):
     segments (B, S), trained (B, G): see `SequenceObjective`.
 
     With a single update for each batch and no KL term, no ratio differs from 1 and the loss is linear: each l has the
-    weight -w A / units, times the weight of `average`.
+    weight -w A / units, times that of `average`. Where w is known before the forward pass (correction = "none"), a
+    `LinearObjective` with these token weights has the same gradient without a second pass of the head.
     """
 
+    rows: ClassVar[RowForm] = RowForm(("prompt",))
     unit: ClassVar[str] = "replies"
     usual_lr: ClassVar[float | None] = 1e-6
     columns: ClassVar[Mapping[str, Literal["token", "row"]]] = {

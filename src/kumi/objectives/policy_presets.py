@@ -1,4 +1,4 @@
-"""Policy gradients by name: settings of `PolicyGradient`, any of which a run file may change.
+"""Policy gradients by name: settings of `PolicyGradient`, which a run file may change one by one.
 
 None needs a reference model but RLOO, whose divergence from it is a part of the reward; the others use one if `kl` and
 `beta` say so. Learning rates and corrections of the sampler's log-probs are those of `PolicyGradient`.

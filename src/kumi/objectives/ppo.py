@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kumi.objectives.advantages import Array
 from kumi.objectives.objective import IGNORED, Objective, SegmentSums
 from kumi.objectives.options import check_positive
 from kumi.spec.field_docs import described
@@ -31,7 +32,6 @@ from kumi.spec.field_docs import described
 if TYPE_CHECKING:
     from torch import Tensor
 
-Array: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
 # Added to the variance, for advantages that are all equal.
 _VARIANCE_EPS = 1e-8
