@@ -8,14 +8,17 @@ from pydantic import Field, model_validator
 
 from kumi.config.section import NotNegative, Positive, Section, Text
 from kumi.config.task_section import TaskSection, check_unique
-from kumi.objectives import OBJECTIVES, LinearObjective
+from kumi.objectives import OBJECTIVES, LinearObjective, SequenceObjective
 
 # Names of the metrics of held-out data, up to their first slash. A task has another name, because metrics of held-out
 # data are eval/<metric> and eval/<metric>/<source>, and those of tasks eval/<task>/<metric>.
 HELD_OUT_METRICS = frozenset({"loss", "tokens", "unigram_entropy"}) | {
     name.partition("/")[0]
     for objective in OBJECTIVES.values()
-    for name in (*objective.metrics, *(objective.evaluated if issubclass(objective, LinearObjective) else ()))
+    for name in (
+        *(objective.metrics if issubclass(objective, SequenceObjective) else ()),
+        *(objective.evaluated if issubclass(objective, LinearObjective) else ()),
+    )
 }
 
 
