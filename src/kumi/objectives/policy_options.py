@@ -26,8 +26,8 @@ class PolicyOptions:
     advantage: str = described(
         "How the rewards of a group of replies become advantages: the reward minus the mean of the group, divided by "
         "the standard deviation of the group ('group_std') or of all rewards of the step ('batch_std'), by the mean "
-        "('mean'), or by nothing ('group'); 'leave_one_out' is the reward minus the mean of the others. 'teacher' is "
-        "a teacher's log-prob minus the policy's, and 'gae' that of a critic, both for each token.",
+        "('mean'), or by nothing ('group'); 'leave_one_out' is the reward minus the mean of the others. For each "
+        "token, 'teacher' is a teacher's log-prob minus the policy's, and 'gae' follows from the values of a critic.",
         "group_std",
         ADVANTAGES,
     )
