@@ -32,7 +32,7 @@ test-all:
 handover: $(VENV)/test.stamp
 	$(BIN)/python tests/handover/provide.py
 
-# SkyPilot for the tests of `kumi launch skypilot`, in build/skypilot: 520 MB, about a minute.
+# SkyPilot for the tests of `kumi launch skypilot`, in build/skypilot: 520 MB, a minute or more.
 skypilot: $(VENV)/test.stamp
 	$(BIN)/python tests/launch/provide_skypilot.py
 
