@@ -122,6 +122,11 @@ class Pod:
         """End all processes of the pod at once, as the kernel does when memory is short: SIGKILL to process 1."""
         self._signal(signal.SIGKILL)
 
+    def end(self) -> None:
+        """End the pod and wait for it, when nobody looks at it any more."""
+        self.kill()
+        self._process.wait()
+
     def delete(self) -> None:
         """End the pod as its deletion does: SIGTERM to process 1, and SIGKILL once its grace period is over."""
         if self._kill_at is None:

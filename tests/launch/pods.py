@@ -247,7 +247,7 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         for pod in self.pods:
-            pod.kill()
+            pod.end()
 
     def apply(self, manifest: str) -> None:
         """Create the objects of `manifest`."""
@@ -280,13 +280,13 @@ class Cluster:
         if before != [pod for workload in self.workloads.values() for pod in workload.active.values()]:
             self._publish_names()
 
-    def wait_for(self, condition: Callable[[], Any], seconds: float = 240.0) -> Any:
-        """Run the cluster until `condition()` is true and return its value."""
+    def wait_for(self, condition: Callable[[], Any], seconds: float = 480.0, pause: float = 0.02) -> Any:
+        """Run the cluster until `condition()`, which is asked after each `pause`, is true, and return its value."""
         until = time.monotonic() + seconds
         while not (value := condition()):
             assert time.monotonic() < until, "\n".join(pod.log.read_text() for pod in self.pods)
             self.tick()
-            time.sleep(0.02)
+            time.sleep(pause)
         return value
 
     def drain(self, pod: Pod) -> None:

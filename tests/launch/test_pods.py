@@ -65,8 +65,15 @@ def write_run(folder, shared, steps, api="job", save_time="60s", setup=(), time_
     return run_file(folder, **options)
 
 
+@pytest.fixture(scope="module")
+def networks():
+    """Namespaces for the pods of a cluster, and the address of each."""
+    with switched_namespaces(ADDRESSES) as names:
+        yield list(zip(names, ADDRESSES))
+
+
 @pytest.fixture
-def cluster(tmp_path, monkeypatch):
+def cluster(networks, tmp_path, monkeypatch):
     """A cluster with the volume `team`, mounted at shared; its image has kumi, and kubectl of kumi talks to it."""
     for name in ("bin", "team", "shared", "pods"):
         (tmp_path / name).mkdir()
@@ -79,7 +86,7 @@ def cluster(tmp_path, monkeypatch):
     }
     node = Node(tmp_path / "pods", image, claims={"team": tmp_path / "team"}, secrets={"tokens": {}})
     monkeypatch.chdir(tmp_path)
-    with switched_namespaces(ADDRESSES) as names, Cluster(node, list(zip(names, ADDRESSES))) as cluster:
+    with Cluster(node, networks) as cluster:
         monkeypatch.setattr("kumi.launch.kubernetes.run_cluster_command", cluster.kubectl)
         yield cluster
 
@@ -160,7 +167,7 @@ def test_pods_train_as_one_process_and_write_no_secret(cluster, in_one_process, 
     secrets = give_secrets(cluster, tmp_path)
     job = launch(cluster, capsys, tmp_path, steps=12)
     commands = set()
-    cluster.wait_for(lambda: commands.update(command_lines()) or job.condition)
+    cluster.wait_for(lambda: commands.update(command_lines()) or job.condition, pause=0.25)
     assert (job.condition, job.codes()) == ("Complete", [[0], [0]]), cluster.pods[0].log.read_text()
     assert losses(tmp_path / "team" / "run") == in_one_process(12)
     assert (tmp_path / "team" / "run" / "hf" / "README.md").exists()
@@ -252,7 +259,7 @@ def test_a_run_that_uses_all_its_secrets_writes_none(cluster, services, tmp_path
         log={"every": 1, "trackers": [tracker]},
     )
     commands = set()
-    cluster.wait_for(lambda: commands.update(command_lines()) or job.condition)
+    cluster.wait_for(lambda: commands.update(command_lines()) or job.condition, pause=0.25)
     assert (job.condition, job.codes()) == ("Complete", [[0], [0]]), cluster.pods[0].log.read_text()
     end()
     assert (tmp_path / "store" / "runs" / "small" / "hf" / "model.safetensors").exists()
