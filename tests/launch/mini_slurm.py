@@ -15,7 +15,7 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "salloc", "srun", "scontrol", "sque
 MISSING = [program for program in PROGRAMS if shutil.which(program) is None]
 
 GRACE_SECONDS = 60  # of a preempted job
-KILL_WAIT_SECONDS = 5  # of a cancelled job, between SIGTERM and SIGKILL
+KILL_WAIT_SECONDS = 30  # of a cancelled job, between SIGTERM and SIGKILL: the usual time
 
 CONFIGURATION = """ClusterName=mini
 SlurmctldHost=localhost(127.0.0.1)

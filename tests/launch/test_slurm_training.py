@@ -263,6 +263,8 @@ def test_a_cancelled_run_saves_and_leaves_no_process(slurm_cluster, uninterrupte
     assert slurm_cluster.run("squeue", "--noheader", "--jobs", number) == ""
     text, last = output_of(folder / "jobs"), max(losses(out))
     assert f"SIGTERM: saved after step {last}" in text
+    assert "task 0: Exited with exit code 143" in text
+    assert "task 1: Exited with exit code 143" in text
     assert (out / "checkpoints" / f"step_{last:06d}" / "index.json").is_file()
     # The same command goes on.
     launched = kumi(capsys, "launch", "run.toml", "--submit")
