@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import selectors
-import subprocess
-import sys
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-from kumi.data.row_guard import VARIABLE, Announced, open_announced
+from kumi.data.row_guard import VARIABLE, open_announced
 from kumi.errors import KumiError
-
-Answer = dict[str, Any]
+from kumi.worker_process import Answer, WorkerProcess, fate
 
 
 def run_jobs(
@@ -38,7 +32,7 @@ def run_jobs(
         while busy:
             for event, _ in selector.select():
                 state = event.data
-                answers = _read(state)
+                answers = state["process"].read()
                 if answers is None:
                     selector.unregister(event.fileobj)
                     _begin(state["job"], _repeated_job(state), module, stack, selector)
@@ -53,64 +47,17 @@ def run_jobs(
                         busy -= 1
                     else:
                         state |= {"job": next_job, "content": jobs[next_job]}
-                        _send(state["process"], jobs[next_job])
+                        state["process"].send(jobs[next_job])
 
 
 def _begin(number: int, job: dict[str, Any], module: str, stack: ExitStack, selector: selectors.BaseSelector) -> None:
     """Start a worker with its first job."""
     announced = stack.enter_context(open_announced())
-    process = _start(module, stack, announced)
-    state = {"process": process, "announced": announced, "job": number, "content": job, "rest": b""}
-    _send(process, job)
-    selector.register(process.stdout, selectors.EVENT_READ, state)  # type: ignore[arg-type]
-
-
-def _start(module: str, stack: ExitStack, announced: Announced) -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # One thread per worker; the processes run in parallel.
-    environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
-    # A separate process group: Ctrl-C in the terminal reaches only the parent, which stops its workers.
-    process = subprocess.Popen(
-        [sys.executable, "-m", module],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**environment, VARIABLE: str(announced.number)},
-        pass_fds=(announced.number,),
-        process_group=0,
-    )
-    stack.callback(_stop, process)
-    return process
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin
-    assert process.stdout
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    try:
-        process.stdin.close()
-    except BrokenPipeError:
-        return  # the worker is dead; unsent bytes are dropped
-
-
-def _send(process: subprocess.Popen[bytes], job: dict[str, Any]) -> None:
-    assert process.stdin
-    try:
-        process.stdin.write(json.dumps(job).encode() + b"\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        return  # the worker is dead; the next read of its closed output reports that
-
-
-def _read(state: dict[str, Any]) -> list[Answer] | None:
-    """Read available output of a worker; return its complete answers, or None when the worker is dead."""
-    block = os.read(state["process"].stdout.fileno(), 1 << 16)
-    if not block:
-        return None
-    *lines, state["rest"] = (state["rest"] + block).split(b"\n")
-    return [json.loads(line) for line in lines]
+    process = WorkerProcess(module, {VARIABLE: str(announced.number)}, (announced.number,))
+    stack.callback(process.stop)
+    state = {"process": process, "announced": announced, "job": number, "content": job}
+    process.send(job)
+    selector.register(process, selectors.EVENT_READ, state)
 
 
 def _repeated_job(state: dict[str, Any]) -> dict[str, Any]:
@@ -119,9 +66,4 @@ def _repeated_job(state: dict[str, Any]) -> dict[str, Any]:
     job: dict[str, Any] | None = state["announced"].repeated_job(state["content"], code)
     if job is not None:
         return job
-    fate = (
-        f"was killed by signal {-code} (9 is often the system running out of memory)"
-        if code < 0
-        else f"exited with code {code}"
-    )
-    raise KumiError(f"a data worker {fate}; finished units are kept, run the same command again to continue")
+    raise KumiError(f"a data worker {fate(code)}; finished units are kept, run the same command again to continue")
