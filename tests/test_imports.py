@@ -14,6 +14,7 @@ ORDER = [
     "errors",
     "deprecated",
     "paths",
+    "worker_process",
     "process_limits",
     "units",
     "progress",
@@ -28,6 +29,7 @@ ORDER = [
     "export",
     "clusters",
     "data",
+    "rewards",
     "config",
     "report",
     "compat",
@@ -68,7 +70,9 @@ TORCH_FREE = [
     "cli",
     "__main__",
     "objectives",
+    "rewards",
     "storage",
+    "worker_process",
 ]
 
 

@@ -17,6 +17,7 @@ from kumi.evaluation.task_rows import answers_of, choices_of, documents, prompt_
 from kumi.evaluation.text_model import TextModel
 from kumi.inference.prompt_encoder import PromptEncoder
 from kumi.inference.sampling import Sampling
+from kumi.rewards.answers import is_answer
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,7 @@ def _exact_match(task: OpenTask, model: TextModel) -> Mapping[str, Metric]:
         replies = model.replies_to(prompts, replace(sampling, stop_ids=task.stop_ids))
     else:
         replies = model.replies(prompts, sampling)
-    right = [
-        float(reply.strip() in {answer.strip() for answer in answers})
-        for reply, (_, _, answers) in zip(replies, task.rows, strict=True)
-    ]
+    right = [float(is_answer(reply, answers)) for reply, (_, _, answers) in zip(replies, task.rows, strict=True)]
     return {"exact_match": mean(right)}
 
 

@@ -14,6 +14,7 @@ from kumi.data.sources import file_format
 from kumi.errors import ConfigError
 from kumi.files.untrusted import brief
 from kumi.paths import looked_for
+from kumi.rewards.answers import answers_in
 
 Row = Mapping[str, Any]
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -104,10 +105,10 @@ def right_choice(task: TaskSection, place: str, row: Row, choices: Sequence[str]
 def answers_of(task: TaskSection, place: str, row: Row) -> list[str]:
     """Return the answers of `row` that count as right: a text, a number, or a list of them."""
     value = _column(task, place, row, task.answer_key)
-    values = value if isinstance(value, list) and value else [value]
-    if not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in values):
+    answers = answers_in(value)
+    if answers is None:
         raise ConfigError(
             f"task {task.name}: {place}: column {task.answer_key!r} is {brief(value)}, neither a text nor a list of "
             "texts; correct the row"
         )
-    return [str(item) for item in values]
+    return answers

@@ -1,0 +1,23 @@
+"""Rewards of replies for reinforcement learning, without torch.
+
+reward_spec     the configured rewards
+scorer          replies of a step in, rewards out: in timed_workers (reward_worker), threads, or the calling process
+text_rewards    answers, numbers (number_text), regular expressions, JSON schemas (json_schema)
+function_reward, length_reward, judge, code_reward (sandbox)
+"""
+
+from __future__ import annotations
+
+from kumi.rewards.reward_spec import REWARD_KINDS, RewardSpec, spec_from
+from kumi.rewards.scorer import RewardFaults, RewardRequest, RewardResult, RewardScorer, ScoreModel
+
+__all__ = [
+    "REWARD_KINDS",
+    "RewardFaults",
+    "RewardRequest",
+    "RewardResult",
+    "RewardScorer",
+    "RewardSpec",
+    "ScoreModel",
+    "spec_from",
+]

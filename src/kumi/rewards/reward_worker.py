@@ -1,0 +1,122 @@
+"""Worker process: score replies with the rewards of a run, one at a time.
+
+`kumi.rewards.timed_workers` runs it as `python -m kumi.rewards.reward_worker`. The first line of its input has the
+rewards; it answers {"ready": true}, or {"refused": sentence} if they cannot be used. Each further line is a reply to
+score; it answers {"value": number or null}, or {"error": reason}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import traceback
+from pathlib import Path
+from typing import Any
+
+from kumi.errors import KumiError
+from kumi.rewards.code_reward import code_reward
+from kumi.rewards.function_reward import checked_reward, function_reward
+from kumi.rewards.reward_spec import (
+    BoxedReward,
+    CodeReward,
+    ExactReward,
+    FunctionReward,
+    JsonSchemaReward,
+    NumberReward,
+    RegexReward,
+    RewardSpec,
+    spec_from,
+)
+from kumi.rewards.sandbox.bwrap import BwrapSandbox, sandbox_from
+from kumi.rewards.text_rewards import (
+    RewardFunction,
+    boxed_reward,
+    exact_reward,
+    json_schema_reward,
+    number_reward,
+    regex_reward,
+)
+
+# Seconds after its deadline at which a worker ends by itself: its parent, which ends it at the deadline, may be gone.
+_ORPHAN_S = 120.0
+_LONGEST_ERROR = 1000
+
+
+def build(spec: RewardSpec, folder: Path, sandbox: BwrapSandbox | None) -> RewardFunction:
+    """Return the function of a reward that runs in workers. Raise ConfigError if it cannot be used.
+
+    `folder`: paths are relative to it. `sandbox`: for code that runs on this machine.
+    """
+    match spec:
+        case FunctionReward():
+            return function_reward(spec, folder)
+        case ExactReward():
+            return exact_reward(spec)
+        case BoxedReward():
+            return boxed_reward(spec)
+        case NumberReward():
+            return number_reward(spec)
+        case RegexReward():
+            return regex_reward(spec)
+        case JsonSchemaReward():
+            return json_schema_reward(spec, folder)
+        case CodeReward():
+            return code_reward(spec, sandbox)
+    raise AssertionError(f"{spec.kind} does not run in a worker")
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    jobs, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # A user's function, and programs that it starts, may read and print: not jobs and answers.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+
+    def answer(content: dict[str, Any]) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    setup = json.loads(jobs.readline() or "null")
+    if setup is None:
+        return
+    try:
+        specs = [spec_from(written) for written in setup["rewards"]]
+        sandboxes = {name: sandbox_from(fields) for name, fields in setup["sandboxes"].items()}
+        functions = [build(spec, Path(setup["folder"]), sandboxes.get(spec.name)) for spec in specs]
+    except KumiError as error:
+        answer({"refused": str(error)})
+        return
+    answer({"ready": True})
+    for line in jobs:
+        job = json.loads(line)
+        # The function may set this timer and its handler, too.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, specs[job["reward"]].timeout_s + _ORPHAN_S)
+        result = _scored(functions[job["reward"]], job)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answer(result)
+
+
+def _scored(function: RewardFunction, job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"value": checked_reward(function(job["prompt"], job["reply"], job["row"]))}
+    except (Exception, SystemExit) as error:
+        return {"error": _explained(error)}
+
+
+def _explained(error: BaseException) -> str:
+    """Return the exception `error` as one line, with the place in a user's file where it was raised."""
+    places = [
+        f" ({Path(frame.filename).name}:{frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(__file__).parent not in Path(frame.filename).parents
+    ]
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text[:_LONGEST_ERROR] + (places[-1] if places else "")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,292 @@
+"""Score the replies of a step with all rewards of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kumi.errors import ConfigError, KumiError
+from kumi.files.untrusted import brief
+from kumi.rewards.code_reward import check_sandbox
+from kumi.rewards.function_reward import checked_reward
+from kumi.rewards.http_request import RequestError, RequestTimeoutError
+from kumi.rewards.judge import judge
+from kumi.rewards.length_reward import length_bounds, length_reward
+from kumi.rewards.reward_spec import CodeReward, JudgeReward, LengthReward, ModelReward, RewardSpec, check_rewards
+from kumi.rewards.sandbox.control_groups import PREFIX, remove_left_groups
+from kumi.rewards.timed_workers import Job, TimedWorkers
+
+# Seconds beyond the deadline of a reward that keeps it itself, after which its worker is ended.
+_GRACE_S = 30.0
+
+
+@dataclass(frozen=True)
+class RewardRequest:
+    """A reply to score.
+
+    row: the row of data of its prompt, with all columns.
+    reply_tokens: the number of its tokens.
+    truncated: it ended at the limit of tokens, not by itself.
+    """
+
+    prompt: str
+    reply: str
+    row: Mapping[str, Any]
+    reply_tokens: int
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The rewards of a reply, by name, and their weighted sum.
+
+    A part is None if the reward does not apply to the reply (its row has no value in a column that the reward reads, or
+    the function returned None), or if it failed. A part that does not apply has no share in the sum. A reward that
+    failed makes the sum None, since the reply cannot be compared with others; so does a reply without any part.
+    """
+
+    total: float | None
+    parts: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class RewardFaults:
+    """How often a reward failed since the start, with the first example of each kind.
+
+    timeouts: calls that took more than `timeout_s`.
+    exceptions: calls that raised an exception, or returned anything but a finite number or None.
+    missing: replies whose row has no value in a column that the reward reads.
+    """
+
+    timeouts: int = 0
+    exceptions: int = 0
+    missing: int = 0
+    timeout_example: str = ""
+    exception_example: str = ""
+    missing_example: str = ""
+
+
+class _Part(NamedTuple):
+    """The reward of one reply by one function. fault: "timeouts", "exceptions" or "missing", with its reason."""
+
+    value: float | None
+    fault: str = ""
+    reason: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.fault in ("timeouts", "exceptions")
+
+
+# (reward, requests) -> the score of each; the caller has the reward model in memory.
+ScoreModel = Callable[[ModelReward, Sequence[RewardRequest]], Sequence[float | None]]
+
+
+class RewardScorer:
+    """A context that scores replies, and owns the worker processes for it.
+
+    rewards: the rewards of the run.
+    folder: paths of files in `rewards` are relative to it.
+    workers: replies that are scored at a time, each in a process.
+    max_new_tokens: the tokens that a reply may have.
+    score_model: scores replies with a reward model; needed for rewards of kind "model" only.
+
+    Entering it imports the files of functions and tests the sandbox of code. Raise ConfigError if a reward cannot be
+    used.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[RewardSpec],
+        folder: Path,
+        workers: int,
+        max_new_tokens: int,
+        score_model: ScoreModel | None = None,
+    ) -> None:
+        check_rewards(rewards)
+        self._rewards, self._folder, self._workers_count = tuple(rewards), folder, workers
+        self._score_model = score_model
+        for spec in rewards:
+            if isinstance(spec, ModelReward) and score_model is None:
+                raise ConfigError(f"reward {spec.name!r}: there is no reward model in memory to score {spec.source!r}")
+        self._bounds = {
+            spec.name: length_bounds(spec, max_new_tokens) for spec in rewards if isinstance(spec, LengthReward)
+        }
+        self._judges = {spec.name: judge(spec) for spec in rewards if isinstance(spec, JudgeReward)}
+        self._faults = {spec.name: RewardFaults() for spec in rewards}
+        self._in_workers = [spec for spec in rewards if spec.in_worker]
+        self._stack = ExitStack()
+        self._workers: TimedWorkers | None = None
+
+    def __enter__(self) -> RewardScorer:
+        groups = f"{PREFIX}{os.getpid()}"
+        code = [spec for spec in self._rewards if isinstance(spec, CodeReward)]
+        with self._stack:
+            sandboxes = {}
+            for spec in code:
+                sandbox = check_sandbox(spec, groups, self._workers_count)
+                if sandbox is not None:
+                    sandboxes[spec.name] = sandbox.as_json()
+                    if sandbox.groups is not None:
+                        self._stack.callback(remove_left_groups, sandbox.groups)
+            if self._in_workers:
+                written = [{"kind": spec.kind, **asdict(spec)} for spec in self._in_workers]
+                setup = {"rewards": written, "folder": str(self._folder.resolve()), "sandboxes": sandboxes}
+                workers = TimedWorkers(self._workers_count, "kumi.rewards.reward_worker", setup)
+                self._workers = self._stack.enter_context(workers)
+            # Nothing failed: what was opened stays open until the end of this context.
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def faults(self) -> Mapping[str, RewardFaults]:
+        """The faults of each reward so far, by its name."""
+        return dict(self._faults)
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        """Return the rewards of the replies of one step, in their order.
+
+        Raise KumiError if a reward failed for every reply that it was asked for, or if no reply can be scored because
+        of failures and missing columns.
+        """
+        if not requests:
+            return []
+        parts = self._parts(requests)
+        for spec in self._rewards:
+            self._count(spec, requests, parts[spec.name])
+        for spec in self._rewards:
+            self._check(spec, parts[spec.name])
+        results = [self._result({name: column[row] for name, column in parts.items()}) for row in range(len(requests))]
+        self._check_scored(results, parts)
+        return results
+
+    def _parts(self, requests: Sequence[RewardRequest]) -> dict[str, list[_Part]]:
+        """Return the parts of all requests for each reward: those of judges in threads, during those of workers."""
+        parts: dict[str, list[_Part]] = {}
+        with ExitStack() as stack:
+            judged: dict[str, list[Future[_Part]]] = {}
+            for spec in self._rewards:
+                if isinstance(spec, JudgeReward):
+                    threads = ThreadPoolExecutor(spec.concurrency)
+                    stack.callback(threads.shutdown, cancel_futures=True)
+                    judged[spec.name] = [threads.submit(self._judged, spec, request) for request in requests]
+            parts |= self._worked(requests)
+            for spec in self._rewards:
+                if isinstance(spec, LengthReward):
+                    parts[spec.name] = [self._length(spec, request) for request in requests]
+                elif isinstance(spec, ModelReward):
+                    assert self._score_model is not None, "checked at the start"
+                    parts[spec.name] = [_part(value) for value in self._score_model(spec, requests)]
+            parts |= {name: [future.result() for future in futures] for name, futures in judged.items()}
+        return {spec.name: parts[spec.name] for spec in self._rewards}
+
+    def _worked(self, requests: Sequence[RewardRequest]) -> dict[str, list[_Part]]:
+        """Return the parts of the rewards that run in worker processes."""
+        parts: dict[str, list[_Part]] = {}
+        jobs: list[Job] = []
+        places: list[tuple[str, int]] = []
+        for number, spec in enumerate(self._in_workers):
+            parts[spec.name] = [_missing(spec, request) or _Part(None) for request in requests]
+            # Programs in a sandbox end at their own deadline: a reply whose program takes too long scores 0.
+            timeout_s = spec.timeout_s + (_GRACE_S if isinstance(spec, CodeReward) else 0.0)
+            for row, request in enumerate(requests):
+                if not parts[spec.name][row].fault:
+                    jobs.append(Job({"reward": number, **_content(spec, request)}, timeout_s))
+                    places.append((spec.name, row))
+        answers = self._workers.run(jobs) if self._workers is not None and jobs else []
+        for (name, row), answer in zip(places, answers, strict=True):
+            if "value" in answer:
+                parts[name][row] = _Part(answer["value"])
+            elif "timeout" in answer:
+                parts[name][row] = _Part(None, "timeouts", "it took too long")
+            else:
+                parts[name][row] = _Part(None, "exceptions", str(answer.get("error")))
+        return parts
+
+    def _length(self, spec: LengthReward, request: RewardRequest) -> _Part:
+        # A reply that was cut has all tokens that it may have, however the end of a reply is counted.
+        return _Part(-1.0 if request.truncated else length_reward(request.reply_tokens, self._bounds[spec.name]))
+
+    def _judged(self, spec: JudgeReward, request: RewardRequest) -> _Part:
+        missing = _missing(spec, request)
+        if missing is not None:
+            return missing
+        try:
+            return _Part(self._judges[spec.name](request.prompt, request.reply, request.row))
+        except RequestTimeoutError as error:
+            return _Part(None, "timeouts", str(error))
+        except RequestError as error:
+            return _Part(None, "exceptions", str(error))
+
+    def _count(self, spec: RewardSpec, requests: Sequence[RewardRequest], parts: Sequence[_Part]) -> None:
+        for request, part in zip(requests, parts, strict=True):
+            if not part.fault:
+                continue
+            faults, example = self._faults[spec.name], f"{part.fault.removesuffix('s')}_example"
+            if part.fault == "missing":
+                example = "missing_example"
+            changes: dict[str, Any] = {part.fault: getattr(faults, part.fault) + 1}
+            if not getattr(faults, example):
+                changes[example] = f"{part.reason}; prompt {brief(request.prompt)}, reply {brief(request.reply)}"
+            self._faults[spec.name] = replace(faults, **changes)
+
+    def _check(self, spec: RewardSpec, parts: Sequence[_Part]) -> None:
+        """Raise KumiError if the reward `spec` failed for every reply that it was asked for."""
+        asked = [part for part in parts if part.fault != "missing"]
+        if asked and all(part.failed for part in asked):
+            raise KumiError(
+                f"the reward {spec.name!r} failed for all {len(asked)} replies of a step, for the first because "
+                f"{asked[0].reason}; correct it, or raise its timeout_s={spec.timeout_s:g} if it needs more time"
+            )
+
+    def _result(self, parts: Mapping[str, _Part]) -> RewardResult:
+        weighted = [(spec.weight, parts[spec.name]) for spec in self._rewards if spec.weight]
+        given = [(weight, part.value) for weight, part in weighted if part.value is not None]
+        failed = any(part.failed for _, part in weighted)
+        total = None if failed or not given else sum(weight * value for weight, value in given)
+        return RewardResult(total, {name: part.value for name, part in parts.items()})
+
+    def _check_scored(self, results: Sequence[RewardResult], parts: Mapping[str, Sequence[_Part]]) -> None:
+        """Raise KumiError if no reply has a sum, and a fault is the reason."""
+        if any(result.total is not None for result in results):
+            return
+        reasons = {name: next((part.reason for part in column if part.fault), "") for name, column in parts.items()}
+        if any(reasons.values()):
+            listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+            raise KumiError(
+                f"no reply of a step of {len(results)} can be scored ({listed}); correct the rewards or the data"
+            )
+
+
+def _missing(spec: RewardSpec, request: RewardRequest) -> _Part | None:
+    """Return the part of a request whose row has no value in a column that `spec` reads; None if it has all."""
+    absent = next((column for column in spec.columns or () if request.row.get(column) is None), None)
+    if absent is None:
+        return None
+    reason = "is null" if absent in request.row else f"is absent; the row has {', '.join(request.row) or 'no column'}"
+    return _Part(None, "missing", f"the column {absent!r} {reason}")
+
+
+def _content(spec: RewardSpec, request: RewardRequest) -> dict[str, Any]:
+    """Return a request as the content of a job, with the columns that the reward reads."""
+    names = request.row if spec.columns is None else spec.columns
+    # Dates and other values of parquet files that JSON lacks become texts.
+    row = json.loads(json.dumps({name: request.row[name] for name in names}, default=str))
+    return {"prompt": request.prompt, "reply": request.reply, "row": row}
+
+
+def _part(value: float | None) -> _Part:
+    """Return the score of a reward model as a part."""
+    try:
+        return _Part(checked_reward(value))
+    except (TypeError, ValueError) as error:
+        return _Part(None, "exceptions", str(error))

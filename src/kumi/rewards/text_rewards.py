@@ -1,0 +1,152 @@
+"""The rewards that compare the text of a reply: with answers, with a regular expression, with a JSON schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kumi.errors import ConfigError
+from kumi.files import untrusted
+from kumi.files.untrusted import brief
+from kumi.paths import looked_for
+from kumi.rewards.answers import answers_in, is_answer
+from kumi.rewards.json_schema import SchemaError, is_valid
+from kumi.rewards.number_text import equal_answers, equal_numbers, last_boxed, last_number
+from kumi.rewards.reward_spec import BoxedReward, ExactReward, JsonSchemaReward, NumberReward, RegexReward
+
+# (prompt, reply, row) -> the reward; None if the reply cannot be scored.
+RewardFunction = Callable[[str, str, Mapping[str, Any]], float | None]
+
+_FENCED = re.compile(r"```[^\n]*\n(.*)```", re.DOTALL)
+
+
+class RowError(ValueError):
+    """A column of a row that a reward cannot read."""
+
+
+def exact_reward(spec: ExactReward) -> RewardFunction:
+    def reward(prompt: str, reply: str, row: Mapping[str, Any]) -> float:
+        text = text_after(reply, spec.after)
+        return float(text is not None and is_answer(text, _answers(row, spec.column)))
+
+    return reward
+
+
+def number_reward(spec: NumberReward) -> RewardFunction:
+    """Return the reward for the last number of a reply. The answer's is its last, too: "... #### 72" of GSM8K is 72."""
+
+    def reward(prompt: str, reply: str, row: Mapping[str, Any]) -> float:
+        answers = [(answer, last_number(answer)) for answer in _answers(row, spec.column)]
+        without = next((answer for answer, number in answers if number is None), None)
+        if without is not None:
+            raise RowError(f"column {spec.column!r} is {brief(without)}, which has no number")
+        number = last_number(text_after(reply, spec.after) or "")
+        return float(
+            number is not None
+            and any(other is not None and equal_numbers(number, other, spec.tolerance) for _, other in answers)
+        )
+
+    return reward
+
+
+def boxed_reward(spec: BoxedReward) -> RewardFunction:
+    r"""Return the reward for the last `\boxed{}` of a reply. An answer with a `\boxed{}` is the content of its last."""
+    equal = _algebraic() if spec.compare == "math-verify" else equal_answers
+
+    def reward(prompt: str, reply: str, row: Mapping[str, Any]) -> float:
+        boxed = last_boxed(text_after(reply, spec.after) or "")
+        if boxed is None:
+            return 0.0
+        answers = [last_boxed(answer) or answer for answer in _answers(row, spec.column)]
+        return float(any(equal(boxed, answer, spec.tolerance) for answer in answers))
+
+    return reward
+
+
+def _algebraic() -> Callable[[str, str, float], bool]:
+    """Return the comparison of math-verify, after kumi's own. Raise ConfigError unless it is installed."""
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise ConfigError(
+            "compare='math-verify' needs the package math-verify, which is not installed; "
+            "pip install 'kumi[math]', or set compare='own'"
+        ) from None
+
+    def equal(reply: str, answer: str, tolerance: float) -> bool:
+        if equal_answers(reply, answer, tolerance):
+            return True
+        # Both in math mode, as they come from a \boxed{}. Its own timeouts need signals; the worker has a deadline.
+        gold, target = (parse(f"${text}$", parsing_timeout=None) for text in (answer, reply))
+        return bool(verify(gold, target, timeout_seconds=None))
+
+    return equal
+
+
+def regex_reward(spec: RegexReward) -> RewardFunction:
+    pattern = re.compile(spec.pattern)
+
+    def reward(prompt: str, reply: str, row: Mapping[str, Any]) -> float:
+        matches = list(pattern.finditer(text_after(reply, spec.after) or ""))
+        if not matches or not spec.column:
+            return float(bool(matches))
+        return float(is_answer(matches[-1][1] or "", _answers(row, spec.column)))
+
+    return reward
+
+
+def json_schema_reward(spec: JsonSchemaReward, folder: Path) -> RewardFunction:
+    """Return the reward for replies that are valid under a schema, whose file is relative to `folder`.
+
+    The reply is JSON, or one block of code with it. Raise ConfigError for a file that is no schema.
+    """
+    fixed = _schema(folder / Path(spec.schema).expanduser(), spec) if spec.schema else None
+
+    def reward(prompt: str, reply: str, row: Mapping[str, Any]) -> float:
+        schema = fixed
+        if spec.column:
+            value = row[spec.column]
+            schema = json.loads(value) if isinstance(value, str) else value
+        text = (text_after(reply, spec.after) or "").strip()
+        fenced = _FENCED.fullmatch(text)
+        try:
+            parsed = untrusted.strict_json((fenced[1] if fenced else text).encode())
+        except ValueError:
+            return 0.0
+        try:
+            return float(is_valid(parsed, schema))
+        except SchemaError as error:
+            raise RowError(f"column {spec.column!r} is not a JSON schema: {error}") from None
+
+    return reward
+
+
+def _schema(path: Path, spec: JsonSchemaReward) -> Any:
+    try:
+        schema = untrusted.strict_json(untrusted.read_regular(path, untrusted.CONFIG.size, follow=True))
+        examples: list[Any] = [None, True, 0, "", [], {}]  # each reads other keywords
+        for example in examples:
+            is_valid(example, schema)
+    except FileNotFoundError:
+        raise ConfigError(f"reward {spec.name!r}: {looked_for(path)} does not exist; correct `schema`") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"reward {spec.name!r}: {path} is not a JSON schema ({error}); correct it") from None
+    return schema
+
+
+def text_after(reply: str, mark: str) -> str | None:
+    """Return the text after the last `mark` in `reply`, all of it for an empty mark; None if it does not occur."""
+    if not mark:
+        return reply
+    _, separator, text = reply.rpartition(mark)
+    return text if separator else None
+
+
+def _answers(row: Mapping[str, Any], column: str) -> list[str]:
+    answers = answers_in(row[column])
+    if answers is None:
+        raise RowError(f"column {column!r} is {brief(row[column])}, neither a text nor a list of texts")
+    return answers
