@@ -14,7 +14,7 @@ ORDER = [
     "errors",
     "deprecated",
     "paths",
-    "worker_process",
+    "json_worker",
     "process_limits",
     "units",
     "progress",
@@ -72,7 +72,7 @@ TORCH_FREE = [
     "objectives",
     "rewards",
     "storage",
-    "worker_process",
+    "json_worker",
 ]
 
 

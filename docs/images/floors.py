@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "units",
             "paths",
             "process_limits",
-            "worker_process",
+            "json_worker",
             "errors",
             "deprecated",
         ),

@@ -226,8 +226,8 @@ def test_a_killed_preparation_goes_on_where_it_was(tokens, texts, tmp_path, writ
 
 def test_a_dead_worker_is_reported_and_what_is_done_is_kept(tokens, texts, tmp_path, write_jsonl, monkeypatch):
     source = Source(str(write_jsonl(tmp_path / "a.jsonl", texts * 2)))
-    start, started = pool.WorkerProcess, []
-    monkeypatch.setattr(pool, "WorkerProcess", lambda *a: started.append(start(*a)) or started[-1])
+    start, started = pool.JsonWorker, []
+    monkeypatch.setattr(pool, "JsonWorker", lambda *a: started.append(start(*a)) or started[-1])
     answers = pool.run_jobs
 
     def killing(jobs, workers):

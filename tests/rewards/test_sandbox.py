@@ -19,7 +19,7 @@ import pytest
 from forked import run_forked
 from kumi.errors import ConfigError
 from kumi.rewards import RewardRequest, RewardScorer, spec_from
-from kumi.rewards.sandbox import bwrap, probes
+from kumi.rewards.sandbox import bwrap, control_groups, probes
 from kumi.rewards.sandbox.bwrap import open_bwrap, sandbox_from
 from kumi.rewards.sandbox.control_groups import PREFIX, GroupFolders, remove_left_groups, writable_groups
 from kumi.rewards.sandbox.interpreter import interpreter_at
@@ -335,18 +335,49 @@ def test_more_memory_than_the_machine_has_is_refused(monkeypatch):
     assert open_bwrap(LIMITS, interpreter_at(""), "x", 2).limits == LIMITS
 
 
-def test_no_group_is_made_where_none_can_be_written(tmp_path):
-    own, mount = tmp_path / "cgroup", tmp_path / "mount"
+def test_groups_are_looked_for_from_this_process_upwards(tmp_path, monkeypatch):
+    """In version 2 of control groups, a group with processes has no groups with limits below it."""
+    own, mount, tried = tmp_path / "cgroup", tmp_path / "mount", []
+    monkeypatch.setattr(control_groups, "_works", lambda folders: tried.append(folders))
     assert writable_groups(own, mount) is None
-    own.write_text("4:memory:/a\n8:pids:/\n0::/\n")
+    own.write_text("0::/user/run\n")
     assert writable_groups(own, mount) is None
-    # A folder that is no control group takes no process.
+    assert tried == []
     (mount / "user" / "run").mkdir(parents=True)
     (mount / "cgroup.controllers").write_text("memory pids\n")
-    own.write_text("0::/user/run\n")
-    (mount / "user").chmod(0o555)
-    if os.geteuid() != 0:
-        assert writable_groups(own, mount) is None
+    assert writable_groups(own, mount) is None
+    places = [mount / "user" / "run", mount / "user", mount]
+    assert tried == [GroupFolders(place, place) for place in places]
+    monkeypatch.setattr(control_groups, "_works", lambda folders: folders.memory.name == "user")
+    assert writable_groups(own, mount).memory == mount / "user"
+
+
+def test_groups_of_version_1_have_two_halves(tmp_path, monkeypatch):
+    own, mount = tmp_path / "cgroup", tmp_path / "mount"
+    monkeypatch.setattr(control_groups, "_works", lambda folders: True)
+    own.write_text("8:pids:/\n4:memory:/a\n0::/\n")
+    (mount / "memory" / "a").mkdir(parents=True)
+    (mount / "pids").mkdir()
+    assert writable_groups(own, mount) == GroupFolders(mount / "memory" / "a", mount / "pids")
+    own.write_text("8:pids:/\n0::/\n")
+    assert writable_groups(own, mount) is None
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_group_bounds_memory_without_swap_and_processes(tmp_path, version):
+    swap = tmp_path / ("memory.swap.max" if version == 2 else "memory.memsw.limit_in_bytes")
+    swap.write_text("max")
+    control_groups._limit(tmp_path, tmp_path, version, 1000, 7)
+    memory = "memory.max" if version == 2 else "memory.limit_in_bytes"
+    texts = {name: (tmp_path / name).read_text() for name in (memory, swap.name, "pids.max")}
+    assert texts == {memory: "1000", swap.name: "0" if version == 2 else "1000", "pids.max": "7"}
+
+
+def test_a_folder_without_limits_is_no_place_for_groups(tmp_path, monkeypatch):
+    """A folder of an ordinary disk takes the files, and cannot be removed with them."""
+    monkeypatch.setattr(control_groups, "_END_S", 0.0)
+    assert not control_groups._works(GroupFolders(tmp_path, tmp_path))
+    assert not control_groups._works(GroupFolders(tmp_path / "none", tmp_path / "none"))
 
 
 def test_an_interpreter_in_the_home_folder_itself_is_refused(tmp_path, monkeypatch):

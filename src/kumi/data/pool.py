@@ -9,7 +9,7 @@ from typing import Any
 
 from kumi.data.row_guard import VARIABLE, open_announced
 from kumi.errors import KumiError
-from kumi.worker_process import Answer, WorkerProcess, fate
+from kumi.json_worker import Answer, JsonWorker, fate
 
 
 def run_jobs(
@@ -53,7 +53,7 @@ def run_jobs(
 def _begin(number: int, job: dict[str, Any], module: str, stack: ExitStack, selector: selectors.BaseSelector) -> None:
     """Start a worker with its first job."""
     announced = stack.enter_context(open_announced())
-    process = WorkerProcess(module, {VARIABLE: str(announced.number)}, (announced.number,))
+    process = JsonWorker(module, {VARIABLE: str(announced.number)}, (announced.number,))
     stack.callback(process.stop)
     state = {"process": process, "announced": announced, "job": number, "content": job}
     process.send(job)

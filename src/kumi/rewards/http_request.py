@@ -79,14 +79,21 @@ def post_json(
     raise AssertionError("the last attempt returns or raises")
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: it would take the key to another server."""
+def _opener() -> urllib.request.OpenerDirector:
+    """Return an opener of URLs that follows no redirect, which would take the key to another server."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler,
+        urllib.request.HTTPHandler,
+        urllib.request.HTTPSHandler,
+        urllib.request.HTTPErrorProcessor,
+        urllib.request.HTTPDefaultErrorHandler,
+    ):
+        opener.add_handler(handler())
+    return opener
 
-    def redirect_request(self, *_: Any) -> None:
-        return None
 
-
-_OPENER = urllib.request.build_opener(_NoRedirect())
+_OPENER = _opener()
 
 
 def _post(url: str, body: bytes, headers: Mapping[str, str], deadline: float) -> Any:

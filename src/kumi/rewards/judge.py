@@ -29,7 +29,7 @@ def judge(spec: JudgeReward) -> Callable[[str, str, Mapping[str, Any]], float]:
             "temperature": 0.0,
             "max_tokens": spec.max_tokens,
         }
-        answer = post_json(spec.url, content, headers, spec.timeout_s, spec.retries + 1)
+        answer = post_json(spec.url, content, headers, spec.timeout_s, spec.attempts)
         text = _text(answer)
         if text is None:
             raise RequestError(f"{spec.url} answered {brief(answer)}, which has no choices[0].message.content")

@@ -209,7 +209,7 @@ class JudgeReward(RewardSpec):
     scale: float = described("Best score that the prompt asks for; the reward is the score divided by it.", 1.0)
     max_tokens: int = described("Tokens that the judge may write.", 1024)
     key_variable: str = _KEY_VARIABLE
-    retries: int = described("Attempts after a failed one.", 3)
+    attempts: int = described("Requests for a reply, if the first ones fail.", 4)
     concurrency: int = described("Requests at a time.", 16)
 
     def check(self) -> None:
@@ -221,7 +221,7 @@ class JudgeReward(RewardSpec):
             raise self.error("prompt", self.prompt, "has no {reply}; write the message to the judge with it")
         if check_pattern(self, self.pattern) < 1:
             raise self.error("pattern", self.pattern, "has no group for the score; add one")
-        for key, low in (("scale", 1e-9), ("max_tokens", 1), ("retries", 0), ("concurrency", 1)):
+        for key, low in (("scale", 1e-9), ("max_tokens", 1), ("attempts", 1), ("concurrency", 1)):
             if getattr(self, key) < low:
                 raise self.error(key, getattr(self, key), f"is too small; use at least {low:g}")
 

@@ -110,9 +110,9 @@ def _scored(function: RewardFunction, job: dict[str, Any]) -> dict[str, Any]:
 def _explained(error: BaseException) -> str:
     """Return the exception `error` as one line, with the place in a user's file where it was raised."""
     places = [
-        f" ({Path(frame.filename).name}:{frame.lineno})"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(__file__).parent not in Path(frame.filename).parents
+        f" ({Path(call.filename).name}:{call.lineno})"
+        for call in traceback.extract_tb(error.__traceback__)
+        if Path(__file__).parent not in Path(call.filename).parents
     ]
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text[:_LONGEST_ERROR] + (places[-1] if places else "")

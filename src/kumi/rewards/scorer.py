@@ -243,9 +243,12 @@ class RewardScorer:
         """Raise KumiError if the reward `spec` failed for every reply that it was asked for."""
         asked = [part for part in parts if part.fault != "missing"]
         if asked and all(part.failed for part in asked):
+            faults = self._faults[spec.name]
             raise KumiError(
-                f"the reward {spec.name!r} failed for all {len(asked)} replies of a step, for the first because "
-                f"{asked[0].reason}; correct it, or raise its timeout_s={spec.timeout_s:g} if it needs more time"
+                f"the reward {spec.name!r} failed for all {len(asked)} replies of a step, and so far by "
+                f"{faults.exceptions} exceptions and {faults.timeouts} timeouts; for example: "
+                f"{faults.exception_example or faults.timeout_example}; correct it, or raise its "
+                f"timeout_s={spec.timeout_s:g} if it needs more time"
             )
 
     def _result(self, parts: Mapping[str, _Part]) -> RewardResult:
@@ -259,12 +262,17 @@ class RewardScorer:
         """Raise KumiError if no reply has a sum, and a fault is the reason."""
         if any(result.total is not None for result in results):
             return
-        reasons = {name: next((part.reason for part in column if part.fault), "") for name, column in parts.items()}
-        if any(reasons.values()):
-            listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+        faulty = [name for name, column in parts.items() if any(part.fault for part in column)]
+        if faulty:
+            examples = "; ".join(f"{name}: {self._example(name)}" for name in faulty)
             raise KumiError(
-                f"no reply of a step of {len(results)} can be scored ({listed}); correct the rewards or the data"
+                f"no reply of a step of {len(results)} can be scored; for example, {examples}; correct the rewards or "
+                "the data"
             )
+
+    def _example(self, name: str) -> str:
+        faults = self._faults[name]
+        return faults.exception_example or faults.timeout_example or faults.missing_example
 
 
 def _missing(spec: RewardSpec, request: RewardRequest) -> _Part | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kumi.errors import ConfigError, KumiError
-from kumi.worker_process import Answer, WorkerProcess, fate
+from kumi.json_worker import Answer, JsonWorker, fate
 
 # Seconds that a worker may take to start: user's files may import large packages.
 _START_S = 300.0
@@ -26,7 +26,7 @@ class Job(NamedTuple):
 class _Worker:
     """A worker with the number of its job, if it has one, and the time at which it is ended."""
 
-    process: WorkerProcess
+    process: JsonWorker
     deadline: float
     ready: bool = False
     job: int | None = None
@@ -125,7 +125,7 @@ class TimedWorkers:
             yield worker, answer
 
     def _start(self) -> None:
-        worker = _Worker(WorkerProcess(self.module), time.monotonic() + _START_S)
+        worker = _Worker(JsonWorker(self.module), time.monotonic() + _START_S)
         self._workers.append(worker)
         self._selector.register(worker.process, selectors.EVENT_READ, worker)
         worker.process.send(self.setup)

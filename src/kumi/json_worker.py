@@ -18,7 +18,7 @@ from typing import Any
 Answer = dict[str, Any]
 
 
-class WorkerProcess:
+class JsonWorker:
     """A running worker. `environment` is added to that of this process; the worker inherits `descriptors`."""
 
     def __init__(
