@@ -74,7 +74,7 @@ SCHEMA = {"type": "object", "required": ["city"], "properties": {"city": {"type"
 )
 def test_a_reply_is_valid_under_a_schema(tmp_path, reply, reward):
     (tmp_path / "city.json").write_text(json.dumps(SCHEMA))
-    assert scored(reply, folder=tmp_path, kind="json-schema", schema="city.json") == reward
+    assert scored(reply, folder=tmp_path, kind="json-schema", schema_file="city.json") == reward
     assert scored(reply, {"s": SCHEMA}, kind="json-schema", column="s") == reward
     assert scored(reply, {"s": json.dumps(SCHEMA)}, kind="json-schema", column="s") == reward
 
@@ -82,9 +82,9 @@ def test_a_reply_is_valid_under_a_schema(tmp_path, reply, reward):
 def test_a_file_without_a_schema_is_refused(tmp_path):
     (tmp_path / "a.json").write_text('{"typ": "object"}')
     with pytest.raises(ConfigError, match=r"a\.json is not a JSON schema \(the keyword 'typ'"):
-        scored("{}", folder=tmp_path, kind="json-schema", schema="a.json")
+        scored("{}", folder=tmp_path, kind="json-schema", schema_file="a.json")
     with pytest.raises(ConfigError, match=r"b\.json.* does not exist"):
-        scored("{}", folder=tmp_path, kind="json-schema", schema="b.json")
+        scored("{}", folder=tmp_path, kind="json-schema", schema_file="b.json")
     with pytest.raises(RowError, match="column 's' is not a JSON schema"):
         scored("{}", {"s": 1}, kind="json-schema", column="s")
 

@@ -144,13 +144,14 @@ class JsonSchemaReward(RewardSpec):
     """1 if the reply is JSON that is valid under a schema; else 0."""
 
     kind: ClassVar[str] = "json-schema"
-    schema: str = described("File with the JSON schema.", "")
-    column: str = described("Column with the JSON schema of the row, instead of `schema`.", "")
+    schema_file: str = described("File with the JSON schema.", "")
+    column: str = described("Column with the JSON schema of the row, instead of `schema_file`.", "")
     after: str = _AFTER
 
     def check(self) -> None:
-        if bool(self.schema) == bool(self.column):
-            raise self.error("schema", self.schema, "and column: give one of them, the file or the column of a schema")
+        if bool(self.schema_file) == bool(self.column):
+            reason = f"and column={self.column!r}: give one of them, the file or the column of a schema"
+            raise self.error("schema_file", self.schema_file, reason)
 
     @property
     def columns(self) -> Sequence[str]:

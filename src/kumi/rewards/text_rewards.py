@@ -103,7 +103,7 @@ def json_schema_reward(spec: JsonSchemaReward, folder: Path) -> RewardFunction:
 
     The reply is JSON, or one block of code with it. Raise ConfigError for a file that is no schema.
     """
-    fixed = _schema(folder / Path(spec.schema).expanduser(), spec) if spec.schema else None
+    fixed = _schema(folder / Path(spec.schema_file).expanduser(), spec) if spec.schema_file else None
 
     def reward(prompt: str, reply: str, row: Mapping[str, Any]) -> float:
         schema = fixed
@@ -131,7 +131,7 @@ def _schema(path: Path, spec: JsonSchemaReward) -> Any:
         for example in examples:
             is_valid(example, schema)
     except FileNotFoundError:
-        raise ConfigError(f"reward {spec.name!r}: {looked_for(path)} does not exist; correct `schema`") from None
+        raise ConfigError(f"reward {spec.name!r}: {looked_for(path)} does not exist; correct `schema_file`") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"reward {spec.name!r}: {path} is not a JSON schema ({error}); correct it") from None
     return schema
