@@ -65,6 +65,7 @@ REASONS: dict[str, list[str]] = {
         "train/process_memory.py baseline_memory _resident_bytes",
         "train/cpu_contention.py cpu_wait_seconds",
         "safe_output.py make_output_safe",
+        "rewards/sandbox/control_groups.py _own_paths _works processes _limit",
     ],
     "files that come with the package": [
         "config/presets.py read_machine_toml",
@@ -75,7 +76,8 @@ REASONS: dict[str, list[str]] = {
         "launch/rendezvous.py _failure",
         "train/start.py _follow",
         "data/bpe.py _main",
-        "data/pool.py _read",
+        "json_worker.py read",
+        "rewards/reward_worker.py _main",
         "data/stock_worker.py _main",
         "plan/search/worker_process.py _main",
         "plan/search/workers.py _ask",
@@ -94,7 +96,12 @@ REASONS: dict[str, list[str]] = {
         "read_failures _publish",
         "launch/failure_causes.py _exception_message",
     ],
-    "the answer of a program that the user has installed": ["launch/kubernetes.py state", "launch/skypilot.py state"],
+    "the answer of a program that the user has installed": [
+        "launch/kubernetes.py state",
+        "launch/skypilot.py state",
+        "rewards/sandbox/interpreter.py interpreter_at",
+    ],
+    "a URL, whose answer is bounded": ["rewards/http_request.py _post"],
     "a file that torchrun names and reads": ["launch/rendezvous.py _write_error_file"],
     "an output file that the user names": [
         "bench/cluster_toml.py write_new",
@@ -110,6 +117,7 @@ REASONS: dict[str, list[str]] = {
         "convert/kumi_checkpoint.py write_model",
         "convert/files/safetensors_write.py create put sync",
         "convert/files/stream.py _opened",
+        "rewards/sandbox/probes.py _files",
     ],
     "a rank's log, opened with O_NOFOLLOW": ["launch/rank_process.py run_rank"],
     "a new file of optimizer states, opened with O_EXCL": ["parallel/optim/nvme_store.py open_nvme_store"],
@@ -126,6 +134,7 @@ REASONS: dict[str, list[str]] = {
         "convert/vocab/edit.py _data",
         "storage/checkpoint.py save",
         "data/row_path.py _encoder",
+        "rewards/scorer.py _content",
         "data/chat/control_tokens.py without_added_tokens",
     ],
     "a file that was checked just before, mapped into memory": [

@@ -87,6 +87,8 @@ def test_a_file_without_a_schema_is_refused(tmp_path):
         scored("{}", folder=tmp_path, kind="json-schema", schema_file="b.json")
     with pytest.raises(RowError, match="column 's' is not a JSON schema"):
         scored("{}", {"s": 1}, kind="json-schema", column="s")
+    with pytest.raises(RowError, match="column 's' is not a JSON schema"):
+        scored("{}", {"s": "{"}, kind="json-schema", column="s")
 
 
 def test_the_length_reward_is_dapo_s():

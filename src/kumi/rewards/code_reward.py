@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kumi.errors import ConfigError
+from kumi.files import untrusted
 from kumi.files.untrusted import brief
 from kumi.rewards.reward_spec import CodeReward
 from kumi.rewards.sandbox.bwrap import BwrapSandbox, open_bwrap
@@ -111,7 +112,11 @@ def _passed_asserts(code: str | None, tests: Sequence[str], spec: CodeReward, ru
     if outcome.ended or not text.startswith(word):
         return 0
     try:
-        passed = {number for number in json.loads(text.removeprefix(word).partition("\n")[0]) if number < len(tests)}
+        passed = {
+            number
+            for number in untrusted.strict_json(text.removeprefix(word).partition("\n")[0].encode())
+            if number < len(tests)
+        }
     except (ValueError, TypeError):  # the code wrote into the verdict
         return 0
     return len(passed)
@@ -152,11 +157,11 @@ def _pairs(value: Any, column: str) -> list[tuple[str, str]]:
     """Return the (input, output) pairs in a column: a list of {input, output}, or two lists {inputs, outputs}, also as
     the text of that JSON, as in APPS and TACO."""
     try:
-        pairs = json.loads(value) if isinstance(value, str) else value
+        pairs = untrusted.json_record(value) if isinstance(value, str) else value
         if isinstance(pairs, dict):
             pairs = [{"input": a, "output": b} for a, b in zip(pairs["inputs"], pairs["outputs"], strict=True)]
         texts = [(pair["input"], pair["output"]) for pair in pairs]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         texts = []
     if not texts or not all(isinstance(text, str) for pair in texts for text in pair):
         raise RowError(f"column {column!r} is {brief(value)}, not a list of {{input, output}} with texts")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -109,7 +108,7 @@ def json_schema_reward(spec: JsonSchemaReward, folder: Path) -> RewardFunction:
         schema = fixed
         if spec.column:
             value = row[spec.column]
-            schema = json.loads(value) if isinstance(value, str) else value
+            schema = _parsed(value, spec.column) if isinstance(value, str) else value
         text = (text_after(reply, spec.after) or "").strip()
         fenced = _FENCED.fullmatch(text)
         try:
@@ -122,6 +121,13 @@ def json_schema_reward(spec: JsonSchemaReward, folder: Path) -> RewardFunction:
             raise RowError(f"column {spec.column!r} is not a JSON schema: {error}") from None
 
     return reward
+
+
+def _parsed(text: str, column: str) -> Any:
+    try:
+        return untrusted.json_record(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"column {column!r} is not a JSON schema: {error}") from None
 
 
 def _schema(path: Path, spec: JsonSchemaReward) -> Any:
