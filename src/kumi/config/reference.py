@@ -37,6 +37,7 @@ _NESTED = {
     "A tokenizer to train, as `data.tokenizer`": "TrainedTokenizer",
     "[data.chat]": "ChatSection",
     "A task, in `eval.tasks`": "TaskSection",
+    "A reward, in `rewards`": "RewardSection",
     "[launch.slurm]": "SlurmSection",
     "[launch.kubernetes]": "KubernetesSection",
     "[launch.skypilot]": "SkypilotSection",

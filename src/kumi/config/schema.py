@@ -10,6 +10,7 @@ from kumi.config.data_section import DataSection
 from kumi.config.eval_section import EvalSection, is_task_metric
 from kumi.config.launch_section import LaunchSection
 from kumi.config.objective_section import ObjectiveSection, ReferenceSection
+from kumi.config.reward_section import RewardSection, reward_specs
 from kumi.config.section import (
     Decay,
     Fraction,
@@ -430,6 +431,9 @@ class PlanConfig(Section):
     batch: BatchSection
     objective: ObjectiveSection = ObjectiveSection()
     reference: ReferenceSection = ReferenceSection()
+    rewards: tuple[RewardSection, ...] = Field(
+        (), description="Rewards of replies, each a table [[rewards]], for reinforcement learning."
+    )
     lora: LoraSection | None = Field(None, description="Train adapters; without this section, all parameters.")
     data: DataSection | None = None
     optim: OptimSection = OptimSection()
@@ -477,6 +481,19 @@ class PlanConfig(Section):
                     "the model itself; remove one of them"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> PlanConfig:
+        if not self.rewards:
+            return self
+        try:
+            reward_specs(self.rewards)
+        except ConfigError as error:
+            raise ValueError(f"rewards: {error}") from None
+        raise ValueError(
+            f"rewards: objective.kind={self.objective.kind!r} trains on the rows of the data, not on replies with "
+            "rewards; remove [[rewards]]"
+        )
 
     @model_validator(mode="after")
     def _check_local(self) -> PlanConfig:
