@@ -65,6 +65,12 @@ def test_code_that_ends_early_passes_no_test(code):
     assert scored(f"```python\n{code}\n```", ["assert f(1) == 1"], score="share") == 0
 
 
+def test_tests_before_the_one_that_ends_the_program_count_as_a_share():
+    tests = ["assert f(2) == 4", "import os; os._exit(0)", "assert f(3) == 9"]
+    assert scored(SQUARE, tests, score="share") == 1 / 3
+    assert scored(SQUARE, tests) == 0
+
+
 def test_a_main_program_is_not_run_before_asserts():
     reply = "```python\ndef f(x):\n    return x\nif __name__ == '__main__':\n    input()\n```"
     assert scored(reply, ["assert f(1) == 1"]) == 1

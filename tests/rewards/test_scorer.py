@@ -241,3 +241,13 @@ def _alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_reward_that_fails_where_it_is_rare_does_not_stop_the_run(folder):
+    """Of one of several sources, a step may have a single row."""
+    rewards = [function("length"), spec_from({"kind": "number"})]
+    with RewardScorer(rewards, folder, 1, 100) as scorer:
+        results = scorer.score([request("four", answer="no number"), *[request("four")] * 2])
+        assert [result.total for result in results] == [None, 4.5, 4.5]
+        with pytest.raises(KumiError, match="'number' failed for all 1 replies of a step, and so far by 2 exceptions"):
+            scorer.score([request("four", answer="no number"), request("four")])

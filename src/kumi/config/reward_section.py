@@ -15,8 +15,7 @@ from pydantic import create_model, model_validator
 
 from kumi.config.section import Number, Section
 from kumi.errors import ConfigError
-from kumi.rewards import REWARD_KINDS, RewardSpec, spec_from
-from kumi.rewards.reward_spec import check_rewards
+from kumi.rewards.reward_spec import REWARD_KINDS, RewardSpec, check_rewards, spec_from
 
 if TYPE_CHECKING:
     RewardKind: TypeAlias = str

@@ -8,8 +8,13 @@ function_reward, length_reward, judge, code_reward (sandbox)
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kumi.rewards.reward_spec import REWARD_KINDS, RewardSpec, spec_from
-from kumi.rewards.scorer import RewardFaults, RewardRequest, RewardResult, RewardScorer, ScoreModel
+
+if TYPE_CHECKING:
+    from kumi.rewards.scorer import RewardFaults, RewardRequest, RewardResult, RewardScorer, ScoreModel
 
 __all__ = [
     "REWARD_KINDS",
@@ -21,3 +26,10 @@ __all__ = [
     "ScoreModel",
     "spec_from",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is first used: every command reads run files, and few score replies.
+    if name not in __all__:
+        raise AttributeError(f"module 'kumi.rewards' has no attribute {name!r}")
+    return getattr(import_module("kumi.rewards.scorer"), name)

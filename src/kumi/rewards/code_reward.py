@@ -24,7 +24,7 @@ from kumi.rewards.text_rewards import RewardFunction, RowError
 # A fence of three or more backticks or tildes at the beginning of a line, up to one that is as long.
 _BLOCK = re.compile(r"^[ ]{0,3}(`{3,}|~{3,})[^\n`]*\n(.*?)^[ ]{0,3}\1[`~]*[ \t]*$", re.DOTALL | re.MULTILINE)
 
-# Runs code, then one statement after the other, and prints the numbers of those that pass, after a secret word: the
+# Runs code, then one statement after the other, and prints the number of each that passes, after a secret word: the
 # code may print, too, or end the process before. Nothing else that it prints gets out.
 _ASSERT_RUNNER = """
 import json, os, sys
@@ -33,12 +33,9 @@ verdicts = os.fdopen(os.dup(1), "w")
 nothing = os.open(os.devnull, os.O_RDWR)
 for handle in (0, 1, 2):
     os.dup2(nothing, handle)
-names, passed = {"__name__": "reply"}, []
+names = {"__name__": "reply"}
 try:
     exec(compile(job["code"], "reply", "exec"), names)
-except BaseException:
-    pass
-else:
     for number, test in enumerate(job["tests"]):
         try:
             exec(compile(test, "test", "exec"), names)
@@ -46,10 +43,10 @@ else:
             if job["all"]:
                 break
         else:
-            passed.append(number)
-verdicts.write(job["word"] + json.dumps(passed) + "\\n")
-verdicts.flush()
-os._exit(0)
+            verdicts.write("%s %d\\n" % (job["word"], number))
+            verdicts.flush()
+finally:
+    os._exit(0)
 """
 
 
@@ -108,18 +105,8 @@ def _passed_asserts(code: str | None, tests: Sequence[str], spec: CodeReward, ru
     word = secrets.token_hex(16)
     job = {"code": code, "tests": list(tests), "all": spec.score == "all", "word": word}
     outcome = run(_ASSERT_RUNNER, json.dumps(job).encode(), spec.timeout_s)
-    text = outcome.output.decode(errors="replace")
-    if outcome.ended or not text.startswith(word):
-        return 0
-    try:
-        passed = {
-            number
-            for number in untrusted.strict_json(text.removeprefix(word).partition("\n")[0].encode())
-            if number < len(tests)
-        }
-    except (ValueError, TypeError):  # the code wrote into the verdict
-        return 0
-    return len(passed)
+    printed = set(outcome.output.decode(errors="replace").splitlines())
+    return sum(f"{word} {number}" in printed for number in range(len(tests)))
 
 
 def _passed_pairs(code: str | None, pairs: Sequence[tuple[str, str]], spec: CodeReward, run: RunProgram) -> int:

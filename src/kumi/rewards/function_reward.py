@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import inspect
 import math
@@ -53,6 +52,8 @@ def function_reward(spec: FunctionReward, folder: Path) -> RewardFunction:
     def reward(prompt: str, reply: str, row: Mapping[str, Any]) -> float | None:
         value = function(prompt, reply, row)
         if inspect.iscoroutine(value):
+            import asyncio  # late: its import takes a third of a worker's start
+
             value = asyncio.run(value)
         return checked_reward(value)
 

@@ -155,8 +155,8 @@ class RewardScorer:
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         """Return the rewards of the replies of one step, in their order.
 
-        Raise KumiError if a reward failed for every reply that it was asked for, or if no reply can be scored because
-        of failures and missing columns.
+        Raise KumiError if a reward failed for every reply that it was asked for, at least half of the step, or if no
+        reply can be scored because of failures and missing columns.
         """
         if not requests:
             return []
@@ -240,9 +240,9 @@ class RewardScorer:
             self._faults[spec.name] = replace(faults, **changes)
 
     def _check(self, spec: RewardSpec, parts: Sequence[_Part]) -> None:
-        """Raise KumiError if the reward `spec` failed for every reply that it was asked for."""
+        """Raise KumiError if the reward `spec` failed for all replies that it was asked for, at least half of them."""
         asked = [part for part in parts if part.fault != "missing"]
-        if asked and all(part.failed for part in asked):
+        if 2 * len(asked) >= len(parts) and all(part.failed for part in asked):
             faults = self._faults[spec.name]
             raise KumiError(
                 f"the reward {spec.name!r} failed for all {len(asked)} replies of a step, and so far by "
