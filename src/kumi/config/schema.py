@@ -24,6 +24,7 @@ from kumi.config.section import (
     spec_key,
 )
 from kumi.config.usual_rate import usual_rates, with_usual_rate
+from kumi.errors import ConfigError
 from kumi.remote.addresses import is_url, refuse_url
 from kumi.spec.comm import COMPRESS, Comm
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
