@@ -185,7 +185,8 @@ class RewardScorer:
                     parts[spec.name] = [self._length(spec, request) for request in requests]
                 elif isinstance(spec, ModelReward):
                     assert self._score_model is not None, "checked at the start"
-                    parts[spec.name] = [_part(value) for value in self._score_model(spec, requests)]
+                    scores = self._score_model(spec, requests)
+                    parts[spec.name] = [_part(score) for score, _ in zip(scores, requests, strict=True)]
             parts |= {name: [future.result() for future in futures] for name, futures in judged.items()}
         return {spec.name: parts[spec.name] for spec in self._rewards}
 
