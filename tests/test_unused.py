@@ -54,7 +54,6 @@ ALLOWED = {
     "a list of values, for readers of the fields that have them": ["OP_KINDS"],
     "tests read it": ["longest_rank_seconds", "bytes_moved"],
     "formulas of reinforcement learning, which a loop that draws replies calls": [
-        "POLICY_GRADIENTS",
         "group_advantages",
         "rewards_with_kl",
         "teacher_advantages",

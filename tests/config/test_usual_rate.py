@@ -7,6 +7,7 @@ from test_model_head import LLAMA
 
 from kumi.config import dump, from_dict, plan_from_dict
 from kumi.objectives import OBJECTIVES
+from kumi.objectives.policy_presets import POLICY_GRADIENTS
 from kumi.report.run_description import describe_plan, render_description
 from kumi.spec.optim import Optim
 
@@ -24,6 +25,7 @@ def _plan(kind, init="pretrained", **changes):
 
 
 RATES = {"sft": 2e-5, "dpo": 5e-7, "kto": 1e-6, "orpo": 5e-6, "simpo": 5e-7, "cpo": 1e-6, "reward": 3e-6}
+RATES |= dict.fromkeys(POLICY_GRADIENTS, 1e-6)
 
 
 @pytest.mark.parametrize("kind", OBJECTIVES)

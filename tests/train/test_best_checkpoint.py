@@ -14,7 +14,15 @@ from kumi.cli import main
 from kumi.errors import ConfigError
 from kumi.objectives import OBJECTIVES
 from kumi.storage.folders import list_complete, step_folder, step_of
-from kumi.train.best_checkpoint import BestSoFar, best_of_run, check_metric, ended_early, is_higher_better, rewrite_best
+from kumi.train.best_checkpoint import (
+    BestSoFar,
+    best_of_run,
+    check_metric,
+    ended_early,
+    evaluated_metrics,
+    is_higher_better,
+    rewrite_best,
+)
 
 
 @pytest.fixture
@@ -142,7 +150,7 @@ def test_a_metric_has_a_direction_or_is_refused():
 
 def test_every_metric_of_an_objective_may_name_the_best_except_those_of_rejected_replies():
     for objective in (kind() for kind in OBJECTIVES.values()):
-        for name in (*getattr(objective, "metrics", ()), *getattr(objective, "evaluated", ())):
+        for name in evaluated_metrics(objective):
             if not name.endswith("/rejected"):
                 check_metric(f"eval/{name}", objective, ["pairs"])
 

@@ -56,7 +56,8 @@ class KindSection(Section):
         "lm",
         description="'lm' is next-token prediction, 'sft' the same on the replies of examples only; 'dpo', 'orpo', "
         "'simpo' and 'cpo' train on pairs of replies, 'kto' on replies that are desirable or not; 'reward' trains a "
-        "reward model on pairs.",
+        "reward model on pairs; 'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'rloo' and 'maxrl' are policy gradients on "
+        "rewards of the policy's own replies, 'distill' on a teacher's log-probs of them.",
     )
 
     @model_validator(mode="after")

@@ -19,6 +19,7 @@ from kumi.objectives.objective import (
     TokenObjective,
     sequence_sums,
 )
+from kumi.objectives.policy_presets import POLICY_GRADIENTS
 from kumi.objectives.reward import RewardModel
 from kumi.objectives.row_form import LM_KINDS, LM_ROWS, MISMATCHED, RowForm
 from kumi.objectives.unreferenced import ContrastivePreference, OddsRatio, SimplePreference
@@ -33,6 +34,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "simpo": SimplePreference,
     "cpo": ContrastivePreference,
     "reward": RewardModel,
+    **POLICY_GRADIENTS,
 }
 
 __all__ = [
