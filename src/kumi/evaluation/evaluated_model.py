@@ -16,7 +16,6 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from kumi.data.binfile import Array
@@ -28,7 +27,7 @@ from kumi.nn.decoder import Decoder
 from kumi.nn.logit_chunks import TokenScores
 from kumi.objectives import OBJECTIVES
 from kumi.parallel import pipeline
-from kumi.parallel.mesh import Mesh, all_reduce_sum
+from kumi.parallel.mesh import Mesh, all_reduce_sum, broadcast_object, gather_objects
 from kumi.parallel.ring_attention import positions_of_rank
 from kumi.parallel.run_microbatches import decoder_inputs, evaluating, shard_batch
 from kumi.parallel.stage_modules import stages_of, unwrap
@@ -146,7 +145,7 @@ class EvaluatedModel:
 
     def _run(self, unit: Any) -> Any:
         """Broadcast `unit` from rank 0 and return its result."""
-        _send(self.mesh, unit)
+        broadcast_object(unit, self.mesh)
         return self.execute(unit)
 
     def execute(self, unit: Any) -> Any:
@@ -201,9 +200,7 @@ class EvaluatedModel:
         if mesh is not None:
             # Ranks of a tensor-parallel group have the same replies.
             own = replies if self.mesh.index("tp") == 0 else []
-            parts: list[list[Reply]] = [[] for _ in range(mesh.rank_info.world_size)]
-            dist.all_gather_object(parts, own)
-            replies = [reply for part in parts for reply in part]
+            replies = [reply for part in gather_objects(own, mesh) for reply in part]
         return sorted(replies, key=lambda reply: reply.prompt)
 
     def _own_rows(self, count: int) -> slice:
@@ -232,26 +229,14 @@ def lead(model: EvaluatedModel, work: Callable[[EvaluatedModel], T]) -> T | None
         return work(model)
     finally:
         if not model.is_broken:
-            _send(model.mesh, None)
+            broadcast_object(None, model.mesh)
 
 
 def lead_and_share(model: EvaluatedModel, work: Callable[[EvaluatedModel], T]) -> T:
     """Return work(model) of rank 0 on every rank. Every rank must call it."""
-    result = lead(model, work)
-    if model.mesh.rank == 0:
-        _send(model.mesh, result)
-    else:
-        result = _receive(model.mesh)
-    return cast(T, result)
-
-
-def _send(mesh: Mesh, unit: Any) -> None:
-    """Broadcast `unit` from rank 0. The ranks of a run trust each other, so pickling is safe."""
-    if not mesh.is_single:
-        dist.broadcast_object_list([unit], src=0, device=torch.device("cpu"))
+    return cast(T, broadcast_object(lead(model, work), model.mesh))
 
 
 def _receive(mesh: Mesh) -> Any:
-    unit = [None]
-    dist.broadcast_object_list(unit, src=0, device=torch.device("cpu"))
-    return unit[0]
+    """Return the unit of work of rank 0, on another rank."""
+    return broadcast_object(None, mesh)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from kumi.errors import CommunicationError, LayoutError
 from kumi.spec.layout import AXES, Layout
 from kumi.spec.process_groups import COMBINED_AXES, EXPERT_AXES, axis, members_of
+
+T = TypeVar("T")
 
 # With NCCL, CPU tensors (flags, counts, checkpoint metadata) are sent by gloo.
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -223,3 +226,20 @@ def barrier(mesh: Mesh) -> None:
     """Return once every rank has called this function."""
     if not mesh.is_single:
         all_reduce_sum(torch.zeros(()), mesh)
+
+
+def broadcast_object(value: T, mesh: Mesh) -> T:
+    """Return `value` of rank 0 on every rank. The ranks of a run trust each other, so pickling is safe."""
+    if mesh.is_single:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+    return values[0]
+
+
+def gather_objects(value: T, mesh: Mesh) -> list[T]:
+    """Return the values of all ranks, by rank, on every rank."""
+    values = [value] * mesh.rank_info.world_size
+    if not mesh.is_single:
+        dist.all_gather_object(values, value)
+    return values

@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from kumi.config import ResolvedRun
 from kumi.data import load_tokenizer
 from kumi.data.chat.template import find_template
@@ -17,7 +15,7 @@ from kumi.inference.prompt_encoder import PromptEncoder
 from kumi.inference.prompt_files import read_prompts
 from kumi.inference.sampling import Sampling
 from kumi.nn.decoder import Decoder
-from kumi.parallel.mesh import Mesh
+from kumi.parallel.mesh import Mesh, gather_objects
 from kumi.safe_output import fenced
 from kumi.train.prepare_data import chat_options, tokenizer_folder
 
@@ -103,10 +101,7 @@ def sample_texts(decoder: Decoder, run: ResolvedRun, mesh: Mesh | None = None) -
 
 def _of_all_ranks(own: list[Reply], mesh: Mesh | None) -> list[Reply]:
     """Return the replies of all data-parallel ranks, by prompt."""
-    parts = [own]
-    if mesh is not None and not mesh.is_single:
-        parts = [[] for _ in range(mesh.rank_info.world_size)]
-        dist.all_gather_object(parts, own)
+    parts = [own] if mesh is None else gather_objects(own, mesh)
     by_prompt = {reply.prompt: reply for part in parts for reply in part}
     return [by_prompt[prompt] for prompt in sorted(by_prompt)]
 
