@@ -53,6 +53,7 @@ class Reply:
     - `ids`: token ids, without the stop id that ended the reply.
     - `log_probs`: log-probability of each of `ids` at the temperature (1 if that is 0).
     - `finish`: "stop" for a stop id or string, "length" at `max_new_tokens` or the model's last position.
+    - `stop`: the stop id that ended the reply and its log-probability; None for another end.
     """
 
     prompt: int
@@ -60,6 +61,7 @@ class Reply:
     ids: list[int]
     log_probs: list[float]
     finish: Literal["stop", "length"]
+    stop: tuple[int, float] | None = None
 
 
 @dataclass
@@ -72,6 +74,7 @@ class _Sequence:
     key: int
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    stop: tuple[int, float] | None = None
 
     @property
     def length(self) -> int:
@@ -114,10 +117,16 @@ class BatchedDecoder:
         self.device = decoder.head_weight.device if mesh is None else mesh.device
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, samples: int = 1, on_token: OnToken | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        samples: int | Sequence[Sequence[int]] = 1,
+        on_token: OnToken | None = None,
     ) -> Iterator[Reply]:
-        """Yield `samples` replies to each of this data-parallel rank's share of `prompts`, as each one ends.
+        """Yield the replies to this data-parallel rank's share of `prompts`, as each one ends.
 
+        `samples`: the number of replies to each prompt, whose samples count from 0; or the samples of each prompt.
         `on_token`: called for each new token with the prompt, the sample and the ids of the reply so far.
 
         All ranks call this with the same arguments and exhaust the iterator: they compute together. Raises ModelError
@@ -130,14 +139,18 @@ class BatchedDecoder:
         return replies
 
     def _replies(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, samples: int, on_token: OnToken | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        samples: int | Sequence[Sequence[int]],
+        on_token: OnToken | None,
     ) -> Iterator[Reply]:
         limit = self._check(prompts, sampling)
         share = self._share(len(prompts))
         waiting = deque(
             _Sequence(index, sample, prompts[index], sequence_key(sampling.seed, prompts[index], sample))
             for index in share
-            for sample in range(samples)
+            for sample in (range(samples) if isinstance(samples, int) else samples[index])
         )
         longest = max((len(prompts[index]) for index in share), default=1)
         capacity = min(limit, longest + sampling.max_new_tokens)
@@ -332,11 +345,12 @@ class _Batch:
             if id(self.active[index]) in ended:
                 sequence = self._leave(index)
                 finish = ended[id(sequence)]
-                yield Reply(sequence.prompt, sequence.sample, sequence.ids, sequence.log_probs, finish)
+                yield Reply(sequence.prompt, sequence.sample, sequence.ids, sequence.log_probs, finish, sequence.stop)
 
     def _append(self, sequence: _Sequence, token: int, log_prob: float) -> Literal["stop", "length"] | None:
         """Add a token to `sequence`. Return why the reply ends with it, or None if it goes on."""
         if token in self.sampling.stop_ids:
+            sequence.stop = token, log_prob
             return "stop"
         sequence.ids.append(token)
         sequence.log_probs.append(log_prob)
