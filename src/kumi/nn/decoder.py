@@ -186,6 +186,7 @@ class Decoder(nn.Module):
     `make_lengths(tokens, document_ids)`: returns the document length of each token.
     `embedding_noise(x, position_ids, document_ids)`: returns the token embeddings `x` with noise; None for no noise.
     `vocabulary`: the part of the vocabulary on this rank.
+    `temperature`: divisor of the logits whose log-probs are returned or trained; see `kumi.nn.temperature`.
     `head_product`: multiplies hidden states with the head in a cached pass; generation replaces it on a CPU.
     `logits`, `log_probs`, `weighted_sum`, `scores`: functions of the final hidden states (T, D) and the head's weight;
     the result of `logits` is not yet scaled and capped by `shaping`.
@@ -219,6 +220,7 @@ class Decoder(nn.Module):
         self.embedding_noise: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
         self.vocabulary = FULL_VOCABULARY
         self.shaping = Shaping(spec.logit_scale, spec.logit_softcap)
+        self.temperature = 1.0
         self.logits = logits
         self.head_product: Callable[..., Tensor] = F.linear
         self.log_probs = partial(logprob.log_probs, shaping=self.shaping)
@@ -318,11 +320,12 @@ class Decoder(nn.Module):
             return values if loss is None else loss(values)
         if labels is None:
             return self.shaping.shape(self.logits(flat, weight)).view(*shape, -1)
+        tempered = {} if self.temperature == 1 else {"shaping": self.shaping.at(self.temperature)}
         if token_weights is not None:
-            options: Any = {"trained": head_positions}
+            options: Any = {"trained": head_positions, **tempered}
             total, log_probs = self.weighted_sum(flat, weight, labels.flatten(), token_weights.flatten(), **options)
             return total, log_probs.view(labels.shape)
-        options = {"trained": head_positions, "statistics": statistics}
+        options = {"trained": head_positions, "statistics": statistics, **tempered}
         scores = self.log_probs(flat, weight, labels.flatten(), **options).view(labels.shape)
         if statistics:
             return scores

@@ -88,6 +88,11 @@ class Shaping(NamedTuple):
             products = products * self.scale
         return products if self.softcap is None else (products / self.softcap).tanh() * self.softcap
 
+    def at(self, temperature: float) -> Shaping:
+        """Return the shaping of logits that are divided by `temperature`. There must be no softcap."""
+        assert self.softcap is None, "a capped logit is not a multiple of the product"
+        return self._replace(scale=self.scale / temperature)
+
     def shape_(self, products: Tensor) -> None:
         """Turn `products` into logits in place."""
         if self.scale != 1.0:
