@@ -22,9 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from kumi.errors import RefusedError
+from kumi.files.json_lines import json_objects
 from kumi.files.output import open_append, write_text
-from kumi.files.untrusted import inside, json_record, open_stream
 from kumi.safe_output import without_secrets
 from kumi.train.step_lines import step_line
 from kumi.units import format_count, format_seconds
@@ -34,20 +33,7 @@ Tracker = Callable[[dict[str, Any], int], None]
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """Return the entries of a metrics.jsonl, without broken lines; [] if the file does not exist."""
-    entries = []
-    for line in _lines(file) if file.exists() else []:
-        try:
-            entry = json_record(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-            entries.append(entry)
-    return entries
-
-
-def _lines(file: Path) -> list[str]:
-    with open_stream(inside(file.parent, file.name, RefusedError)) as stream:
-        return stream.read().decode(errors="replace").splitlines()
+    return [entry for entry in json_objects(file) if isinstance(entry.get("step"), int)]
 
 
 def truncate_metrics(file: Path, step: int) -> None:
