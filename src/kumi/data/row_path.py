@@ -21,7 +21,7 @@ from kumi.errors import ConfigError
 from kumi.spec.data_source import ChatOptions
 
 # Kinds whose rows may be plain text, which no template renders.
-_PLAIN = ("prompt-completion", "preference", "feedback")
+_PLAIN = ("prompt-completion", "preference", "feedback", "prompt")
 
 
 @dataclass(frozen=True)

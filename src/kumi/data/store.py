@@ -111,12 +111,12 @@ class Store:
     def pack(self, seq_len: int, seed: int, form: RowForm = LM_ROWS) -> dict[str, PackedRows]:
         """Store the plans of the packed rows of all sources of examples; return their training rows by source.
 
-        Plans of other lengths and seeds that were not used for long are removed. `form`: the rows that the run's
-        objective trains. Raise the errors of `check_kind` and of `pack_side`.
+        Prompts have a row each, and no plan. Plans of other lengths and seeds that were not used for long are removed.
+        `form`: the rows that the run's objective trains. Raise the errors of `check_kind` and of `pack_side`.
         """
         for source in self.sources:
             check_kind(source, form)
-        examples = [source for source in self.sources if source.kind != "text"]
+        examples = [source for source in self.sources if source.kind not in ("text", "prompt")]
         for source in examples:
             if source.validation is not None:
                 pack_side(source, "validation", self.vocab_size, seq_len, seed, form)

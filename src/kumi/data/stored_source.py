@@ -10,6 +10,7 @@ from kumi.data import binfile, unit_files
 from kumi.data.binfile import Array
 from kumi.data.checksums import Checksums
 from kumi.data.packing import PackedRows, mean_sequence_span, open_bins, pack_units
+from kumi.data.prompt_rows import PromptRows
 from kumi.data.row_source import RowSource
 from kumi.data.text_windows import TextWindows, mean_document_span
 from kumi.data.unit_files import UnitFile
@@ -96,7 +97,7 @@ def open_rows(
     cross_document: bool = False,
     references: References | None = None,
 ) -> RowSource:
-    """Open the rows of `side` of `source`, which has some: windows of documents, or packed units of examples.
+    """Open the rows of `side` of `source`, which has some: windows of documents, packed units of examples, or prompts.
 
     `references`: the reference model's log-probs, for an objective that compares with it.
     Raise RefusedError for a damaged file, or without the plan that `pack_side` stores; ConfigError if attention would
@@ -111,6 +112,8 @@ def open_rows(
             "the examples of a row; set data.cross_document=false, or leave the source out"
         )
     units = open_source_units(source, side, vocab_size)
+    if source.kind == "prompt":
+        return PromptRows(units, seq_len, form)
     bins = open_bins(units, *_plan_inputs(source, side, seq_len, seed), form)
     sums = (None, None) if references is None else references[source.name, side]
     return PackedRows(units, bins, seq_len, form, *sums)

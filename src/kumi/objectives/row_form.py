@@ -16,14 +16,18 @@ class RowForm:
     sequences: batches have the columns of sequences (see `kumi.data.packing.sequence_columns`).
     scored: every token of a sequence is an input, and its only label is at its last token, where a score head is read.
     mismatched: batches have as many rows again, in which each prompt is followed by the reply of the unit before it.
+    generates: the data are prompts, and the policy generates the replies that are trained (see `kumi.rollout`).
     """
 
     kinds: tuple[str, ...] = LM_KINDS
     sequences: bool = False
     scored: bool = False
     mismatched: bool = False
+    generates: bool = False
 
 
 LM_ROWS = RowForm()
 # Prefix of the columns of mismatched rows.
 MISMATCHED = "mismatched_"
+# Replies of the policy to prompts.
+ROLLOUTS = RowForm(("prompt",), generates=True)
