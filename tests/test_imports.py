@@ -42,6 +42,7 @@ ORDER = [
     "launch",
     "doctor",
     "evaluation",
+    "rollout",
     "train",
     "bench",
     "api",

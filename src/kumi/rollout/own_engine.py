@@ -1,0 +1,76 @@
+"""The engine inside of the training processes: the batched decoder, on the weights and the mesh that are trained.
+
+Weights that ZeRO shards are gathered for the rollout. There is nothing to copy, and adapters are on. The layouts are
+those of `kumi.spec.generation_layout`: no pipeline and no context parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+
+import numpy as np
+from torch import nn
+
+from kumi.inference.batched_decoder import BatchedDecoder, Reply
+from kumi.inference.sampling import Sampling
+from kumi.nn.decoder import Decoder
+from kumi.parallel.mesh import Mesh
+from kumi.parallel.stage_modules import unwrap
+from kumi.rollout.group import GeneratedReply
+from kumi.rollout.rollout_engine import SampleRequest
+
+# A prompt and the requests for replies to it that one rank answers.
+_Entry = tuple[Sequence[int], list[SampleRequest]]
+
+
+class OwnEngine:
+    """Generates with `model`, a result of `kumi.parallel.build`. `slots`: sequences that a rank decodes at once."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, *, slots: int) -> None:
+        decoder = unwrap(model)
+        assert isinstance(decoder, Decoder), "check_generating_run refuses layouts with stages"
+        self._mesh, self._version = mesh, 0
+        self._decoder = BatchedDecoder(decoder, slots=slots, mesh=None if mesh.is_single else mesh)
+
+    def generate(
+        self, requests: Sequence[SampleRequest], sampling: Sampling
+    ) -> Iterator[tuple[SampleRequest, GeneratedReply]]:
+        """Yield the replies to this data-parallel rank's share of `requests`; ranks of tp yield the same ones."""
+        entries = share_requests(requests, self._mesh.layout.dp)
+        prompts = [ids for ids, _ in entries]
+        samples = [[request.noise for request in asked] for _, asked in entries]
+        asked_for = [{request.noise: request for request in asked} for _, asked in entries]
+        for reply in self._decoder.generate(prompts, sampling, samples=samples):
+            yield asked_for[reply.prompt][reply.sample], self._generated(reply)
+
+    def _generated(self, reply: Reply) -> GeneratedReply:
+        ids, log_probs = list(reply.ids), list(reply.log_probs)
+        if reply.stop is not None:
+            ids.append(reply.stop[0])
+            log_probs.append(reply.stop[1])
+        return GeneratedReply(np.array(ids, np.int32), np.array(log_probs, np.float64), reply.finish, self._version)
+
+    def update(self, version: int) -> None:
+        """Remember the number of updates: the weights are those that are trained."""
+        self._version = version
+
+    def close(self) -> None:
+        """Do nothing: the engine has started nothing."""
+
+
+def share_requests(requests: Sequence[SampleRequest], ranks: int) -> list[_Entry]:
+    """Return entries: rank r answers those with the numbers r, r + ranks, r + 2 ranks ...
+
+    Ranks have equal numbers of requests, up to one. Consecutive requests for one prompt stay together where they can:
+    they share the prompt's forward pass.
+    """
+    bounds = [len(requests) * rank // ranks for rank in range(ranks + 1)]
+    shares: list[list[_Entry]] = []
+    for begin, end in pairwise(bounds):
+        grouped = [list(asked) for _, asked in groupby(requests[begin:end], key=lambda request: request.prompt)]
+        shares.append([(asked[0].ids, asked) for asked in grouped])
+    most = max(map(len, shares))
+    # The decoder deals prompts out like cards, so shorter shares end with prompts without a request.
+    nothing: _Entry = (requests[0].ids, []) if requests else ([0], [])
+    return [share[number] if number < len(share) else nothing for number in range(most) for share in shares]

@@ -1,0 +1,83 @@
+"""The file of the replies and rewards of the batch that is being collected, so that a killed run does not lose them.
+
+    rollouts/batch-<version>-<settings>.jsonl    the replies of a chunk a line, then the rewards of a group a line
+
+A reply belongs to the weights that generated it. Another version or other settings begin a new file, and older ones are
+removed: their groups are in a checkpoint, or will be generated again. The replies of a chunk are written in one line,
+all or none: sequences that are decoded together in another composition have log-probs that differ in their last digits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from kumi.files.json_lines import json_objects
+from kumi.files.output import make_folder, open_append
+from kumi.parallel.mesh import Mesh, broadcast_object
+from kumi.rollout.group import GeneratedReply, read_reply, read_rewards
+
+# (number of the prompt, number of the reply in its group) -> the reply
+Replies = dict[tuple[int, int], GeneratedReply]
+# number of the prompt -> rewards and parts of its replies
+Rewards = dict[int, tuple[tuple[float, ...], tuple[Mapping[str, float | None], ...]]]
+
+
+class ReplyJournal:
+    """The file of one batch: what earlier attempts at it have finished, and what this one finishes.
+
+    folder: `rollouts` of the run folder. version: updates before the batch. settings: a digest of all that replies
+    depend on beside weights and prompts. Every rank makes one at the same time; rank 0 reads and writes the file.
+    """
+
+    def __init__(self, folder: Path, version: int, settings: str, mesh: Mesh) -> None:
+        self.replies: Replies = {}
+        self.rewards: Rewards = {}
+        self._file: IO[str] | None = None
+        if mesh.rank == 0:
+            make_folder(folder)
+            path = folder / f"batch-{version}-{settings}.jsonl"
+            for other in folder.glob("batch-*.jsonl"):
+                if other != path:
+                    other.unlink()
+            self._read(path)
+            self._file = open_append(path)
+            self._file.write("\n")  # a killed process may have left half a line
+        self.replies, self.rewards = broadcast_object((self.replies, self.rewards), mesh)
+
+    def add_replies(self, replies: Replies) -> None:
+        """Add the replies of a chunk, the same on all ranks."""
+        self.replies |= replies
+        plain = [{"prompt": prompt, "sample": sample, **reply.plain()} for (prompt, sample), reply in replies.items()]
+        self._append({"replies": plain})
+
+    def add_rewards(self, prompt: int, plain: Mapping[str, Any]) -> None:
+        """Write the rewards of the group of prompt number `prompt`, on rank 0: "rewards" and "parts" of `Group.plain`.
+
+        `rewards` of all ranks get them elsewhere.
+        """
+        self._append({"prompt": prompt, "rewards": plain["rewards"], "parts": plain["parts"]})
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+
+    def _read(self, path: Path) -> None:
+        for record in json_objects(path):
+            try:
+                if "replies" in record:
+                    self.replies |= {
+                        (int(plain["prompt"]), int(plain["sample"])): read_reply(plain) for plain in record["replies"]
+                    }
+                else:
+                    self.rewards[int(record["prompt"])] = read_rewards(record)
+            except (KeyError, TypeError, ValueError):
+                continue  # damaged: generated or scored again

@@ -1,0 +1,137 @@
+"""A rollout batch: groups with their advantages, cut into the updates that train on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from kumi.data.binfile import Array
+from kumi.data.row_source import Batch
+from kumi.rollout.group import Group
+from kumi.rollout.prompt_sampler import Prompt
+from kumi.rollout.rollout_rows import ReplySequence, RowPlan, fill_rows, plan_rows
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """How a rollout batch is trained on.
+
+    updates: parts of equal numbers of groups, one update each. passes: how often the batch is gone through.
+    mask_truncated: replies that were cut are not trained; their rewards count for the others of their group.
+    """
+
+    updates: int = 1
+    passes: int = 1
+    mask_truncated: bool = False
+
+    @property
+    def steps(self) -> int:
+        """The number of updates of the weights with one batch."""
+        return self.updates * self.passes
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """The rows of an update: of at most `longest` positions, for `ranks` data-parallel ranks, in multiples of
+    `multiple` positions."""
+
+    longest: int
+    ranks: int
+    multiple: int
+
+
+# (sequences, the rows of each update) -> the log-prob of each reply token by a model of the run, float64 (tokens,)
+LogProbs = Callable[[Sequence[ReplySequence], Sequence[RowPlan]], Array]
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutBatch:
+    """The groups that the weights after `version` updates train on, the same on all ranks.
+
+    prompts: that of each group. old, reference: log-probs of all reply tokens by the policy before its first update
+    with this batch, and by the reference model, float64 (tokens,); None where the objective needs none.
+    """
+
+    version: int
+    groups: Sequence[Group]
+    prompts: Sequence[Prompt]
+    settings: UpdateSettings
+    rows: RowSettings
+    old: Array | None = None
+    reference: Array | None = None
+
+    @cached_property
+    def sequences(self) -> list[ReplySequence]:
+        """All replies with their prompts, group by group."""
+        sequences, first = [], 0
+        for group, prompt in zip(self.groups, self.prompts, strict=True):
+            for reply in group.replies:
+                sequences.append(ReplySequence(prompt.ids, reply.ids, first))
+                first += len(reply.ids)
+        return sequences
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of all replies."""
+        return sum(len(reply.ids) for group in self.groups for reply in group.replies)
+
+    @cached_property
+    def sampler(self) -> Array:
+        """The sampler's log-prob of each reply token, float64 (tokens,)."""
+        return np.concatenate([reply.log_probs for group in self.groups for reply in group.replies])
+
+    @cached_property
+    def rewards(self) -> Array:
+        """The reward of each reply, float64 (groups, replies); nan for one that cannot be scored."""
+        return np.array([group.rewards for group in self.groups], np.float64)
+
+    @cached_property
+    def trained(self) -> list[list[int]]:
+        """The indices of the sequences that each update trains.
+
+        Where all replies of an update are truncated, `mask_truncated` leaves none out, as a step needs tokens.
+        """
+        size, per_update = len(self.groups[0].replies), len(self.groups) // self.settings.updates
+        replies = [reply for group in self.groups for reply in group.replies]
+        result = []
+        for begin in range(0, len(self.groups), per_update):
+            numbers = list(range(begin * size, (begin + per_update) * size))
+            complete = [number for number in numbers if not replies[number].truncated]
+            result.append(complete if self.settings.mask_truncated and complete else numbers)
+        return result
+
+    @cached_property
+    def plans(self) -> list[RowPlan]:
+        """The rows of each update; the numbers in them are indices of `sequences`."""
+        plans = []
+        for numbers in self.trained:
+            positions = [self.sequences[number].positions for number in numbers]
+            plan = plan_rows(positions, self.rows.longest, self.rows.ranks, self.rows.multiple)
+            plans.append(RowPlan([[numbers[index] for index in row] for row in plan.rows], plan.length))
+        return plans
+
+    def batch(self, update: int, rank: int, advantages: Array) -> Batch:
+        """Return the rows of data-parallel rank number `rank` for the part `update`.
+
+        advantages: one for each reply token, float64 (tokens,).
+        """
+        columns = {"advantages": advantages, "sampler_log_probs": self.sampler}
+        for name, values in (("old_log_probs", self.old), ("reference_log_probs", self.reference)):
+            if values is not None:
+                columns[name] = values
+        plan = self.plans[update]
+        return fill_rows(self.sequences, plan.rows[rank :: self.rows.ranks], plan.length, columns)
+
+    def teaches(self, update: int, advantages: Array) -> bool:
+        """Return True if a token that the part `update` trains has an advantage other than 0."""
+        parts = (self.sequences[number] for number in self.trained[update])
+        return any(np.any(advantages[part.first : part.first + len(part.reply)] != 0) for part in parts)
+
+
+def spread_over_tokens(values: Array, groups: Sequence[Group]) -> Array:
+    """Return the number of each reply in `values` (groups, replies) for each of its tokens, float64 (tokens,)."""
+    lengths = [len(reply.ids) for group in groups for reply in group.replies]
+    return np.repeat(np.asarray(values, np.float64).ravel(), lengths)

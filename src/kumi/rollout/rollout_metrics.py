@@ -1,0 +1,83 @@
+"""Numbers of a rollout batch for metrics.jsonl, and the sentence of a run that cannot learn.
+
+Keys: rollout/reward (mean over the replies that could be scored), rollout/reward/<function>, rollout/reward_std (mean
+over groups of the standard deviation), rollout/learnable (share of groups with different rewards), rollout/unscored,
+rollout/length, rollout/longest, rollout/truncated (share of replies that were cut), rollout/entropy (mean negative
+log-prob of the sampled tokens, an estimate of the policy's entropy), rollout/stale (share of replies that earlier
+weights generated), rollout/rounds, rollout/dropped, rollout/spares, rollout/next_prompt, rollout/tokens_per_s;
+time/generate_s, time/score_s, time/log_probs_s.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+
+from kumi.rollout.collect_groups import Collected
+from kumi.rollout.group import Group
+from kumi.rollout.rollout_batch import RolloutBatch
+
+
+def batch_metrics(batch: RolloutBatch, collected: Collected, log_probs_s: float) -> dict[str, float]:
+    """Return the metrics of a batch that was just collected."""
+    replies = [reply for group in batch.groups for reply in group.replies]
+    lengths, rewards = [len(reply.ids) for reply in replies], batch.rewards
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # means of no reward are nan, and left out
+        values = {
+            "rollout/reward": float(np.nanmean(rewards)),
+            "rollout/reward_std": float(np.nanmean(np.nanstd(rewards, axis=1, ddof=1))),
+            **{f"rollout/reward/{name}": mean for name, mean in _function_means(batch.groups).items()},
+        }
+    values |= {
+        "rollout/learnable": sum(group.differs for group in batch.groups) / len(batch.groups),
+        "rollout/unscored": int(np.isnan(rewards).sum()),
+        "rollout/length": float(np.mean(lengths)),
+        "rollout/longest": max(lengths),
+        "rollout/truncated": sum(reply.truncated for reply in replies) / len(replies),
+        "rollout/entropy": -float(batch.sampler.mean()),
+        "rollout/stale": sum(reply.version < batch.version for reply in replies) / len(replies),
+        "rollout/rounds": collected.rounds,
+        "rollout/dropped": len(collected.dropped),
+        "rollout/spares": len(collected.spares),
+        "rollout/next_prompt": collected.next_prompt,
+        "time/generate_s": collected.generate_s,
+        "time/score_s": collected.score_s,
+        "time/log_probs_s": log_probs_s,
+    }
+    if collected.generated:
+        values["rollout/tokens_per_s"] = collected.generated / max(collected.generate_s, 1e-9)
+    return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def _function_means(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the mean reward of each function over the replies that it could score."""
+    sums: dict[str, list[float]] = {}
+    for group in groups:
+        for parts in group.parts:
+            for name, value in parts.items():
+                if value is not None:
+                    sums.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in sums.items()}
+
+
+def nothing_learned(step: int, run: int, batch: RolloutBatch) -> str:
+    """Return the sentence for `run` updates in a row whose advantages were all 0, the last one `step`, of `batch`."""
+    replies, scored = batch.rewards.size, batch.rewards[~np.isnan(batch.rewards)]
+    if not len(scored):
+        reason = f"none of the {replies} replies of the last batch could be scored; see the notes on rewards above"
+    elif scored.min() == scored.max():
+        reason = f"all {len(scored)} scored replies of the last batch have the reward {scored[0]:g}"
+    else:
+        reason = (
+            f"all replies to a prompt have the same reward, between {scored.min():g} and {scored.max():g} over the "
+            f"prompts of the last batch"
+        )
+    return (
+        f"step {step}: nothing can be learned, because all advantages were 0 in {run} updates in a row "
+        f"(rollout.stop_after): {reason}; look at the replies in samples/, give prompts that the model sometimes "
+        f"solves, or raise rollout.group_size"
+    )

@@ -1,0 +1,127 @@
+"""Rows of prompts with their replies: packed, and balanced over the data-parallel ranks.
+
+A prompt and its reply are a document of their own in a row. A sequence of n tokens takes n - 1 positions: inputs are
+its tokens except the last, labels its tokens except the first, and only the tokens of the reply are trained.
+
+All ranks have equally many rows, and all rows equally many positions, which are no more than the fullest row needs: the
+number of rows and their length differ from update to update.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kumi.data.binfile import Array
+from kumi.data.packing.sequence_columns import write_sequences
+from kumi.data.row_source import Batch, padding_rows
+from kumi.objectives import IGNORED
+
+
+@dataclass(frozen=True, eq=False)
+class ReplySequence:
+    """A prompt with a reply.
+
+    prompt, reply: their tokens.
+    first: the place of the reply's first token in arrays of all reply tokens of a rollout batch.
+    """
+
+    prompt: Sequence[int]
+    reply: Array
+    first: int
+
+    @property
+    def positions(self) -> int:
+        """The positions of a row that the sequence takes."""
+        return len(self.prompt) + len(self.reply) - 1
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The sequences of each row.
+
+    rows: the indices of the sequences in each row; rank r has the rows r, r + ranks, r + 2 ranks ...
+    length: positions of every row.
+    """
+
+    rows: Sequence[Sequence[int]]
+    length: int
+
+
+def plan_rows(positions: Sequence[int], longest: int, ranks: int, multiple: int = 1) -> RowPlan:
+    """Return rows for sequences that take `positions`, of about equal sums and at most `longest` positions each.
+
+    The number of rows is the smallest multiple of `ranks` for which the longest sequence that is left can always go to
+    the emptiest row (Graham, "Bounds on multiprocessing timing anomalies", 1969). `multiple`: a row has a multiple of
+    this many positions. `longest` is one, and no sequence is longer.
+    """
+    order = sorted(range(len(positions)), key=lambda number: (-positions[number], number))
+    count = ranks * max(1, -(-sum(positions) // (longest * ranks)))
+    while (rows := _balanced(order, positions, count, longest)) is None:
+        count += ranks
+    fullest = max(sum(positions[number] for number in row) for row in rows)
+    return RowPlan(rows, max(multiple, -(-fullest // multiple) * multiple))
+
+
+def _balanced(order: Sequence[int], positions: Sequence[int], count: int, longest: int) -> list[list[int]] | None:
+    """Return `count` rows, each sequence of `order` in the row that was emptiest; None if that row has no room."""
+    rows: list[list[int]] = [[] for _ in range(count)]
+    emptiest = [(0, number) for number in range(count)]
+    for sequence in order:
+        used, number = heapq.heappop(emptiest)
+        if used + positions[sequence] > longest:
+            return None
+        rows[number].append(sequence)
+        heapq.heappush(emptiest, (used + positions[sequence], number))
+    return rows
+
+
+def fill_rows(
+    sequences: Sequence[ReplySequence], rows: Sequence[Sequence[int]], length: int, columns: Mapping[str, Array]
+) -> Batch:
+    """Return the batch of `rows` of `length` positions.
+
+    columns: by name, one number for each reply token of the rollout batch. In the batch they are (B, S), each number at
+    the position whose label is the token, and 0 elsewhere.
+    """
+    shape = (len(rows), length)
+    batch: dict[str, Array] = {
+        **padding_rows(len(rows), length),
+        "segments": np.zeros(shape, np.int64),
+        "trained": np.zeros((len(rows), max(1, *map(len, rows))), np.int64),
+        **{name: np.zeros(shape, values.dtype) for name, values in columns.items()},
+    }
+    for at, row in enumerate(rows):
+        lengths, start = [], 0
+        for number, sequence in enumerate(sequences[index] for index in row):
+            stop, begins = start + sequence.positions, start + len(sequence.prompt) - 1
+            tokens = np.concatenate([np.asarray(sequence.prompt, np.int64), sequence.reply])
+            batch["input_ids"][at, start:stop] = tokens[:-1]
+            batch["labels"][at, begins:stop] = sequence.reply
+            batch["position_ids"][at, start:stop] = np.arange(stop - start)
+            batch["document_ids"][at, start:stop] = number
+            for name, values in columns.items():
+                batch[name][at, begins:stop] = values[sequence.first : sequence.first + len(sequence.reply)]
+            lengths.append(stop - start)
+            start = stop
+        # Padding is one more document.
+        batch["document_ids"][at, start:] = len(lengths)
+        batch["position_ids"][at, start:] = np.arange(length - start)
+        if lengths:
+            write_sequences(batch, at, np.array(lengths), batch["labels"][at], IGNORED)
+    return batch
+
+
+def read_rows_back(
+    sequences: Sequence[ReplySequence], rows: Sequence[Sequence[int]], values: Array, out: Array
+) -> None:
+    """Write `values` (B, S), a number for each label of `rows`, to the places of its tokens in `out` (tokens,)."""
+    for at, row in enumerate(rows):
+        start = 0
+        for sequence in (sequences[index] for index in row):
+            stop, begins = start + sequence.positions, start + len(sequence.prompt) - 1
+            out[sequence.first : sequence.first + len(sequence.reply)] = values[at, begins:stop]
+            start = stop

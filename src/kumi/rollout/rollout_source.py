@@ -1,0 +1,230 @@
+"""The batches of a run with rollouts: each is collected with the newest weights, and trained on for some updates.
+
+    step            0        1        2        3
+    version         0                 2                   with two updates for each batch
+    batch           collect, train    collect, train
+
+A batch is a function of the weights, the number of the first prompt and the spares of the batch before. A checkpoint
+within a batch has its groups, with all log-probs; one between batches has the spares. So a resumed run trains on the
+same batches, on any layout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kumi.data.binfile import Array
+from kumi.data.row_source import Batch
+from kumi.errors import NothingTrainedError, RefusedError
+from kumi.rollout.collect_groups import Collected, GroupCollector
+from kumi.rollout.group import Group, as_text, numbers, read_group
+from kumi.rollout.rollout_batch import LogProbs, RolloutBatch, RowSettings, UpdateSettings
+from kumi.rollout.rollout_history import append_history, truncate_history
+from kumi.rollout.rollout_metrics import batch_metrics, nothing_learned
+from kumi.rollout.sample_page import write_sample_page
+
+# The name of this module's data in a checkpoint's metadata.
+STATE = "rollouts"
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What the batches need of the trainer.
+
+    old_log_probs: a pass of the policy. reference_log_probs: one of the reference model; None without one.
+    always_old: advantages depend on old log-probs. Else a batch with one update needs none: those of its update are
+        the same.
+    advantages: the advantage of each reply token of a batch, float64 (tokens,).
+    """
+
+    old_log_probs: LogProbs
+    reference_log_probs: LogProbs | None
+    always_old: bool
+    advantages: Callable[[RolloutBatch], Array]
+
+
+@dataclass(frozen=True)
+class SourceSettings:
+    """stop_after: updates in a row without an advantage after which the run ends; 0 for no end.
+    samples_every: batches between pages of samples; 0 for none. decode: returns the text of token ids.
+    """
+
+    updates: UpdateSettings
+    rows: RowSettings
+    stop_after: int
+    samples_every: int
+    decode: Callable[[list[int]], str]
+
+
+class RolloutSource:
+    """The batches of data-parallel rank number `rank`; a `kumi.data.BatchSource`.
+
+    out: the run folder. saved: the metadata of the checkpoint from which the run resumes, None for a new run. Every
+    rank makes one at the same time, and asks for the same steps.
+    """
+
+    def __init__(
+        self,
+        collector: GroupCollector,
+        trainer: Trainer,
+        settings: SourceSettings,
+        rank: int,
+        out: Path,
+        saved: Mapping[str, Any] | None,
+    ) -> None:
+        self._collector, self._trainer, self._settings = collector, trainer, settings
+        self._rank, self._out, self._is_first = rank, out, collector.mesh.rank == 0
+        self._batches, self._next_prompt, self._spares = 0, 0, list[Group]()
+        self._batch: RolloutBatch | None = None
+        self._advantages = np.zeros(0)
+        # Updates in a row without an advantage, before the batch's first one.
+        self._idle = 0
+        self._metrics: dict[str, float] = {}
+        self._notes: list[str] = []
+        if saved is not None:
+            self._restore(saved.get(STATE))
+        if self._is_first:
+            truncate_history(self._out, self._batches)
+
+    def collects(self, step: int) -> bool:
+        """Return True if `at(step)` collects a batch, which may take long."""
+        return not self._covers(step)
+
+    def at(self, step: int) -> Batch:
+        """Return this rank's rows of `step`, after collecting a batch if `step` begins one.
+
+        Raise NothingTrainedError, on all ranks, if too many updates in a row have no advantage.
+        """
+        if not self._covers(step):
+            self._begin(step)
+        batch = self._current
+        idle, limit = self._idle_before(step + 1), self._settings.stop_after
+        if limit and idle >= limit:
+            raise NothingTrainedError(nothing_learned(step + 1, idle, batch))
+        return batch.batch(self._part(step), self._rank, self._advantages)
+
+    def teaches(self, step: int) -> bool:
+        """Return True if a token of `step`, whose batch is there, has an advantage other than 0."""
+        return self._current.teaches(self._part(step), self._advantages)
+
+    def metrics(self, step: int) -> Mapping[str, float]:
+        """Return the metrics of the batch that `at(step)` collected; {} if that was another step."""
+        return self._metrics if self._current.version == step else {}
+
+    def take_notes(self) -> list[str]:
+        """Return sentences for the user since the last call, on rank 0."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the JSON data of this source for a checkpoint after `step` updates."""
+        state = {
+            "batches": self._batches,
+            "next_prompt": self._next_prompt,
+            "spares": [group.plain() for group in self._spares],
+            "idle": self._idle_before(step),
+        }
+        if self._covers(step):
+            batch = self._current
+            state |= {
+                "version": batch.version,
+                "idle_at_version": self._idle,
+                "groups": [group.plain() for group in batch.groups],
+                "old": None if batch.old is None else as_text(batch.old),
+                "reference": None if batch.reference is None else as_text(batch.reference),
+            }
+        return {STATE: state}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The numbers of batches and prompts so far, by their names."""
+        return {"rollout batches": self._batches, "prompts": self._next_prompt}
+
+    def close(self) -> None:
+        """End the engine."""
+        self._collector.engine.close()
+
+    @property
+    def _current(self) -> RolloutBatch:
+        assert self._batch is not None, "the source was asked for a step before"
+        return self._batch
+
+    def _covers(self, step: int) -> bool:
+        batch = self._batch
+        return batch is not None and 0 <= step - batch.version < batch.settings.steps
+
+    def _part(self, step: int) -> int:
+        """Return the part of the batch on which `step` trains."""
+        return (step - self._current.version) % self._settings.updates.updates
+
+    def _idle_before(self, step: int) -> int:
+        """Return the number of updates in a row without an advantage that end before `step`."""
+        if self._batch is None:
+            return self._idle
+        idle = self._idle
+        for earlier in range(self._batch.version, min(step, self._batch.version + self._batch.settings.steps)):
+            idle = 0 if self.teaches(earlier) else idle + 1
+        return idle
+
+    def _begin(self, version: int) -> None:
+        """Collect the batch that begins at step `version`, and compute all that its updates need."""
+        idle = self._idle_before(version)
+        collected = self._collector.collect(version, self._next_prompt, self._spares)
+        started = time.perf_counter()
+        batch = self._complete(self._new_batch(version, collected.groups))
+        log_probs_s = time.perf_counter() - started
+        self._batch, self._idle = batch, idle
+        self._advantages = self._trainer.advantages(batch)
+        self._next_prompt, self._spares = collected.next_prompt, collected.spares
+        self._metrics = batch_metrics(batch, collected, log_probs_s)
+        self._notes += collected.notes
+        if self._is_first:
+            self._write(batch, collected)
+        self._batches += 1
+
+    def _new_batch(self, version: int, groups: list[Group]) -> RolloutBatch:
+        prompts = [self._collector.sampler.prompt(group.prompt) for group in groups]
+        return RolloutBatch(version, groups, prompts, self._settings.updates, self._settings.rows)
+
+    def _complete(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return `batch` with the log-probs of the trainer that it needs."""
+        trainer, passes = self._trainer, (batch.sequences, batch.plans)
+        old = trainer.old_log_probs(*passes) if batch.settings.steps > 1 or trainer.always_old else None
+        reference = None if trainer.reference_log_probs is None else trainer.reference_log_probs(*passes)
+        return replace(batch, old=old, reference=reference)
+
+    def _write(self, batch: RolloutBatch, collected: Collected) -> None:
+        """Write the batch's lines of the history, and its page of samples if one is due."""
+        number, accepted = self._batches, list(zip(batch.groups, batch.prompts, strict=True))
+        dropped = [(group, self._collector.sampler.prompt(group.prompt)) for group in collected.dropped]
+        for groups, is_accepted in ((accepted, True), (dropped, False)):
+            append_history(self._out, number, batch.version, groups, accepted=is_accepted)
+        every = self._settings.samples_every
+        if every and number % every == 0:
+            write_sample_page(self._out, batch, self._settings.decode)
+
+    def _restore(self, state: Any) -> None:
+        """Take over the `state` of a checkpoint. Raise RefusedError if it is damaged or missing."""
+        try:
+            self._batches, self._next_prompt = int(state["batches"]), int(state["next_prompt"])
+            self._spares, self._idle = [read_group(group) for group in state["spares"]], int(state["idle"])
+            if "groups" not in state:
+                return
+            batch = self._new_batch(int(state["version"]), [read_group(group) for group in state["groups"]])
+            self._idle = int(state["idle_at_version"])
+            old, reference = (None if state[name] is None else numbers(state[name]) for name in ("old", "reference"))
+            if any(values is not None and len(values) != batch.tokens for values in (old, reference)):
+                raise ValueError("it has other numbers of tokens and log-probs")
+        except (KeyError, TypeError, ValueError) as error:
+            raise RefusedError(
+                f"{self._out}: the rollouts in the last checkpoint are damaged or missing ({error}); remove that "
+                f"checkpoint, or start a new run in another train.out"
+            ) from None
+        self._batch = replace(batch, old=old, reference=reference)
+        self._advantages = self._trainer.advantages(self._batch)

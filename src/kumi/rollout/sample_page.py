@@ -1,0 +1,48 @@
+"""A page of the replies of a rollout batch with their rewards, for people."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from kumi.files.output import make_folder, write_text
+from kumi.rollout.rollout_batch import RolloutBatch
+from kumi.safe_output import fenced
+
+# Groups of a batch on a page.
+_GROUPS = 3
+
+
+def write_sample_page(out: Path, batch: RolloutBatch, decode: Callable[[list[int]], str]) -> Path:
+    """Write the page samples/rollout-N.md of the run folder `out`, N the updates before the batch; return its path.
+
+    It has the first groups of `batch`, each reply with its reward and the parts of it. Texts are code blocks, in which
+    characters that a page or a terminal would obey are escaped.
+    """
+    lines = [f"# Rollouts after step {batch.version}", ""]
+    for group, prompt in list(zip(batch.groups, batch.prompts, strict=True))[:_GROUPS]:
+        lines += [f"## Prompt {prompt.number}, row {prompt.index} of {prompt.source}", ""]
+        lines += [fenced(decode(list(prompt.ids))), ""]
+        for reply, reward, parts in zip(group.replies, group.rewards, group.parts, strict=True):
+            scores = ", ".join(f"{name} {_number(value)}" for name, value in parts.items())
+            total = _number(None if math.isnan(reward) else reward)
+            mean = f"{reply.log_probs.mean():.3f} nats a token"
+            lines += [
+                f"Reward {total} ({scores}); {len(reply.ids)} tokens, ended by {reply.finish}, {mean}:",
+                "",
+                fenced(decode(reply.ids.tolist())),
+                "",
+            ]
+    path = out / "samples" / f"rollout-{batch.version}.md"
+    make_folder(path.parent)
+    part = path.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    write_text(part, "\n".join(lines))
+    os.replace(part, path)
+    return path
+
+
+def _number(value: float | None) -> str:
+    return "not scored" if value is None else f"{value:g}"
