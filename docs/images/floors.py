@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 # From the top down: what a floor is about, and its packages. A package imports from its own floor and those below it.
 FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("commands and Python functions", ("cli", "api")),
-    ("training, evaluating, launching", ("train", "evaluation", "bench", "doctor", "launch")),
+    ("training, evaluating, launching", ("train", "rollout", "evaluation", "bench", "doctor", "launch")),
     ("text from models", ("inference",)),
     ("models on many ranks", ("parallel", "dryrun")),
     ("conversion", ("convert",)),
@@ -40,6 +40,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 TORCH = {
     "train",
+    "rollout",
     "evaluation",
     "bench",
     "doctor",

@@ -19,11 +19,14 @@ def _plan(kind, init="pretrained", **changes):
             "cluster": {"source": "h100-sxm", "nodes": 1, "devices_per_node": 1},
             "batch": {"seq_len": 512, "tokens_per_step": 8192},
             "objective": {"kind": kind},
+            **(ROLLOUTS if kind in POLICY_GRADIENTS else {}),
+            **({"reference": {"model": "org/teacher"}} if kind == "distill" else {}),
             **changes,
         }
     )
 
 
+ROLLOUTS = {"rollout": {}, "rewards": [{"kind": "exact"}]}
 RATES = {"sft": 2e-5, "dpo": 5e-7, "kto": 1e-6, "orpo": 5e-6, "simpo": 5e-7, "cpo": 1e-6, "reward": 3e-6}
 RATES |= dict.fromkeys(POLICY_GRADIENTS, 1e-6)
 

@@ -40,6 +40,8 @@ def document_span(config: PlanConfig) -> float | None:
     if config.data is not None and config.data.cross_document:
         return float(config.batch.seq_len)
     prepared, mean = _prepared_span(config), config.batch.mean_document_tokens
+    if config.rollout is not None:
+        prepared = None  # the prompts are prepared, but rows also have the replies
     if prepared is not None or mean is None:
         return prepared
     return span_of_documents(mean, config.batch.seq_len)

@@ -23,6 +23,12 @@ def check_generating_run(config: RunConfig, job: Job, layout: Layout) -> None:
             f"eval.tasks: task {tasks[0].name!r} needs log-probs of tokens, which the reward model that "
             f"objective.kind={config.objective.kind!r} trains does not compute; remove the tasks"
         )
+    rollout, softcap = config.rollout, job.model.logit_softcap
+    if rollout is not None and rollout.temperature != 1 and softcap is not None:
+        raise ConfigError(
+            f"rollout.temperature={rollout.temperature:g} is not supported for a model with a softcap on its logits "
+            f"({softcap:g}), whose log-probs are trained at temperature 1; set rollout.temperature=1"
+        )
     for key, remedy in generating_keys(config):
         check_generation_layout(layout, key)
         if layout.zero:
@@ -32,6 +38,8 @@ def check_generating_run(config: RunConfig, job: Job, layout: Layout) -> None:
 def generating_keys(config: PlanConfig) -> list[tuple[str, str]]:
     """Return what generates texts during training, in words for messages, each with the way to leave it out."""
     sample, keys = config.sample, []
+    if config.rollout is not None:
+        keys.append(("[rollout]", "train with a smaller model or adapters"))
     if sample.prompts and sample.every:
         keys.append((f"sample.every={sample.every}", "set sample.every=0"))
     for task in config.eval.tasks:

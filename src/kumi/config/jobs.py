@@ -74,8 +74,12 @@ def loss_passes(config: PlanConfig) -> LossPasses:
     rows = 2 if objective.rows.mismatched else 1
     # Mismatched rows are computed once a step, and the reference of all rows too unless it is stored.
     reference = rows if config.reference.kind == "adapters-off" else 0
+    forwards = rows - 1 + reference
+    if config.rollout is not None:
+        # The reference's pass, and that of old log-probs, which batches with several updates need.
+        forwards = int(config.objective.reads_reference) + int(config.rollout.steps > 1)
     again = objective.head == "lm" and not issubclass(objective, LinearObjective)
-    return LossPasses(again, rows - 1 + reference)
+    return LossPasses(again, forwards)
 
 
 def lora_spec(section: LoraSection) -> Lora:

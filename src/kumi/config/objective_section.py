@@ -37,12 +37,17 @@ def _annotation(option: Field[Any]) -> Any:
 def _description(name: str) -> str:
     """Return the description of the key `name`, with the kinds that use it and their defaults."""
     of_kind = {kind: options_of(kind)[name] for kind in OBJECTIVES if name in options_of(kind)}
-    texts: dict[str, list[str]] = {}
+    texts: dict[str, dict[str, list[str]]] = {}
     for kind, option in of_kind.items():
         assert option.default is not MISSING, "an option of an objective has a default"
         default = "" if option.default is None else f": {_value(option.default)}"
-        texts.setdefault(option.metadata["text"], []).append(f"`{kind}`{default}")
-    return " ".join(f"{text.rstrip('.')} ({', '.join(kinds)})." for text, kinds in texts.items())
+        texts.setdefault(option.metadata["text"], {}).setdefault(default, []).append(f"`{kind}`")
+    return " ".join(f"{text.rstrip('.')} ({_kinds(kinds)})." for text, kinds in texts.items())
+
+
+def _kinds(kinds_of: dict[str, list[str]]) -> str:
+    """Return the kinds of each default in `kinds_of` with that default, as words."""
+    return "; ".join(f"{', '.join(kinds)}{default}" for default, kinds in kinds_of.items())
 
 
 def _value(value: Any) -> str:
@@ -57,7 +62,7 @@ class KindSection(Section):
         description="'lm' is next-token prediction, 'sft' the same on the replies of examples only; 'dpo', 'orpo', "
         "'simpo' and 'cpo' train on pairs of replies, 'kto' on replies that are desirable or not; 'reward' trains a "
         "reward model on pairs; 'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'rloo' and 'maxrl' are policy gradients on "
-        "rewards of the policy's own replies, 'distill' on a teacher's log-probs of them.",
+        "rewards of the policy's own replies, 'distill' on a teacher's log-probs of them: see [rollout].",
     )
 
     @model_validator(mode="after")
@@ -95,18 +100,26 @@ class KindSection(Section):
         """Return True if the objective compares the policy with a reference model."""
         return OBJECTIVES[self.kind].reference
 
+    @property
+    def reads_reference(self) -> bool:
+        """Return True if the objective needs log-probs of a reference model, stored or of every rollout batch."""
+        return self.build().reads_reference
+
     def build(self) -> Objective:
         """Return the objective. Raise ConfigError for options that contradict each other."""
         return OBJECTIVES[self.kind](**self.given)
 
 
 class ReferenceSection(Section):
-    """The reference model, with which 'dpo' and 'kto' compare the policy."""
+    """The reference model, with which 'dpo', 'kto' and policy gradients with `kl` compare the policy; the teacher of
+    'distill'."""
 
     kind: Literal["stored", "adapters-off"] = Key(
         "stored",
         description="'stored' computes the reference's log-probs once, before the first step, and stores them beside "
-        "the data; 'adapters-off' computes them at every step, by the model without its adapters.",
+        "the data; 'adapters-off' computes them at every step, by the model without its adapters. A run with [rollout] "
+        "computes those of each batch, by default by the model without its adapters if it has any, else by a second "
+        "model.",
     )
     model: Text | None = Key(
         None,

@@ -48,17 +48,18 @@ def sequences_of_epochs(config: PlanConfig, store: Store) -> int:
 
 
 def run_mixture(config: PlanConfig, store: Store, references: References | None = None) -> Mixture:
-    """Return the training sequences of `config` in `store`, in the shares that its sources have.
+    """Return the training sequences of `config` in `store`, in the shares that its sources have; prompts for rollouts.
 
     `references`: the reference model's log-probs, for an objective that compares with it.
     """
     assert config.data is not None, "a run has data"
     assert config.train is not None, "a run has [train]"
+    rollout = config.rollout
     return store.mixture(
-        config.batch.seq_len,
+        config.batch.seq_len - (0 if rollout is None else rollout.max_new_tokens),
         config.train.seed,
         cross_document=config.data.cross_document,
-        by=config.data.shares,
+        by=config.data.shares if rollout is None else "sequences",
         epochs=source_epochs(config),
         form=config.objective.rows,
         references=references,

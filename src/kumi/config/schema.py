@@ -11,6 +11,7 @@ from kumi.config.eval_section import EvalSection, is_task_metric
 from kumi.config.launch_section import LaunchSection
 from kumi.config.objective_section import ObjectiveSection, ReferenceSection
 from kumi.config.reward_section import RewardSection, reward_specs
+from kumi.config.rollout_section import RolloutSection
 from kumi.config.section import (
     Decay,
     Fraction,
@@ -436,6 +437,9 @@ class PlanConfig(Section):
         (), description="Rewards of replies, each a table [[rewards]], for reinforcement learning."
     )
     lora: LoraSection | None = Field(None, description="Train adapters; without this section, all parameters.")
+    rollout: RolloutSection | None = Field(
+        None, description="Train on the model's own replies to prompts; objectives of reinforcement learning need it."
+    )
     data: DataSection | None = None
     optim: OptimSection = OptimSection()
     precision: PrecisionSection = PrecisionSection()
@@ -451,6 +455,14 @@ class PlanConfig(Section):
     recover: RecoverSection = RecoverSection()
     launch: LaunchSection = LaunchSection()
 
+    @property
+    def off_adapters_are_reference(self) -> bool:
+        """True if the policy of a run with rollouts computes its reference's log-probs when its adapters are off."""
+        if self.reference.kind == "adapters-off":
+            return True
+        lora = self.lora
+        return lora is not None and self.reference.model is None and lora.source is None and not lora.modules_to_save
+
     @model_validator(mode="before")
     @classmethod
     def _fill_rate(cls, written: Any) -> Any:
@@ -460,7 +472,7 @@ class PlanConfig(Section):
     def _check_reference(self) -> PlanConfig:
         if not self.reference.given:
             return self
-        if not self.objective.compares:
+        if not self.objective.reads_reference:
             raise ValueError(
                 f"reference: objective.kind={self.objective.kind!r} compares with no reference model; remove "
                 "[reference], or set objective.kind to 'dpo' or 'kto'"
@@ -484,17 +496,68 @@ class PlanConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_rewards(self) -> PlanConfig:
-        if not self.rewards:
+    def _check_rollout(self) -> PlanConfig:
+        generates = self.objective.rows.generates
+        if self.rewards and not generates:
+            raise ValueError(
+                f"rewards: objective.kind={self.objective.kind!r} trains on the rows of the data, not on replies with "
+                "rewards; remove [[rewards]]"
+            )
+        if self.rollout is None:
+            if generates:
+                raise ValueError(
+                    f"objective.kind={self.objective.kind!r} trains on replies that the model generates; add [rollout]"
+                )
             return self
+        if not generates:
+            raise ValueError(
+                f"rollout: objective.kind={self.objective.kind!r} trains on the data, and needs no replies of the "
+                f"model; remove [rollout], or set objective.kind to one of reinforcement learning, such as 'grpo'"
+            )
+        self._check_advantage()
+        if self.rollout.max_new_tokens >= self.batch.seq_len:
+            raise ValueError(
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt in a row of "
+                f"batch.seq_len={self.batch.seq_len} tokens; raise batch.seq_len, or lower rollout.max_new_tokens"
+            )
+        if self.train is not None and self.train.epochs is not None:
+            raise ValueError(
+                "train.epochs: how many prompts a run with [rollout] draws follows from its replies; give train.steps"
+            )
+        if self.eval.every and not self.eval.has_tasks:
+            raise ValueError(
+                f"eval.every={self.eval.every}: a run with [rollout] has no loss on held-out prompts; give eval.tasks, "
+                f"or set eval.every=0"
+            )
+        return self
+
+    def _check_advantage(self) -> None:
+        """Raise ValueError unless [rollout] and [[rewards]] have what the objective's advantages are made of."""
+        advantage = getattr(self.objective.build(), "advantage", None)
+        if advantage == "gae":
+            raise ValueError(
+                "objective.advantage='gae' needs a critic, and [rollout] trains none; use 'group_std' or another "
+                "advantage of groups"
+            )
+        if advantage == "teacher" and self.rollout is not None and self.rollout.dynamic:
+            raise ValueError(
+                "rollout.dynamic=true drops groups of equal rewards, but objective.advantage='teacher' learns from a "
+                "teacher; set rollout.dynamic=false"
+            )
+        if advantage == "teacher" and self.reference.model is None:
+            raise ValueError(
+                "objective.advantage='teacher' learns from another model; set reference.model to the teacher"
+            )
+        if advantage != "teacher" and not self.rewards:
+            raise ValueError(
+                f"objective.kind={self.objective.kind!r} learns from the rewards of replies, and none is configured; "
+                f"add a table [[rewards]]"
+            )
         try:
-            reward_specs(self.rewards)
+            if self.rewards:
+                reward_specs(self.rewards)
         except ConfigError as error:
             raise ValueError(f"rewards: {error}") from None
-        raise ValueError(
-            f"rewards: objective.kind={self.objective.kind!r} trains on the rows of the data, not on replies with "
-            "rewards; remove [[rewards]]"
-        )
 
     @model_validator(mode="after")
     def _check_local(self) -> PlanConfig:

@@ -49,6 +49,11 @@ class Objective(ABC):
     metrics: ClassVar[tuple[str, ...]] = ()
     usual_lr: ClassVar[float | None] = None
 
+    @property
+    def reads_reference(self) -> bool:
+        """Return True if log-probs of a reference model are needed: stored ones, or those of every rollout batch."""
+        return self.reference
+
     @abstractmethod
     def count(self, batch: Mapping[str, Any]) -> float:
         """Return the number of units in `batch`, or the sum of their weights."""

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from kumi.errors import ConfigError
 from kumi.objectives.objective import IGNORED, SegmentSums, TokenObjective
 from kumi.objectives.policy_options import PolicyOptions
-from kumi.objectives.row_form import RowForm
+from kumi.objectives.row_form import ROLLOUTS, RowForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,7 @@ class PolicyGradient(PolicyOptions, TokenObjective):
     `LinearObjective` with these token weights has the same gradient without a second pass of the head.
     """
 
-    rows: ClassVar[RowForm] = RowForm(("prompt",))
+    rows: ClassVar[RowForm] = ROLLOUTS
     unit: ClassVar[str] = "replies"
     usual_lr: ClassVar[float | None] = 1e-6
     columns: ClassVar[Mapping[str, Literal["token", "row"]]] = {
@@ -103,6 +103,10 @@ class PolicyGradient(PolicyOptions, TokenObjective):
         "mismatch/ess",
         "mismatch/left_out",
     )
+
+    @property
+    def reads_reference(self) -> bool:
+        return self.needs_reference or self.advantage == "teacher"
 
     def count(self, batch: Mapping[str, Any]) -> float:
         """Return the number of trained tokens in `batch`, or of replies, or of replies times the constant."""

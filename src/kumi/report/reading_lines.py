@@ -21,20 +21,22 @@ def describe_reading(run: ResolvedRun, store: Store) -> dict[str, Any]:
     epochs, steps = run.config.train.epochs, run_steps(run.config)
     assert steps is not None, "the data is prepared"
     mixture, total = run_mixture(run.config, store), steps * run.batch.sequences
+    if run.config.rollout is not None:
+        total = -(-steps // run.config.rollout.steps) * run.config.rollout.prompts
     return {
         "steps": steps,
         "epochs": epochs,
         "sequences": total,
         "filled_up": 0 if epochs is None else total - sequences_of_epochs(run.config, store),
-        "by": mixture.by,
+        "by": mixture.by if run.config.rollout is None else "prompts",
         "sources": [asdict(source) for source in source_readings(mixture, store.train_names, total)],
     }
 
 
 def reading_lines(reading: dict[str, Any]) -> list[str]:
     """Return the lines that show `reading`, a result of `describe_reading`: one a source, and one on the last step."""
-    unit = "tokens" if reading["by"] == "tokens" else "units"
-    word = {"tokens": "tokens", "units": "sequences"}[unit]
+    word = reading["by"]
+    unit = "tokens" if word == "tokens" else "units"
     lines = [
         f"{format_count(source[unit])} {word} ({100 * source['share']:.3g} %): {_epochs(source['epochs'])} of "
         f"{source['name']}"

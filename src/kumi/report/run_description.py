@@ -141,8 +141,9 @@ def _objective(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
 
     section, reference, kinds = config.objective, None, dict(estimate.time)
     stored = section.compares and config.reference.kind == "stored"
-    if section.compares:
-        reference = config.reference.model or ("the policy" if stored else "the policy without its adapters")
+    if section.reads_reference:
+        reference = config.reference.model or _own_reference(config, stored=stored)
+    rollout = config.rollout
     forward = sum(kinds.get(kind, 0.0) for kind in ("forward", "bubble")) * (2 if section.rows.mismatched else 1)
     has_speed = job.cluster.device.peak_flops(job.precision.matmul_dtype) is not None
     return {
@@ -154,7 +155,17 @@ def _objective(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
         "forward_passes": job.passes.forwards,
         "lr": job.optim.lr,
         "usual_lr": usual_rate(section.kind, config.model.init, adapters=config.lora is not None),
+        "rollout": None if rollout is None else rollout.model_dump(),
     }
+
+
+def _own_reference(config: PlanConfig, *, stored: bool) -> str:
+    """Return what the reference is that no key names. `stored`: its log-probs are stored before the first step."""
+    if stored:
+        return "the policy"
+    if config.rollout is None or config.off_adapters_are_reference:
+        return "the policy without its adapters"
+    return "the policy before step 1, as a second model in memory"
 
 
 def _numerics(config: PlanConfig, job: Job) -> dict[str, Any]:
@@ -257,7 +268,7 @@ def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _objective_rows(objective: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of an objective other than language modelling."""
-    own = ("kind", "reference", "reference_seconds", "head_again", "forward_passes", "lr", "usual_lr")
+    own = ("kind", "reference", "reference_seconds", "head_again", "forward_passes", "lr", "usual_lr", "rollout")
     options = ", ".join(f"{name} {value}" for name, value in objective.items() if name not in own)
     if objective["kind"] == "lm":
         return []
@@ -270,9 +281,19 @@ def _objective_rows(objective: dict[str, Any]) -> list[tuple[str, str]]:
         if seconds is not None:
             text += f", one pass over the data before step 1: about {format_seconds(seconds)} a million tokens"
         rows.append(("reference", text))
+    if objective["rollout"] is not None:
+        rows.append(("rollouts", _rollout_text(objective["rollout"])))
     if objective["usual_lr"] is not None:
         rows.append(("lr", _rate_text(objective["kind"], objective["lr"], objective["usual_lr"])))
     return rows
+
+
+def _rollout_text(rollout: dict[str, Any]) -> str:
+    """Return the size of a rollout batch, and the updates with it."""
+    updates = rollout["updates"] * rollout["passes"]
+    more = "; groups of equal rewards are replaced" if rollout["dynamic"] else ""
+    size = f"{rollout['prompts']} prompts x {rollout['group_size']} replies of up to {rollout['max_new_tokens']} tokens"
+    return f"{size} for {updates} update{'' if updates == 1 else 's'}{more}"
 
 
 def _rate_text(kind: str, rate: float, usual: float) -> str:

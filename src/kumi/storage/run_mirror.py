@@ -34,7 +34,9 @@ _STATE_FILE = "uploaded.json"
 # Folder of the tokenizer within the run on a store, and the endings of its files.
 TOKENIZER, _TOKENIZER_FILES = "tokenizer", (".json", ".jinja", ".model", ".txt")
 # In a run folder: what another machine makes anew, what is unfinished, what was put aside, and what only locks.
-_LOCAL_ONLY = re.compile(r"data|offload|checkpoints|wandb|mlruns|\..*|.*\.part|.*\.unverified|(hf|adapter)\.\d+")
+_LOCAL_ONLY = re.compile(
+    r"data|offload|checkpoints|rollouts|wandb|mlruns|\..*|.*\.part|.*\.unverified|(hf|adapter)\.\d+"
+)
 # Of a folder with a model, the file without which no program opens it is uploaded last.
 LAST_FILES = (
     "config.json",

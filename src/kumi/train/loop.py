@@ -18,7 +18,7 @@ import torch
 
 from kumi.config import ResolvedRun
 from kumi.config.run_length import run_mixture
-from kumi.data import Store
+from kumi.data import BatchSource, Store
 from kumi.errors import OK, DivergedError, NothingTrainedError, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.nn.decoder import Decoder
@@ -28,6 +28,7 @@ from kumi.parallel.mesh import Mesh, all_reduce_sum, build_mesh, close_distribut
 from kumi.parallel.optim import build_optimizer
 from kumi.parallel.stage_modules import unwrap
 from kumi.parallel.state_tensors import fill_pieces, optimizer_pieces
+from kumi.rollout.collect_groups import GroupScorer
 from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
 from kumi.storage.folders import checkpoint_root
@@ -39,6 +40,7 @@ from kumi.train.evaluate import evaluate
 from kumi.train.export_probe import probe_ids, write_probe
 from kumi.train.metrics import Metrics, truncate_metrics
 from kumi.train.open_batches import OpenSource, mixture_source
+from kumi.train.open_rollouts import open_rollouts, open_scorer
 from kumi.train.preflight import run_preflight
 from kumi.train.process_memory import (
     TRIM_EVERY,
@@ -70,19 +72,27 @@ def train_rank(
     with convert_memory_errors(run):
         place = init_distributed(run.cluster.device.kind, timeout_s=run.config.train.timeout_s)
         check_agreement(run, place)
-        code = _train(run, store, build_mesh(run.layout, place), stop, listener, open_source)
+        mesh = build_mesh(run.layout, place)
+        with open_scorer(run, mesh) as scorer:
+            code = _train(run, store, mesh, stop, listener, open_source, scorer)
     close_distributed()  # only after success: a failing rank must not wait here for other ranks
     return code
 
 
 def _train(
-    run: ResolvedRun, store: Store, mesh: Mesh, stop: StopFlag, listener: Listener | None, open_source: OpenSource
+    run: ResolvedRun,
+    store: Store,
+    mesh: Mesh,
+    stop: StopFlag,
+    listener: Listener | None,
+    open_source: OpenSource,
+    scorer: GroupScorer | None,
 ) -> int:
     memory_before = baseline_memory(mesh.device)
     if mesh.device.type == "cpu":
         use_numerics(run.numerics or REFERENCE)
         keep_freed_memory()
-    rank_state, state = _build_and_restore(run, store, mesh, open_source)
+    rank_state, state = _build_and_restore(run, store, mesh, open_source, scorer)
     attempt = _attempt(mesh)
     saver = checkpoint.AsyncSaver(
         rank=mesh.rank, ranks=run.layout.world_size, attempt=attempt, timeout=run.config.train.timeout_s
@@ -93,7 +103,8 @@ def _train(
     reporter = Reporter(rank_state, state, metrics, memory_before, listener)
     reporter.legend()
     if state.step:
-        data = "".join(f", {value} {name}" for name, value in rank_state.data.state(state.step).items())
+        counts = rank_state.data.state(state.step) if rank_state.rollouts is None else rank_state.rollouts.counts
+        data = "".join(f", {value} {name}" for name, value in counts.items())
         reporter.note(f"resumed after step {state.step} ({state.tokens} tokens{data})")
     if rank_state.run.optim.warmup_steps != run.optim.warmup_steps:
         reporter.note(
@@ -147,6 +158,8 @@ def _train_steps(
     while state.step < steps:
         saver.check()
         step_batch = read_step(rank_state, state, _stop_signal(stop, reporter.listener))
+        for note in () if rank_state.rollouts is None else rank_state.rollouts.take_notes():
+            reporter.note(note)
         if step_batch.signal is not None:
             reporter.flush()
             _save(rank_state, state, saver, root, reporter.listener, wait=True, best=best)
@@ -270,7 +283,7 @@ def _save(
 
 
 def _build_and_restore(
-    run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource
+    run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource, scorer: GroupScorer | None
 ) -> tuple[RankState, TrainState]:
     """Build model, optimizer and data, and load the last checkpoint if there is one. Return all, and the counters."""
     saved = last_checkpoint(run)
@@ -292,14 +305,17 @@ def _build_and_restore(
         fill_pieces(optimizer_pieces(model, optimizer, mesh), saved.read)
     cross = run.config.data.cross_document
     mixture = run_mixture(run.config, store, references)
-    source = open_source(run, mixture, run.layout.dp_index(mesh.rank), None if saved is None else saved.meta)
+    meta = None if saved is None else saved.meta
+    rollouts = None if run.config.rollout is None else open_rollouts(run, store, mesh, model, scorer, meta)
+    source: BatchSource = rollouts or open_source(run, mixture, run.layout.dp_index(mesh.rank), meta)
     validation = None
-    if store.validation_tokens:
+    if store.validation_tokens and rollouts is None:  # held-out prompts have no loss
         options: dict[str, Any] = {"limit": run.config.eval.sequences, "references": references}
         form = run.config.objective.rows
         validation = store.sweep(run.batch.seq_len, cross_document=cross, form=form, **options)
     tasks = RunTasks(run, model, mesh) if run.config.eval.tasks else None
-    return RankState(run, mesh, model, optimizer, source, validation, store, probe_ids(mixture), tasks), state
+    ids = probe_ids(mixture)
+    return RankState(run, mesh, model, optimizer, source, validation, store, ids, tasks, rollouts), state
 
 
 def _attempt(mesh: Mesh) -> str:

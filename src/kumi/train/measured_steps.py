@@ -35,7 +35,8 @@ def measured_steps(folder: Path, layout: Layout) -> MeasuredSteps | None:
     entries = [entry for entry in read_metrics(folder / "metrics.jsonl") if _has_layout(entry, layout)][WARM_UP:]
     if not entries:
         return None
-    seconds = median(entry["perf/step_s"] for entry in entries)
+    # The estimate of a step with rollouts is one of its training.
+    seconds = median(entry.get("time/train_s", entry["perf/step_s"]) for entry in entries)
     return MeasuredSteps(seconds, len(entries), max(int(entry["mem/peak_bytes"]) for entry in entries))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from kumi.config import ResolvedRun, document_lengths
 from kumi.config.model_source import local_folder
+from kumi.config.run_length import run_mixture
 from kumi.data import (
     TOKENIZER,
     TOKENS,
@@ -22,6 +23,7 @@ from kumi.data import (
     would_read,
 )
 from kumi.data.bpe import train as train_tokenizer
+from kumi.data.prompt_rows import PromptRows
 from kumi.data.remote_sources import covers
 from kumi.errors import ConfigError
 from kumi.process_limits import usable_cores
@@ -102,6 +104,11 @@ def _pack_examples(run: ResolvedRun, store: Store) -> None:
         ]
         sentence = f"{name}: {rows.units} examples in {rows.rows} rows, {rows.filled:.1%} filled"
         print(f"packing    {'; '.join([sentence, *left_out])}", flush=True)
+    if run.config.rollout is not None:
+        for name, source in zip(store.train_names, run_mixture(run.config, store).sources, strict=True):
+            assert isinstance(source, PromptRows), "Store.pack checks the kinds of the rows"
+            too_long = f"; {source.too_long} longer than {source.seq_len} tokens left out" if source.too_long else ""
+            print(f"prompts    {name}: {source.rows} prompts{too_long}", flush=True)
 
 
 def stock_texts(run: ResolvedRun, digests: Collection[str]) -> dict[str, list[str]]:

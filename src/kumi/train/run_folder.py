@@ -10,6 +10,9 @@ runs/<name>/
   .lock              owner of the run folder, see kumi.train.folder_lock
   .token             secret by which the nodes of the run recognise each other
   stop               asks the run to save and end, see kumi.launch.stop_file
+  samples/           pages of sample texts, and of rollouts
+  rollouts.jsonl     the groups of replies that the run has finished with, one a line
+  rollouts/          replies of the batch in progress
   logs/              output of the ranks
   launch/            the file, the record and the output of a job that kumi launch submitted
   hf/                the Hugging Face folder, at the end
@@ -38,6 +41,7 @@ from kumi.files.run_names import CONFIG_FILE
 from kumi.files.untrusted import explain, read_regular
 from kumi.launch.launch_job import LAUNCH_FOLDER
 from kumi.launch.stop_file import STOP_FILE, obey_stop_file, process_age
+from kumi.rollout.rollout_history import HISTORY, UNFINISHED
 from kumi.storage.folders import CHECKPOINTS
 from kumi.train.folder_lock import LOCK, lock_folder
 
@@ -63,6 +67,8 @@ RUN_FILES = (
     "logs",
     LAUNCH_FOLDER,
     "samples",
+    HISTORY,
+    UNFINISHED,
     "hf",
     "hf.unverified",
     "adapter",

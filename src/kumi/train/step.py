@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from kumi.data import Batch
 from kumi.errors import NothingTrainedError
 from kumi.launch.signals import EXIT_CODES
+from kumi.nn.temperature import at_temperature
 from kumi.parallel.embedding_noise import begin_noise_step
 from kumi.parallel.grad_norm import LossScale, clip_gradients
 from kumi.parallel.lora import begin_dropout_step
@@ -35,8 +36,9 @@ class StepResult:
     grad_norm: Tensor  # before clipping
     lr: float
     tokens: int  # trained tokens, of all ranks (see `Objective.tokens`)
-    data_s: float  # seconds to read the batch
+    data_s: float  # seconds to read or collect the batch
     metrics: Tensor  # (metrics, 2): sums and numbers of the objective's metrics, over all ranks
+    rollouts: Mapping[str, float]  # metrics of the rollout batch that begins with the step
     experts: ExpertBalance | None = None
     scale: LossScale | None = None  # after the step; None unless the run is float16
 
@@ -59,28 +61,33 @@ def train_step(
     microbatches = map(as_tensors, _microbatches(step_batch.batch, run.layout.microbatch))
     metrics = MetricSums(rank_state.objective, mesh)
     # The head may compute its gradient in the forward pass, so the token weights must include the loss scale.
-    loss = (
-        forward_backward(
-            rank_state.model, mesh, rank_state.objective, microbatches, step_batch.units / scale, record, metrics
+    with at_temperature(rank_state.model, 1.0 if run.config.rollout is None else run.config.rollout.temperature):
+        loss = (
+            forward_backward(
+                rank_state.model, mesh, rank_state.objective, microbatches, step_batch.units / scale, record, metrics
+            )
+            / scale
         )
-        / scale
-    )
     if record is not None:
         write_pipeline_timeline(gather_timeline(record, mesh), run, state.step + 1)
     if before_update is not None:
         before_update()
-    norm, lr = _update(rank_state, state)
+    norm, lr = _update(rank_state, state, learns=step_batch.learns)
     experts = expert_balance.balance_experts(rank_state.model, run, mesh, scale)
     state.step += 1
     state.tokens += step_batch.tokens
     scaling = state.scale if run.precision.loss_scaling else None
     sums = all_reduce_sum(torch.cat([loss.reshape(1), metrics.sums.flatten().to(loss.dtype)]), mesh)
     measured = sums[1:].view(-1, 2)
-    return StepResult(state.step, sums[0], norm, lr, step_batch.tokens, step_batch.data_s, measured, experts, scaling)
+    counts = (step_batch.tokens, step_batch.data_s, measured, step_batch.rollouts)
+    return StepResult(state.step, sums[0], norm, lr, *counts, experts, scaling)
 
 
-def _update(rank_state: RankState, state: TrainState) -> tuple[Tensor, float]:
-    """Clip the gradients, update the weights, free the gradients. Return the unclipped norm and the learning rate."""
+def _update(rank_state: RankState, state: TrainState, *, learns: bool) -> tuple[Tensor, float]:
+    """Clip the gradients, update the weights, free the gradients. Return the unclipped norm and the learning rate.
+
+    Unless the step `learns`, the weights stay: momentum and weight decay alone would change them.
+    """
     run, scaling = rank_state.run, rank_state.run.precision.loss_scaling
     scale = state.scale.scale if scaling else 1.0
     norm = clip_gradients(rank_state.model, run.optim.grad_clip, rank_state.mesh, loss_scale=scale)
@@ -88,7 +95,7 @@ def _update(rank_state: RankState, state: TrainState) -> tuple[Tensor, float]:
     for group in rank_state.optimizer.param_groups:
         group["lr"] = lr
     # A float16 gradient that overflowed is useless: skip the update and lower the loss scale.
-    if not scaling or bool(torch.isfinite(norm)):
+    if learns and (not scaling or bool(torch.isfinite(norm))):
         rank_state.optimizer.step()
     if scaling:
         state.scale = state.scale.after(norm)
@@ -104,7 +111,9 @@ class StepBatch:
     units: float  # units in the sequences of all ranks; the loss is a mean over units (see kumi.objectives)
     tokens: int  # trained tokens in the sequences of all ranks
     signal: int | None  # a stop signal that any rank received
-    data_s: float  # seconds to read the batch
+    data_s: float  # seconds to read or collect the batch
+    learns: bool = True  # False if all advantages of a step of reinforcement learning are 0
+    rollouts: Mapping[str, float] = field(default_factory=dict)  # metrics of a rollout batch that begins here
 
 
 def read_step(rank_state: RankState, state: TrainState, signal: int | None) -> StepBatch:
@@ -113,6 +122,12 @@ def read_step(rank_state: RankState, state: TrainState, signal: int | None) -> S
     `signal`: a stop signal that this rank received. Raise NothingTrainedError, on all ranks, if no sequence of
     any rank has a token to train: the mean loss of such a step is undefined.
     """
+    rollouts = rank_state.rollouts
+    if rollouts is not None and rollouts.collects(state.step):
+        # Collecting takes long: obey a signal before it.
+        _, _, agreed = _agree(0.0, 0, signal, rank_state.mesh)
+        if agreed is not None:
+            return StepBatch({}, 0.0, 0, agreed, 0.0)
     started = time.perf_counter()
     batch = rank_state.data.at(state.step)
     data_s = time.perf_counter() - started
@@ -120,7 +135,10 @@ def read_step(rank_state: RankState, state: TrainState, signal: int | None) -> S
     units, tokens, signal = _agree(objective.count(batch), objective.tokens(batch), signal, rank_state.mesh)
     if units == 0 and signal is None:
         raise NothingTrainedError(_nothing_trained(rank_state, state.step, tokens))
-    return StepBatch(batch, units, tokens, signal, data_s)
+    if rollouts is None:
+        return StepBatch(batch, units, tokens, signal, data_s)
+    learns, metrics = rollouts.teaches(state.step), rollouts.metrics(state.step)
+    return StepBatch(batch, units, tokens, signal, data_s, learns, metrics)
 
 
 def _agree(units: float, tokens: int, signal: int | None, mesh: Mesh) -> tuple[float, int, int | None]:

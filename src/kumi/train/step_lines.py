@@ -4,6 +4,10 @@
 
 `258/241 ms` is the measured and the estimated time of the step, `912/870 MiB` the measured and the estimated peak
 memory. If not all figures fit, figures that can be computed from others are left out first; metrics.jsonl has all.
+
+A step with rollouts has `reward 0.412` and `rollout 3.1+0.2+0.4 s` where it begins a batch: the mean reward, and the
+seconds of generation, of scoring and of the trainer's log-probs. Its estimate is that of `training 258/241 ms`, the
+rest of the step.
 """
 
 from __future__ import annotations
@@ -22,24 +26,40 @@ _GAP = "  "
 _INDENT = 30
 
 # Figures are added to a line in this order of priority, and printed in the order of `_figures`.
-_PRIORITY = ("step", "loss", "time", "skipped", "busy", "memory", "eta", "norm", "tokens", "lr", "mfu", "accuracy")
+_PRIORITY = (
+    "step",
+    "loss",
+    "reward",
+    "time",
+    "rollout",
+    "skipped",
+    "busy",
+    "memory",
+    "eta",
+    "norm",
+    "tokens",
+    "lr",
+    "mfu",
+    "accuracy",
+)
 
 _BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def legend(*, on_cpu: bool, step_s: float | None, memory: int, mfu: bool) -> list[str]:
+def legend(*, on_cpu: bool, step_s: float | None, memory: int, mfu: bool, rollouts: bool = False) -> list[str]:
     """Return the lines that explain the step lines.
 
     `step_s` and `memory` (bytes) are estimates; `step_s` is None if the device's speed is not known. `mfu`: step lines
-    have the model FLOPs utilisation, because the device's peak FLOPs are known.
+    have the model FLOPs utilisation, because the device's peak FLOPs are known. `rollouts`: the run has rollouts, whose
+    time is not estimated.
     """
     counted = "the growth of the process" if on_cpu else "allocated bytes"
     time = "measured; the device's speed is not known"
     if step_s is not None:
         time = f"measured/estimated ({_seconds(step_s)})"
-    lines = [f"time       of a step, {time}"]
+    lines = [f"time       of a step{', without its rollout' if rollouts else ''}, {time}"]
     lines.append(f"peak       of rank 0's memory, measured/estimated ({format_bytes(memory)}): {counted}")
-    return lines if mfu else [*lines, "MFU        not known, because the device's peak FLOPs are not known"]
+    return lines if mfu or rollouts else [*lines, "MFU        not known, because the device's peak FLOPs are not known"]
 
 
 def step_line(entry: dict[str, Any], steps: int, time_left: str, busy: str = "") -> str:
@@ -94,14 +114,21 @@ def _filled(texts: Sequence[str]) -> list[str]:
 def _figures(entry: dict[str, Any]) -> dict[str, str]:
     """Return the figures of a step in the order of a line; "" for a figure that the step does not have."""
     mfu, skipped = entry["perf/mfu"], entry.get("train/skipped_updates", 0)
-    accuracy = entry.get("train/rewards/accuracies")
+    accuracy, reward = entry.get("train/rewards/accuracies"), entry.get("rollout/reward")
+    training = entry.get("time/train_s")
+    parts = [entry.get(f"time/{part}_s") for part in ("generate", "score", "log_probs")]
     return {
+        "reward": "" if reward is None else f"reward {decimals(reward, 3)}",
         "loss": f"loss {decimals(entry['train/loss'], 4)}",
         "lr": f"lr {entry['train/lr']:.1e}",
         "norm": f"norm {decimals(entry['train/grad_norm'], 2)}",
         "skipped": f"skipped {format_count(skipped)}" if skipped else "",
         "tokens": f"{format_count(entry['perf/tokens_per_s'])} tok/s",
         "time": _pair_of_seconds(entry["perf/step_s"], entry["perf/estimated_step_s"]),
+        "training": ""
+        if training is None
+        else f"training {_pair_of_seconds(training, entry['time/estimated_train_s'])}",
+        "rollout": "" if None in parts else f"rollout {_part_seconds(parts)}",
         "mfu": "" if mfu is None else f"MFU {100 * mfu:.1f}%",
         "accuracy": "" if accuracy is None else f"accuracy {100 * accuracy:.0f}%",
         "memory": _pair_of_bytes(entry["mem/peak_bytes"], entry["mem/estimated_bytes"]),
@@ -117,6 +144,12 @@ def _pair_of_seconds(measured: float, estimated: float | None) -> str:
     """Format measured/estimated seconds, in the unit that suits the measured value."""
     unit, scale = ("s", 1) if measured >= 1 else ("ms", 1000)
     return f"{scale * measured:.3g}{'' if estimated is None else f'/{scale * estimated:.3g}'} {unit}"
+
+
+def _part_seconds(parts: Sequence[Any]) -> str:
+    """Format the seconds of the parts of a rollout with plus signs, in the unit that suits their sum."""
+    unit, scale = ("s", 1) if sum(parts) >= 1 else ("ms", 1000)
+    return f"{'+'.join(f'{_short(scale * part)}' for part in parts)} {unit}"
 
 
 def _pair_of_bytes(measured: float, estimated: float) -> str:

@@ -47,6 +47,7 @@ class Reporter:
             step_s=run.step_seconds,
             memory=memory,
             mfu=model_flops_utilisation(self._rank_state, 1.0) is not None,
+            rollouts=run.config.rollout is not None,
         ):
             self.note(line)
 
@@ -70,7 +71,8 @@ class Reporter:
         losses = [float(result.loss) for result in self._pending]
         now = time.perf_counter()
         step_s = (now - self._since) / len(self._pending)
-        busy = self._wait.explain(step_s, self._rank_state.run.step_seconds)
+        run = self._rank_state.run
+        busy = self._wait.explain(step_s, run.step_seconds if run.config.rollout is None else None)
         for result, loss in zip(self._pending, losses, strict=True):
             self._check(result, loss)
             self._tokens += result.tokens
@@ -160,11 +162,15 @@ class Reporter:
         )
 
     def _entry(self, result: StepResult, loss: float, step_s: float) -> dict[str, Any]:
-        run, experts, scaling = self._rank_state.run, {}, {}
+        run, experts, scaling, training = self._rank_state.run, {}, {}, {}
         objective = self._rank_state.objective
         metrics = means_of(result.metrics.flatten().tolist(), objective.metrics)
         if result.scale is not None:
             scaling = {"train/skipped_updates": result.scale.skipped, "train/loss_scale": result.scale.scale}
+        estimated = run.step_seconds
+        if run.config.rollout is not None:  # the estimate is one of training alone
+            training = {"time/train_s": max(0.0, step_s - result.data_s), "time/estimated_train_s": estimated}
+            estimated = None
         if result.experts is not None:
             experts = {
                 "train/aux_loss": float(result.experts.aux_loss),
@@ -178,26 +184,28 @@ class Reporter:
             "train/grad_norm": float(result.grad_norm),
             "train/lr": result.lr,
             **{f"train/{name}": value for name, value in metrics.items()},
+            **result.rollouts,
             **experts,
             **scaling,
             "perf/step_s": step_s,
-            "perf/estimated_step_s": run.step_seconds,
-            "perf/tokens_per_s": run.batch.tokens_per_step / step_s,
+            "perf/estimated_step_s": estimated,
+            "perf/tokens_per_s": (run.batch.tokens_per_step if run.config.rollout is None else result.tokens) / step_s,
             "perf/mfu": model_flops_utilisation(self._rank_state, step_s, result.tokens),
             "time/data_s": result.data_s,
+            **training,
             "mem/peak_bytes": peak_memory(self._rank_state.mesh.device) - self._memory_before,
             "mem/estimated_bytes": self._estimated_memory(),
         }
 
 
 def model_flops_utilisation(rank_state: RankState, step_s: float, trained: int | None = None) -> float | None:
-    """Return the model's FLOPs per second over the devices' peak (MFU); None if the peak is not known.
+    """Return the model's FLOPs per second over the devices' peak (MFU); None if it is not known.
 
     `trained`: trained tokens of the step; the head computes only these if many are not.
     """
     run = rank_state.run
     peak = run.cluster.device.peak_flops(run.precision.compute)
-    if peak is None or "device.peak_flops" in run.cluster.assumed:
-        return None
+    if peak is None or "device.peak_flops" in run.cluster.assumed or run.config.rollout is not None:
+        return None  # steps with rollouts also generate, and have as many rows as their replies need
     is_sparse = trained is not None and trained <= (1 - LEAST_IGNORED_SHARE) * run.batch.tokens_per_step
     return run.job.step_flops(trained if is_sparse else None) / (step_s * peak * run.layout.world_size)

@@ -22,11 +22,13 @@ from kumi.parallel.grad_norm import LossScale
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optim.optimizer import Optimizer
 from kumi.parallel.state_tensors import model_pieces, optimizer_pieces, owned_pieces, parameter_name
+from kumi.rollout.rollout_source import RolloutSource
 from kumi.spec.ledger import trained_names
 from kumi.spec.numerics import REFERENCE
 from kumi.spec.saved_tensors import model_digest
 from kumi.storage.checkpoint import Piece
 from kumi.train.prepare_data import tokenizer_folder
+from kumi.train.run_objective import run_objective
 from kumi.train.task_evaluation import RunTasks
 from kumi.train.warmup import warmup_meta
 
@@ -54,11 +56,12 @@ class RankState:
     store: Store
     probe_ids: npt.NDArray[np.int64]  # (3, S): tokens for the comparison of export and model, the same on all ranks
     tasks: RunTasks | None = None  # the tasks of [eval]; None without any
+    rollouts: RolloutSource | None = None  # `data`, if the run generates it; else None
 
     @cached_property
     def objective(self) -> Objective:
         """The training objective of the run."""
-        return self.run.config.objective.build()
+        return run_objective(self.run)
 
 
 def checkpoint_pieces(rank_state: RankState) -> list[Piece]:

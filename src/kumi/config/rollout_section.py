@@ -1,0 +1,72 @@
+"""The section [rollout] of a run file: how the policy's own replies become the batches of reinforcement learning."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from kumi.config.section import NotNegative, Number, Positive, Section, Switch
+
+
+class RolloutSection(Section):
+    """Replies that the model generates for reinforcement learning, with the weights that are trained."""
+
+    prompts: Positive = Field(32, description="Prompts of a rollout batch: the groups that `updates` share.")
+    group_size: Annotated[Positive, Field(ge=2)] = Field(8, description="Replies to each prompt, which form a group.")
+    max_new_tokens: Positive = Field(256, description="Tokens of the longest reply; longer ones are cut.")
+    temperature: Annotated[Number, Field(gt=0)] = Field(
+        1.0, description="Sampling temperature. The policy that is trained is that of the temperature, too."
+    )
+    top_p: Number = Field(1.0, description="Only 1: all tokens can be drawn.")
+    top_k: NotNegative = Field(0, description="Only 0: all tokens can be drawn.")
+    updates: Positive = Field(
+        1, description="Updates for each batch, each on an equal part of its groups; a step of the run is one update."
+    )
+    passes: Positive = Field(1, description="Times that a batch is gone through, each with `updates` updates.")
+    dynamic: Switch = Field(
+        False,
+        description="Dynamic sampling: groups whose replies all have the same reward are dropped, and further prompts "
+        "are drawn until the batch is full; further groups that differ are kept for the next batch.",
+    )
+    max_rounds: Positive = Field(
+        10, description="Rounds of prompts of a batch with `dynamic`; then dropped groups fill the batch up."
+    )
+    mask_truncated: Switch = Field(
+        False,
+        description="Do not train replies that were cut; their rewards still count for the others of their group.",
+    )
+    stop_after: NotNegative = Field(
+        20,
+        description="End the run with an error after this many updates in a row in which all advantages are 0; 0 never "
+        "ends it.",
+    )
+    slots: Positive = Field(64, description="Sequences that a data-parallel rank decodes at once.")
+    samples_every: NotNegative = Field(
+        10, description="Batches between pages of replies with their rewards, `samples/rollout-N.md`; 0 writes none."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutSection:
+        if self.top_p != 1:
+            raise ValueError(f"top_p={_renormalised(self.top_p)}")
+        if self.top_k != 0:
+            raise ValueError(f"top_k={_renormalised(self.top_k)}")
+        if self.prompts % self.updates:
+            raise ValueError(
+                f"updates={self.updates} does not divide prompts={self.prompts}, and updates have equal numbers of "
+                f"groups; change one of them"
+            )
+        return self
+
+    @property
+    def steps(self) -> int:
+        """The number of updates with one batch."""
+        return self.updates * self.passes
+
+
+def _renormalised(value: float) -> str:
+    return (
+        f"{value:g} is refused: without the less likely tokens, the sampler's log-probs are those of another "
+        f"distribution than the policy's, and the ratio between them is biased; use top_p = 1 and top_k = 0"
+    )
