@@ -45,6 +45,9 @@ class Scorer:
     def __init__(self, differ):
         self.differ, self.scored = differ, []
 
+    def notes(self):
+        return [f"scored {len(self.scored)} groups"]
+
     def score(self, prompts, replies):
         self.scored += [prompt.number for prompt in prompts]
         return [
@@ -72,6 +75,7 @@ def test_a_batch_without_dynamic_sampling_is_one_round_of_all_groups(tmp_path):
     assert [reply.ids.tolist() for reply in batch.groups[1].replies] == [[11, 0, 22], [11, 1, 23]]
     assert {reply.version for group in batch.groups for reply in group.replies} == {7}
     assert batch.generated == 4 * 2 * 3
+    assert batch.notes == ["scored 4 groups"]
 
 
 def test_groups_of_equal_rewards_are_replaced_until_the_batch_is_full(tmp_path):

@@ -161,6 +161,7 @@ class ResolvedRun:
             "train": (self.planned_steps, train.seed, train.compile, train.trace_step, train.neftune_alpha),
             "data": config.data.cross_document,
             "objective": (config.objective, config.reference.kind),
+            "rollout": config.rollout,
             "eval": config.eval.model_copy(update={"tasks": [(task.name, task.kind) for task in config.eval.tasks]}),
             "checkpoint": config.checkpoint,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ import numpy as np
 from kumi.data.binfile import Array
 
 FINISHES = ("stop", "length")
+# Types in a file, and those of the arrays that are read from it.
+_DTYPES = {"<i4": np.int32, "<f4": np.float64, "<f8": np.float64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +39,8 @@ class GeneratedReply:
     def plain(self) -> dict[str, Any]:
         """Return the reply as JSON data."""
         return {
-            "ids": _text(self.ids, "<i4"),
-            "log_probs": _text(self.log_probs, "<f8"),
+            "ids": as_text(self.ids),
+            "log_probs": as_text(self.log_probs),
             "finish": self.finish,
             "version": self.version,
         }
@@ -91,21 +93,23 @@ def read_rewards(plain: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[Map
 
 def read_reply(plain: Mapping[str, Any]) -> GeneratedReply:
     """Return the reply that `GeneratedReply.plain` wrote; raise as `read_group` does."""
-    ids, log_probs = numbers(plain["ids"], "<i4"), numbers(plain["log_probs"], "<f8")
-    if len(ids) != len(log_probs) or not len(ids) or plain["finish"] not in FINISHES:
+    ids, log_probs = numbers(plain["ids"]), numbers(plain["log_probs"])
+    is_whole = len(ids) == len(log_probs) > 0 and ids.dtype == np.int32 and log_probs.dtype == np.float64
+    if not is_whole or plain["finish"] not in FINISHES:
         raise ValueError("the reply is damaged")
     return GeneratedReply(ids, log_probs, plain["finish"], int(plain["version"]))
 
 
-def _text(values: Array | Sequence[float], dtype: str) -> str:
-    return base64.b64encode(np.ascontiguousarray(values, np.dtype(dtype)).tobytes()).decode()
-
-
-def numbers(text: str, dtype: str = "<f8") -> Array:
-    """Return the array whose bytes `text` has in base64."""
-    return np.frombuffer(base64.b64decode(text, validate=True), np.dtype(dtype))
+def numbers(text: str) -> Array:
+    """Return the array that `as_text` wrote. Raise ValueError for another text."""
+    dtype, _, content = text.partition(":")
+    if dtype not in _DTYPES:
+        raise ValueError(f"the numbers have the type {dtype[:8]!r}")
+    return np.frombuffer(base64.b64decode(content, validate=True), np.dtype(dtype)).astype(_DTYPES[dtype])
 
 
 def as_text(values: Array) -> str:
-    """Return the bytes of float64 `values` in base64."""
-    return _text(values, "<f8")
+    """Return `values`, int32 or float64, as a text: their bytes in base64, those of float32 where that is exact."""
+    is_single = values.dtype != np.int32 and np.array_equal(values.astype(np.float32), values)
+    dtype = "<i4" if values.dtype == np.int32 else "<f4" if is_single else "<f8"
+    return f"{dtype}:{base64.b64encode(np.ascontiguousarray(values, np.dtype(dtype)).tobytes()).decode()}"

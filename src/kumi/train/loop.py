@@ -136,6 +136,8 @@ def _train(
     finally:
         if metrics is not None:
             metrics.close()
+        if rank_state.rollouts is not None:
+            rank_state.rollouts.close()
 
 
 def _train_steps(
