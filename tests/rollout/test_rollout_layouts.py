@@ -12,7 +12,7 @@ from kumi.errors import LayoutError
 # Two updates a batch, a reference by a second model, and truncated replies left out.
 SETTINGS = {
     "objective": {"kind": "grpo", "kl": "k3", "beta": 0.1},
-    "rollout": {"prompts": 4, "group_size": 3, "max_new_tokens": 20, "updates": 2, "mask_truncated": True},
+    "rollout": {"prompts": 8, "group_size": 4, "max_new_tokens": 20, "updates": 2, "mask_truncated": True},
     "train": {"steps": 4, "out": "run", "doctor": False, "seed": 1},
     "layout": {},
 }
