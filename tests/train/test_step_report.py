@@ -24,7 +24,7 @@ def test_a_diverged_run_names_the_value_that_is_not_finite(loss, norm, reason):
     run = SimpleNamespace(
         precision=SimpleNamespace(loss_scaling=False),
         optim=SimpleNamespace(lr=1e-3),
-        config=SimpleNamespace(log=SimpleNamespace(every=1), train=SimpleNamespace(steps=9)),
+        config=SimpleNamespace(log=SimpleNamespace(every=1), train=SimpleNamespace(steps=9), rollout=None),
         step_seconds=None,
     )
     rank_state = SimpleNamespace(run=run, mesh=SimpleNamespace(device=torch.device("cpu")))
@@ -41,6 +41,7 @@ def test_mfu_counts_the_head_for_trained_tokens_if_many_are_not():
     job = SimpleNamespace(step_flops=lambda head_tokens: 1000 if head_tokens is None else 10 * head_tokens)
     device = SimpleNamespace(peak_flops=lambda dtype: 100.0)
     run = SimpleNamespace(
+        config=SimpleNamespace(rollout=None),
         job=job,
         batch=SimpleNamespace(tokens_per_step=80),
         cluster=SimpleNamespace(device=device, assumed=()),

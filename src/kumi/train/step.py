@@ -38,9 +38,9 @@ class StepResult:
     tokens: int  # trained tokens, of all ranks (see `Objective.tokens`)
     data_s: float  # seconds to read or collect the batch
     metrics: Tensor  # (metrics, 2): sums and numbers of the objective's metrics, over all ranks
-    rollouts: Mapping[str, float]  # metrics of the rollout batch that begins with the step
     experts: ExpertBalance | None = None
     scale: LossScale | None = None  # after the step; None unless the run is float16
+    rollouts: Mapping[str, float] = field(default_factory=dict)  # metrics of the rollout batch that begins with it
 
 
 def as_tensors(batch: Batch) -> dict[str, Tensor]:
@@ -79,8 +79,8 @@ def train_step(
     scaling = state.scale if run.precision.loss_scaling else None
     sums = all_reduce_sum(torch.cat([loss.reshape(1), metrics.sums.flatten().to(loss.dtype)]), mesh)
     measured = sums[1:].view(-1, 2)
-    counts = (step_batch.tokens, step_batch.data_s, measured, step_batch.rollouts)
-    return StepResult(state.step, sums[0], norm, lr, *counts, experts, scaling)
+    rest = (step_batch.tokens, step_batch.data_s, measured, experts, scaling, step_batch.rollouts)
+    return StepResult(state.step, sums[0], norm, lr, *rest)
 
 
 def _update(rank_state: RankState, state: TrainState, *, learns: bool) -> tuple[Tensor, float]:
