@@ -113,7 +113,7 @@ def uninterrupted(tmp_path_factory):
         if words not in results:
             folder = tmp_path_factory.mktemp("here")
             (folder / "run.toml").write_text(RUN)
-            code, _, errors = run_forked(train_here, folder, *words)
+            code, _, errors = run_forked(train_here, folder, *words, timeout=900.0)
             assert code == 0, errors
             results[words] = result(folder / "runs" / "tiny")
         return results[words]
