@@ -44,6 +44,8 @@ tokenizer = { vocab_size = 300 }
 sources = [{ path = "{stdlib}/json/*.py" }]
 validation = 0
 workers = 1
+[optim]
+warmup_steps = 0
 [train]
 steps = 6
 out = "runs/tiny"
@@ -160,7 +162,7 @@ def test_the_end_of_a_container_saves_the_run_and_the_same_command_continues(ima
     options = ["--volume", f"{folder}:/work", "kumi:test", "kumi", "train", "run.toml"]
     container = image.start(*options, "train.steps=100000")
     MiniSlurm.wait_for(lambda: trained_steps(folder) > 2, 300)
-    health = image.config()["Config"]["Healthcheck"]["Test"]
+    health = image.config()["Healthcheck"]["Test"]
     assert health[0] == "CMD"
     assert image.podman("exec", container, *health[1:]).startswith("kumi ")
     image.podman("stop", "--time", "120", container)
@@ -173,11 +175,9 @@ def test_the_end_of_a_container_saves_the_run_and_the_same_command_continues(ima
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("broken", ["kumi", "pydantic"])
-def test_the_health_command_fails_where_kumi_cannot_start(image, tmp_path, broken):
+def test_the_health_command_fails_where_kumi_s_files_are_damaged(image, tmp_path):
     place = image.run("kumi:test", "python", "-c", "import kumi; print(kumi.__path__[0])").strip()
-    options = ["--volume", f"{tmp_path}:{place.removesuffix('kumi')}{broken}"]
-    image.run(*options, "kumi:test", *image.config()["Config"]["Healthcheck"]["Test"][1:], code=1)
+    image.run("--volume", f"{tmp_path}:{place}", "kumi:test", *image.config()["Healthcheck"]["Test"][1:], code=1)
 
 
 @pytest.mark.exhaustive
