@@ -12,7 +12,7 @@ ARG TORCH=2.13.0
 ARG TORCH_INDEX
 # Extras of kumi, as in pip install kumi[data,s3].
 ARG EXTRAS=data,s3
-# The wheel of kumi; other wheels beside it are preferred to the index, and can replace it.
+# The wheel of kumi. pip takes other wheels beside it, too, which can replace an index.
 COPY dist/ /wheels/
 # The secret is a pip.conf, for an index that needs a password. Nothing of it stays in the image. Tests of packages are removed.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
