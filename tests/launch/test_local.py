@@ -371,7 +371,7 @@ def test_a_rank_that_fails_does_not_wait_to_leave_its_group(tmp_path):
     device, train = SimpleNamespace(kind="cpu"), SimpleNamespace(timeout_s=60.0)
     run = SimpleNamespace(
         cluster=SimpleNamespace(device=device),
-        config=SimpleNamespace(train=train),
+        config=SimpleNamespace(train=train, rollout=None),
         layout=Layout(dp_replicate=2),
         digest="0" * 32,
     )

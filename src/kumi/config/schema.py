@@ -497,6 +497,11 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check_rollout(self) -> PlanConfig:
+        try:
+            if self.rewards:
+                reward_specs(self.rewards)
+        except ConfigError as error:
+            raise ValueError(f"rewards: {error}") from None
         generates = self.objective.rows.generates
         if self.rewards and not generates:
             raise ValueError(
@@ -553,11 +558,6 @@ class PlanConfig(Section):
                 f"objective.kind={self.objective.kind!r} learns from the rewards of replies, and none is configured; "
                 f"add a table [[rewards]]"
             )
-        try:
-            if self.rewards:
-                reward_specs(self.rewards)
-        except ConfigError as error:
-            raise ValueError(f"rewards: {error}") from None
 
     @model_validator(mode="after")
     def _check_local(self) -> PlanConfig:
