@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -81,8 +82,15 @@ def leaks(cluster, folder):
     files = [file for place in (folder, cluster.folder) for file in place.rglob("*") if file.is_file()]
     files += Path("/proc").glob("[0-9]*/cmdline")
     asked = ("scontrol -dd show job", "scontrol show step", "squeue --format %all", "sinfo --format %all")
-    answers = [question for question in asked if has_secret(cluster.run(*question.split()).encode())]
+    answers = [question for question in asked if has_secret(answer(cluster, question))]
     return answers + [file for file in files if file.name != "secrets.env" and has_secret(content(file))]
+
+
+def answer(cluster, question):
+    """Return all that Slurm prints. It fails without an answer if it is asked for steps while none run."""
+    ended = subprocess.run(question.split(), env=cluster.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert ended.returncode == 0 or question.endswith("show step"), (question, ended.stdout)
+    return ended.stdout
 
 
 def content(file):
