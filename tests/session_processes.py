@@ -1,9 +1,10 @@
-"""The processes of a session, which a test starts and must leave none of."""
+"""Processes that a test starts and must leave none of."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 
 
 def living(session):
@@ -16,3 +17,12 @@ def living(session):
                 if int(sid) == session and state != "Z":
                     pids.append(int(name))
     return pids
+
+
+def runs_with(word):
+    """Return True if a process of this machine has `word` in its command line."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # the process has ended
+            if word.encode() in file.read_bytes():
+                return True
+    return False

@@ -422,6 +422,7 @@ def test_nodes_that_all_fail_tell_each_other(tmp_path):
 def test_another_program_at_the_heads_port_is_told_nothing_for_long(monkeypatch, greeting):
     monkeypatch.setattr(early_failure, "_HEAD_SECONDS", 0.3)
     monkeypatch.setattr(early_failure, "_TELL_SECONDS", 3600.0)
+    began = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as other:
         child = os.fork()
         if child == 0:
@@ -432,6 +433,7 @@ def test_another_program_at_the_heads_port_is_told_nothing_for_long(monkeypatch,
         try:
             standing = Standing(1, 2, HeadAddress("127.0.0.1", other.getsockname()[1]), None, "test")
             early_failure.tell_others(standing, ConfigError("train.stepz: no such key"))
+            assert time.monotonic() - began < DEADLINE
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)

@@ -25,6 +25,7 @@ from kumi.rewards.sandbox.control_groups import PREFIX, GroupFolders, remove_lef
 from kumi.rewards.sandbox.interpreter import interpreter_at
 from kumi.rewards.sandbox.program_run import Outcome, ProgramLimits
 from kumi.rewards.sandbox.syscall_filter import filter_program
+from session_processes import runs_with
 
 LIMITS = ProgramLimits(memory=96 << 20, processes=6, files=4 << 20, output=64 << 10)
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -253,22 +254,12 @@ def test_no_reply_gets_out_and_training_goes_on(sandbox, tmp_path):
         rewards = dict(zip([*ESCAPES, "good", "a sleeping child"], (result.total for result in results), strict=True))
         assert rewards == dict.fromkeys(ESCAPES, 0.0) | {"good": 1.0, "a sleeping child": 1.0}
         # Nothing is left, and training goes on.
-        assert not _running("300.5519")
+        assert not runs_with("300.5519")
         assert left_groups() == []
         again = scorer.score([RewardRequest("p", good, {"tests": ["assert out"]}, 1, False)] * 3)
         assert [result.total for result in again] == [1.0] * 3
         assert scorer.faults["code"].exceptions == scorer.faults["code"].timeouts == 0
         sleeper.kill()
-
-
-def _running(word):
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if word.encode() in file.read_bytes():
-                return True
-        except OSError:
-            continue
-    return False
 
 
 def test_output_beyond_the_limit_ends_a_program(sandbox):
@@ -286,12 +277,12 @@ def test_a_worker_that_is_killed_leaves_no_program(sandbox):
         dataclasses.replace(sandbox, prefix=f"{PREFIX}{os.getpid()}").run(program, b"", 60.0)
         os._exit(0)
     deadline = time.monotonic() + 60
-    while not _running(token):
+    while not runs_with(token):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    while _running(token):
+    while runs_with(token):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     if sandbox.groups is not None:

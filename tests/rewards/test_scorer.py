@@ -8,6 +8,7 @@ import pytest
 
 from kumi.errors import ConfigError, KumiError
 from kumi.rewards import RewardRequest, RewardScorer, spec_from
+from session_processes import runs_with
 
 FUNCTIONS = """
 import os, subprocess, time
@@ -99,20 +100,10 @@ def test_a_reward_that_fails_leaves_a_reply_without_a_sum(folder):
         assert faults.timeout_example == "it took too long; prompt 'the prompt', reply 'hang'"
         assert "the worker process exited with code 3; prompt 'the prompt', reply 'die'" in faults.exception_example
         # The children of a worker end with it, and the workers that were replaced go on.
-        assert not _running("300.7305519")
+        assert not runs_with("300.7305519")
         assert [result.total for result in scorer.score([request("fine")] * 5)] == [1.0] * 5
         workers = [worker.process.pid for worker in scorer._workers._workers]
     assert [pid for pid in workers if Path(f"/proc/{pid}").exists()] == []
-
-
-def _running(word):
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if word.encode() in file.read_bytes():
-                return True
-        except OSError:
-            continue
-    return False
 
 
 def test_an_example_names_the_place_in_the_user_s_file(folder):

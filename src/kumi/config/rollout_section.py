@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from kumi.config.objective_section import KindSection, ReferenceSection
+from kumi.config.reward_section import RewardKindSection, reward_specs
 from kumi.config.section import NotNegative, Number, Positive, Section, Switch
+from kumi.errors import ConfigError
 
 
 class RolloutSection(Section):
@@ -70,3 +74,52 @@ def _renormalised(value: float) -> str:
         f"{value:g} is refused: without the less likely tokens, the sampler's log-probs are those of another "
         f"distribution than the policy's, and the ratio between them is biased; use top_p = 1 and top_k = 0"
     )
+
+
+def check_rewards(rewards: Sequence[RewardKindSection], objective: KindSection) -> None:
+    """Raise ValueError if `rewards` contradict each other, or if `objective` reads no rewards."""
+    if not rewards:
+        return
+    try:
+        reward_specs(rewards)
+    except ConfigError as error:
+        raise ValueError(f"rewards: {error}") from None
+    if not objective.rows.generates:
+        raise ValueError(
+            f"rewards: objective.kind={objective.kind!r} trains on the rows of the data, not on replies with "
+            "rewards; remove [[rewards]]"
+        )
+
+
+def check_objective(
+    rollout: RolloutSection | None, objective: KindSection, has_rewards: bool, reference: ReferenceSection
+) -> None:
+    """Raise ValueError unless a run has a [rollout] exactly if its objective trains on replies of the model, and all
+    that the advantages are made of."""
+    if not objective.rows.generates:
+        if rollout is not None:
+            raise ValueError(
+                f"rollout: objective.kind={objective.kind!r} trains on the data, and needs no replies of the "
+                f"model; remove [rollout], or set objective.kind to one of reinforcement learning, such as 'grpo'"
+            )
+        return
+    if rollout is None:
+        raise ValueError(f"objective.kind={objective.kind!r} trains on replies that the model generates; add [rollout]")
+    advantage = getattr(objective.build(), "advantage", None)
+    if advantage == "gae":
+        raise ValueError(
+            "objective.advantage='gae' needs a critic, and [rollout] trains none; use 'group_std' or another "
+            "advantage of groups"
+        )
+    if advantage == "teacher" and rollout.dynamic:
+        raise ValueError(
+            "rollout.dynamic=true drops groups of equal rewards, but objective.advantage='teacher' learns from a "
+            "teacher; set rollout.dynamic=false"
+        )
+    if advantage == "teacher" and reference.model is None:
+        raise ValueError("objective.advantage='teacher' learns from another model; set reference.model to the teacher")
+    if advantage != "teacher" and not has_rewards:
+        raise ValueError(
+            f"objective.kind={objective.kind!r} learns from the rewards of replies, and none is configured; "
+            f"add a table [[rewards]]"
+        )

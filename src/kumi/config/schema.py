@@ -10,8 +10,8 @@ from kumi.config.data_section import DataSection
 from kumi.config.eval_section import EvalSection, is_task_metric
 from kumi.config.launch_section import LaunchSection
 from kumi.config.objective_section import ObjectiveSection, ReferenceSection
-from kumi.config.reward_section import RewardSection, reward_specs
-from kumi.config.rollout_section import RolloutSection
+from kumi.config.reward_section import RewardSection
+from kumi.config.rollout_section import RolloutSection, check_objective, check_rewards
 from kumi.config.section import (
     Decay,
     Fraction,
@@ -25,7 +25,6 @@ from kumi.config.section import (
     spec_key,
 )
 from kumi.config.usual_rate import usual_rates, with_usual_rate
-from kumi.errors import ConfigError
 from kumi.remote.addresses import is_url, refuse_url
 from kumi.spec.comm import COMPRESS, Comm
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
@@ -497,29 +496,10 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check_rollout(self) -> PlanConfig:
-        try:
-            if self.rewards:
-                reward_specs(self.rewards)
-        except ConfigError as error:
-            raise ValueError(f"rewards: {error}") from None
-        generates = self.objective.rows.generates
-        if self.rewards and not generates:
-            raise ValueError(
-                f"rewards: objective.kind={self.objective.kind!r} trains on the rows of the data, not on replies with "
-                "rewards; remove [[rewards]]"
-            )
+        check_rewards(self.rewards, self.objective)
+        check_objective(self.rollout, self.objective, bool(self.rewards), self.reference)
         if self.rollout is None:
-            if generates:
-                raise ValueError(
-                    f"objective.kind={self.objective.kind!r} trains on replies that the model generates; add [rollout]"
-                )
             return self
-        if not generates:
-            raise ValueError(
-                f"rollout: objective.kind={self.objective.kind!r} trains on the data, and needs no replies of the "
-                f"model; remove [rollout], or set objective.kind to one of reinforcement learning, such as 'grpo'"
-            )
-        self._check_advantage()
         if self.rollout.max_new_tokens >= self.batch.seq_len:
             raise ValueError(
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt in a row of "
@@ -535,29 +515,6 @@ class PlanConfig(Section):
                 f"or set eval.every=0"
             )
         return self
-
-    def _check_advantage(self) -> None:
-        """Raise ValueError unless [rollout] and [[rewards]] have what the objective's advantages are made of."""
-        advantage = getattr(self.objective.build(), "advantage", None)
-        if advantage == "gae":
-            raise ValueError(
-                "objective.advantage='gae' needs a critic, and [rollout] trains none; use 'group_std' or another "
-                "advantage of groups"
-            )
-        if advantage == "teacher" and self.rollout is not None and self.rollout.dynamic:
-            raise ValueError(
-                "rollout.dynamic=true drops groups of equal rewards, but objective.advantage='teacher' learns from a "
-                "teacher; set rollout.dynamic=false"
-            )
-        if advantage == "teacher" and self.reference.model is None:
-            raise ValueError(
-                "objective.advantage='teacher' learns from another model; set reference.model to the teacher"
-            )
-        if advantage != "teacher" and not self.rewards:
-            raise ValueError(
-                f"objective.kind={self.objective.kind!r} learns from the rewards of replies, and none is configured; "
-                f"add a table [[rewards]]"
-            )
 
     @model_validator(mode="after")
     def _check_local(self) -> PlanConfig:

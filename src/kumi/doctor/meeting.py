@@ -87,11 +87,11 @@ class Meeting:
 
     def call(self, node: int, topic: str, seconds: float) -> Any:
         """Return the reply of `node`, which is in `answer` with the same `topic`. For node 0."""
-        raise NotImplementedError
+        raise NotImplementedError("a meeting of one node has no other to call")
 
     def answer(self, topic: str, reply: Callable[[], Any], seconds: float) -> None:
         """Reply to each call of node 0 with `topic` until it calls "end". For nodes other than 0."""
-        raise NotImplementedError
+        raise NotImplementedError("a meeting of one node has nobody to answer")
 
     def close(self) -> None:
         """End the meeting. Other nodes than node 0 wait until node 0 has closed its port."""

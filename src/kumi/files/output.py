@@ -52,6 +52,13 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically: a process that is killed meanwhile leaves the file as it was."""
+    part = path.with_suffix(".part")
+    write_text(part, text)
+    os.replace(part, path)
+
+
 def copy_into(target: Path, folder: Path, name: str) -> None:
     """Copy the untrusted file `name` of `folder` to the folder `target`. Raise ModelError when that fails."""
     limit = TOKENIZER.size

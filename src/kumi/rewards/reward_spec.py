@@ -49,8 +49,9 @@ class RewardSpec:
 
     @property
     def columns(self) -> Sequence[str] | None:
-        """The columns of a row that the reward reads; None for all of them."""
-        return ()
+        """The columns of a row that the reward reads, by default that of the key `column`; None for all of them."""
+        column: str = getattr(self, "column", "")
+        return (column,) if column else ()
 
     def error(self, key: str, value: Any, reason: str) -> ConfigError:
         """Return the error that `key` has a wrong value."""
@@ -80,10 +81,6 @@ class _AnswerReward(RewardSpec):
 
     column: str = described("Column with the answer, or a list of answers that count as right.", "answer")
     after: str = _AFTER
-
-    @property
-    def columns(self) -> Sequence[str]:
-        return (self.column,) if self.column else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,10 +149,6 @@ class JsonSchemaReward(RewardSpec):
         if bool(self.schema_file) == bool(self.column):
             reason = f"and column={self.column!r}: give one of them, the file or the column of a schema"
             raise self.error("schema_file", self.schema_file, reason)
-
-    @property
-    def columns(self) -> Sequence[str]:
-        return (self.column,) if self.column else ()
 
 
 @dataclass(frozen=True, kw_only=True)

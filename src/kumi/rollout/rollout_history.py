@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kumi.files.json_lines import json_objects
-from kumi.files.output import open_append, write_text
+from kumi.files.output import open_append, replace_text
 from kumi.rollout.group import Group
 from kumi.rollout.prompt_sampler import Prompt
 
@@ -29,9 +28,7 @@ def truncate_history(folder: Path, batches: int) -> None:
     if not path.exists():
         return
     remaining = [json.dumps(entry) + "\n" for entry in json_objects(path) if _batch_of(entry) < batches]
-    part = path.with_suffix(".part")
-    write_text(part, "".join(remaining))
-    os.replace(part, path)
+    replace_text(path, "".join(remaining))
 
 
 def _batch_of(entry: dict[str, Any]) -> float:

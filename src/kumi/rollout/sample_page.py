@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kumi.files.output import make_folder, write_text
+from kumi.files.output import make_folder, replace_text
 from kumi.rollout.rollout_batch import RolloutBatch
 from kumi.safe_output import fenced
 
@@ -37,10 +36,7 @@ def write_sample_page(out: Path, batch: RolloutBatch, decode: Callable[[list[int
             ]
     path = out / "samples" / f"rollout-{batch.version}.md"
     make_folder(path.parent)
-    part = path.with_suffix(".part")
-    part.unlink(missing_ok=True)
-    write_text(part, "\n".join(lines))
-    os.replace(part, path)
+    replace_text(path, "\n".join(lines))
     return path
 
 

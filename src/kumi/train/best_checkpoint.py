@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,7 +17,7 @@ from kumi.config.eval_section import HELD_OUT_METRICS, metric_head
 from kumi.config.task_section import TaskSection
 from kumi.errors import ConfigError
 from kumi.evaluation.task_result import HIGHER_IS_BETTER, METRICS_OF_KIND
-from kumi.files.output import write_text
+from kumi.files.output import replace_text
 from kumi.objectives import LinearObjective, Objective, SequenceObjective
 from kumi.storage.folders import BEST, checkpoint_root, latest, list_complete, step_of
 from kumi.train.metrics import read_metrics
@@ -68,9 +67,8 @@ class BestSoFar:
 
     def write(self, root: Path) -> None:
         """Write best.json into the folder `root` of the checkpoints, atomically."""
-        part = root / f"{BEST}.part"
-        write_text(part, json.dumps({"step": self.step, "metric": f"eval/{self.metric}", "value": self.value}) + "\n")
-        os.replace(part, root / BEST)
+        best = {"step": self.step, "metric": f"eval/{self.metric}", "value": self.value}
+        replace_text(root / BEST, json.dumps(best) + "\n")
 
 
 def best_of_run(out: Path, key: str | None) -> BestSoFar | None:

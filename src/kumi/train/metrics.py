@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kumi.files.json_lines import json_objects
-from kumi.files.output import open_append, write_text
+from kumi.files.output import open_append, replace_text
 from kumi.safe_output import without_secrets
 from kumi.train.step_lines import step_line
 from kumi.units import format_count, format_seconds
@@ -41,9 +40,7 @@ def truncate_metrics(file: Path, step: int) -> None:
     if not file.exists():
         return
     lines = [json.dumps(entry) + "\n" for entry in read_metrics(file) if entry["step"] <= step]
-    part = file.with_suffix(".part")
-    write_text(part, "".join(lines))
-    os.replace(part, file)
+    replace_text(file, "".join(lines))
 
 
 class Metrics:

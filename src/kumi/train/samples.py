@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from kumi.config import ResolvedRun
 from kumi.data import load_tokenizer
 from kumi.data.chat.template import find_template
-from kumi.files.output import make_folder, write_text
+from kumi.files.output import make_folder, replace_text
 from kumi.inference.batched_decoder import BatchedDecoder, Reply
 from kumi.inference.prompt_encoder import PromptEncoder
 from kumi.inference.prompt_files import read_prompts
@@ -118,8 +117,5 @@ def write_samples(folder: Path, step: int, samples: list[SampleText]) -> Path:
         lines += [f"Reply ({sample.tokens} tokens, ended by {sample.finish}{mean}):", "", fenced(sample.text), ""]
     path = folder / "samples" / f"step-{step}.md"
     make_folder(path.parent)
-    part = path.with_suffix(".part")
-    part.unlink(missing_ok=True)
-    write_text(part, "\n".join(lines))
-    os.replace(part, path)
+    replace_text(path, "\n".join(lines))
     return path
