@@ -15,18 +15,19 @@ from kumi.spec.sharding import local_shape
 GENERATION_PINS = {"pp": 1, "cp": 1}
 
 
-def check_generation_layout(layout: Layout, needs: str = "generation") -> None:
+def check_generation_layout(layout: Layout, run_key: str | None = None) -> None:
     """Raise LayoutError unless replies can be generated on `layout`: with dp, ZeRO, tp and ep.
 
-    A pipeline would idle in all stages but one, and a token has no sequence to split over cp. `needs` names the reason
-    in the message.
+    A pipeline would idle in all stages but one, and a token has no sequence to split over cp. `run_key`: the key of a
+    run file for which replies are generated while the run trains; None for those of a finished checkpoint.
     """
+    elsewhere = ", or convert the checkpoint and generate on one machine" if run_key is None else ""
     for axis in GENERATION_PINS:
         degree = getattr(layout, axis)
         if degree > 1:
             raise LayoutError(
-                f"{needs} needs layout.{axis} = 1, but it is {degree}: use dp, ZeRO, tp and ep, or convert the "
-                "checkpoint and generate on one machine"
+                f"{run_key or 'generation'} needs layout.{axis} = 1, but it is {degree}: use dp, ZeRO, tp and ep"
+                f"{elsewhere}"
             )
 
 
