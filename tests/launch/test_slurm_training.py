@@ -321,6 +321,7 @@ def test_kumi_train_in_the_shell_of_a_job_trains_on_one_machine(
     assert result(folder / "runs" / "tiny") == uninterrupted()
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_two_nodes_saves_and_ends_when_asked(slurm_cluster, folder, capsys):
     """A chain of jobs; the name and the folder of the run would be commands of a shell and options of Slurm."""
     name = 'it\'s "$(touch pwned)" `touch pwned` %j --x'

@@ -14,7 +14,7 @@ from kumi.report.brief import Line
 
 # Each seed stands for this many requests with a plan.
 EACH = 5
-SEEDS = [pytest.param(1000 * at, marks=[pytest.mark.exhaustive] * (at >= 4)) for at in range(60)]
+SEEDS = [pytest.param(1000 * at, marks=[pytest.mark.exhaustive] * (at >= 2)) for at in range(60)]
 
 
 @pytest.mark.parametrize("first", SEEDS)

@@ -211,7 +211,7 @@ def kill_head(folder, nodes):
 @pytest.mark.parametrize(
     ("event", "expected"),
     [
-        (touch_stop, [75, 75]),
+        pytest.param(touch_stop, [75, 75], marks=pytest.mark.exhaustive),
         pytest.param(signal_one, [75, 75], marks=pytest.mark.exhaustive),
         (kill_agent, [7, -9]),
         pytest.param(kill_head, [7, 7], marks=pytest.mark.exhaustive),

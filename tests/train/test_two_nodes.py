@@ -114,6 +114,7 @@ def both(names, folder):
     sys.exit(max(abs(agent.exitcode) for agent in agents))
 
 
+@pytest.mark.exhaustive
 def test_nodes_wait_for_data_that_takes_longer_than_the_timeout(nodes, small, tmp_path):
     folder = small.copy(tmp_path)
     start(folder, 1, doctor=True)
