@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kumi.objectives import IGNORED
-from kumi.rollout.rollout_rows import ReplySequence, fill_rows, plan_rows, read_rows_back
+from kumi.rollout.rollout_rows import ReplySequence, fill_rows, read_rows_back
+from kumi.spec.balanced_rows import plan_rows
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 

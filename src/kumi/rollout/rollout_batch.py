@@ -12,7 +12,8 @@ from kumi.data.binfile import Array
 from kumi.data.row_source import Batch
 from kumi.rollout.group import Group
 from kumi.rollout.prompt_sampler import Prompt
-from kumi.rollout.rollout_rows import ReplySequence, RowPlan, fill_rows, plan_rows
+from kumi.rollout.rollout_rows import ReplySequence, fill_rows
+from kumi.spec.balanced_rows import RowPlan, plan_rows
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from kumi.objectives import OBJECTIVES
 from kumi.parallel import pipeline
 from kumi.parallel.mesh import Mesh, all_reduce_sum, is_loss_rank
 from kumi.parallel.run_microbatches import decoder_inputs, evaluating, shard_batch
-from kumi.rollout.rollout_rows import ReplySequence, RowPlan, fill_rows, read_rows_back
+from kumi.rollout.rollout_rows import ReplySequence, fill_rows, read_rows_back
+from kumi.spec.balanced_rows import RowPlan
 
 
 @dataclass(frozen=True)

@@ -33,16 +33,16 @@ from kumi.rollout.prompt_sampler import PromptSampler
 from kumi.rollout.reply_advantages import needs_old_log_probs, token_advantages
 from kumi.rollout.rollout_batch import LogProbs, RowSettings, UpdateSettings
 from kumi.rollout.rollout_history import UNFINISHED
-from kumi.rollout.rollout_rows import ReplySequence, RowPlan
+from kumi.rollout.rollout_rows import ReplySequence
 from kumi.rollout.rollout_source import RolloutSource, SourceSettings, Trainer
 from kumi.rollout.score_replies import NoRewards, ReplyScorer
 from kumi.rollout.token_log_probs import PassSettings, reply_log_probs
+from kumi.spec.balanced_rows import RowPlan
+from kumi.spec.rollout import FILLS
 from kumi.train.prepare_data import chat_options, tokenizer_folder
 from kumi.train.run_models import build_reference
 from kumi.train.run_objective import run_objective
 
-# Replies of a chunk, for each sequence that is decoded at once. At the end of a chunk, all wait for its longest reply.
-_FILLS = 8
 # Metadata of a checkpoint, or None for a new run.
 Saved = Mapping[str, Any] | None
 
@@ -83,7 +83,7 @@ def open_rollouts(
             section.prompts,
             section.group_size,
             sampling,
-            _FILLS * section.slots * layout.dp,
+            FILLS * section.slots * layout.dp,
             section.dynamic,
             section.max_rounds if section.dynamic else 1,
         ),

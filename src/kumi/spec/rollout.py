@@ -1,0 +1,64 @@
+"""The rollouts of reinforcement learning: how many replies a run generates between its updates, and how long they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kumi.spec.layout import Layout
+
+# Replies of one call of the engine, for each sequence that a data-parallel rank decodes at once. At the end of a call,
+# all ranks wait for the longest reply.
+FILLS = 8
+
+# Where a number of tokens comes from: nothing but its bound, a key of the run file, the prepared data, or finished
+# steps of the run.
+LengthSource = Literal["assumed", "run file", "data", "measured"]
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """A rollout batch: groups of replies, and the updates that train on them.
+
+    - `prompts`, `group_size`: groups of a batch, and replies of each.
+    - `max_new_tokens`: tokens of the longest reply. `slots`: sequences that a data-parallel rank decodes at once.
+    - `updates`: parts of the batch, one update each. `passes`: how often the batch is gone through.
+    - `prompt_tokens`, `reply_tokens`: mean tokens. `longest_prompt`: tokens of the longest prompt.
+    - `prompts_from`, `replies_from`: where these numbers come from.
+    - `log_probs`: forward passes over the batch before its updates: of the policy, of the reference.
+    - `reference`: the reference is a second model in memory.
+    """
+
+    prompts: int
+    group_size: int
+    max_new_tokens: int
+    slots: int
+    updates: int
+    passes: int
+    prompt_tokens: float
+    longest_prompt: int
+    reply_tokens: float
+    prompts_from: LengthSource = "assumed"
+    replies_from: LengthSource = "assumed"
+    log_probs: int = 0
+    reference: bool = False
+
+    @property
+    def replies(self) -> int:
+        """Replies of a batch, over all ranks."""
+        return self.prompts * self.group_size
+
+    @property
+    def steps(self) -> int:
+        """Updates of the weights with one batch."""
+        return self.updates * self.passes
+
+    @property
+    def context(self) -> int:
+        """Positions of a slot of the cache: the longest prompt and the longest reply."""
+        return self.longest_prompt + self.max_new_tokens
+
+    def rank_slots(self, layout: Layout) -> int:
+        """Return the slots of the cache of a rank: no more than its replies in a call of the engine."""
+        slots = min(self.slots, -(-self.replies // layout.dp))
+        return slots + (-slots % layout.tp if layout.sequence_parallel else 0)
