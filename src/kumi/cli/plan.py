@@ -128,7 +128,11 @@ def _plan(arguments: Namespace) -> int:
 def _show(arguments: Namespace, config: PlanConfig, report: Report, defaults: dict[str, int]) -> None:
     """Print the report before files are written, so that a failing write does not lose it."""
     if arguments.json:
-        arguments.write_json(report.as_dict() | {"defaults": defaults})
+        from kumi.report.rollout_lines import rollout_data
+
+        rollout = rollout_data(report.job, report.best)
+        rollouts = {} if rollout is None else {"rollout": rollout}
+        arguments.write_json(report.as_dict() | {"defaults": defaults} | rollouts)
         return
     from kumi.report.run_description import print_content
     from kumi.report.terminal import render_brief, render_report

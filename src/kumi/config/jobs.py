@@ -13,6 +13,7 @@ from kumi.config.model_head import read_model
 from kumi.config.model_source import model_name, read_hf_config
 from kumi.config.numerics import choose_numerics
 from kumi.config.optim_section import choose_optim
+from kumi.config.planned_rollouts import rollout_spec
 from kumi.config.run_length import run_steps
 from kumi.config.schema import LoraSection, PlanConfig
 from kumi.objectives import OBJECTIVES, LinearObjective
@@ -20,8 +21,9 @@ from kumi.plan.search.candidates import Pins
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import Device
 from kumi.spec.comm import Comm, engine_for, reduce_precision
-from kumi.spec.generation_layout import GENERATION_PINS
+from kumi.spec.generation_layout import GENERATION_PINS, check_generation_layout
 from kumi.spec.job import Job
+from kumi.spec.layout import Layout
 from kumi.spec.lora import Lora
 from kumi.spec.loss_passes import LossPasses
 from kumi.spec.numerics import Numerics
@@ -38,10 +40,16 @@ class PlanInput:
 
 
 def plan_input(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> PlanInput:
-    """Return the planner's input for `config`; arguments and errors as in `job`."""
+    """Return the planner's input for `config`; arguments and errors as in `job`.
+
+    Raise LayoutError if the run file pins a layout on which the rollouts of `config` cannot be generated.
+    """
     # A run that generates texts gets a layout that can, unless the run file pins another, which is then refused.
     pinned = GENERATION_PINS if generating_keys(config) else {}
-    return PlanInput(job(config, hf_config), {**pinned, **config.layout.model_dump(exclude_none=True)})
+    pinned = {**pinned, **config.layout.model_dump(exclude_none=True)}
+    if config.rollout is not None:
+        check_generation_layout(Layout(pp=pinned["pp"], cp=pinned["cp"]), "[rollout]")
+    return PlanInput(job(config, hf_config), pinned)
 
 
 def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
@@ -61,6 +69,7 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
         optim=choose_optim(config.optim, run_steps(config)),
         engine=engine_for(comm_spec(config)),
         passes=loss_passes(config),
+        rollout=rollout_spec(config),
         numerics=numerics,
         margin=None if config.plan.margin == "auto" else float(config.plan.margin),
         model_name=model_name(config.model),
@@ -77,7 +86,8 @@ def loss_passes(config: PlanConfig) -> LossPasses:
     forwards = rows - 1 + reference
     if config.rollout is not None:
         # The reference's pass, and that of old log-probs, which batches with several updates need.
-        forwards = int(config.objective.reads_reference) + int(config.rollout.steps > 1)
+        needs_old = config.rollout.steps > 1 or config.objective.needs_old_log_probs
+        forwards = int(config.objective.reads_reference) + int(needs_old)
     again = objective.head == "lm" and not issubclass(objective, LinearObjective)
     return LossPasses(again, forwards)
 

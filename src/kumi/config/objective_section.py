@@ -105,6 +105,11 @@ class KindSection(Section):
         """Return True if the objective needs log-probs of a reference model, stored or of every rollout batch."""
         return self.build().reads_reference
 
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Return True if the objective needs the policy's log-probs before the updates with every rollout batch."""
+        return self.build().needs_old_log_probs
+
     def build(self) -> Objective:
         """Return the objective. Raise ConfigError for options that contradict each other."""
         return OBJECTIVES[self.kind](**self.given)

@@ -46,6 +46,15 @@ class RolloutSection(Section):
         "ends it.",
     )
     slots: Positive = Field(64, description="Sequences that a data-parallel rank decodes at once.")
+    prompt_tokens: Positive | None = Field(
+        None,
+        description="Tokens of a prompt, for the plan while the data is not prepared; by default, all that a row of "
+        "`batch.seq_len` leaves beside the longest reply.",
+    )
+    reply_tokens: Positive | None = Field(
+        None,
+        description="Mean tokens of a reply, for the plan before the run has measured it; by default `max_new_tokens`.",
+    )
     samples_every: NotNegative = Field(
         10, description="Batches between pages of replies with their rewards, `samples/rollout-N.md`; 0 writes none."
     )

@@ -54,6 +54,12 @@ class Objective(ABC):
         """Return True if log-probs of a reference model are needed: stored ones, or those of every rollout batch."""
         return self.reference
 
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Return True if a run with rollouts needs the policy's log-probs before its updates, even before a single one,
+        because advantages depend on them."""
+        return False
+
     @abstractmethod
     def count(self, batch: Mapping[str, Any]) -> float:
         """Return the number of units in `batch`, or the sum of their weights."""

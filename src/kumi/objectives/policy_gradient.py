@@ -108,6 +108,11 @@ class PolicyGradient(PolicyOptions, TokenObjective):
     def reads_reference(self) -> bool:
         return self.needs_reference or self.advantage == "teacher"
 
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """True if advantages depend on the log-probs of the policy that began the batch."""
+        return self.advantage == "teacher" or self.kl == "reward"
+
     def count(self, batch: Mapping[str, Any]) -> float:
         """Return the number of trained tokens in `batch`, or of replies, or of replies times the constant."""
         if self.average == "tokens":

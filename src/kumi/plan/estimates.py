@@ -23,6 +23,8 @@ class MemoryEstimate:
     `head`: logits and loss.
     `buffers`: communication and token-dispatch buffers.
     `reserved`: device context, communication library and allocator overhead.
+    `reference`: the reference of a run with rollouts, if it is a second model.
+    `cache`: keys, values and states of the replies that a run with rollouts generates, if its peak is there.
     """
 
     params: int
@@ -34,6 +36,8 @@ class MemoryEstimate:
     head: int
     buffers: int = 0
     reserved: int = 0
+    reference: int = 0
+    cache: int = 0
 
     @property
     def total(self) -> int:

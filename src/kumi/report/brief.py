@@ -11,6 +11,7 @@ from kumi.plan.uncertainty.intervals import Uncertainty
 from kumi.report import phrases
 from kumi.report.bottleneck import faster_with_memory, levers, time_limit
 from kumi.report.quantities import fullest, gap, used_assumptions
+from kumi.report.rollout_lines import length_line, rollout_data, time_line
 from kumi.spec.checks import unsupported_by_trainer
 from kumi.spec.job import Job
 from kumi.units import format_bytes, format_count
@@ -41,6 +42,7 @@ def brief(report: Report, command: str = "") -> list[Line]:
         Line("batch", _batch(report)),
         Line("layout", _layout(report)),
         Line("time", _time(report)),
+        *_rollout(report),
         *_sure(report),
         Line("memory", _memory(report)),
         Line("cost", _cost(report)),
@@ -77,6 +79,13 @@ def _time(report: Report) -> str:
         f"{phrases.seconds(best.step_seconds)} per step, {format_count(best.tokens_per_second)} tokens/s "
         f"({best.tokens_per_second_per_device:,.0f} per device), MFU {phrases.percent(best.mfu)}"
     )
+
+
+def _rollout(report: Report) -> Iterator[Line]:
+    """Say how long the parts of a rollout batch take, and which lengths are assumed."""
+    data = rollout_data(report.job, report.best)
+    if data is not None:
+        yield Line("rollout", f"{time_line(data)}; {length_line(data)}")
 
 
 def _sure(report: Report) -> Iterator[Line]:

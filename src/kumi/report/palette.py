@@ -17,10 +17,12 @@ MEMORY_COLOURS = {
     "activations": RED,
     "head": PURPLE,
     "buffers": YELLOW,
+    "reference": BLUE,
+    "cache": YELLOW,
     "reserved": GREY,
 }
 # Kinds that are hatched: they share a colour with another kind, or look like it in black and white.
-HATCHED = ("gathered", "grads", "activations", "reserved")
+HATCHED = ("gathered", "grads", "activations", "reference", "cache", "reserved")
 
 TIME_COLOURS = {
     "forward": BLUE,
@@ -28,6 +30,7 @@ TIME_COLOURS = {
     "recompute": SKY,
     "bubble": GREY,
     "passes": SKY,
+    "rollout": PURPLE,
     "optimizer": GREEN,
     "offload": PURPLE,
     "host": YELLOW,

@@ -22,6 +22,8 @@ MEMORY = {
     "activations": "activations",
     "head": "logits and loss",
     "buffers": "buffers",
+    "reference": "reference model",
+    "cache": "cache of replies",
     "reserved": "context, allocator",
 }
 LETTERS = {
@@ -33,6 +35,8 @@ LETTERS = {
     "activations": "A",
     "head": "L",
     "buffers": "b",
+    "reference": "R",
+    "cache": "k",
     "reserved": "c",
 }
 # Display names of the kinds of `Estimate.time`.
@@ -47,6 +51,7 @@ TIME = {
     "dp": "exposed dp communication",
     "bubble": "pipeline bubble",
     "passes": "forward passes of the loss",
+    "rollout": "generation of replies",
     "optimizer": "optimizer",
     "offload": "exposed offload transfers",
     "host": "waiting for kernel launches",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kumi.report.rank_placement import placement
 from kumi.report.reading_lines import reading_lines
+from kumi.report.rollout_lines import length_line, memory_line, rollout_data, time_line
 from kumi.report.unit_lines import unit_lines
 from kumi.spec import ledger
 from kumi.spec.divisibility import divisibility
@@ -127,6 +128,7 @@ def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
             "train_flops_per_step": job.step_flops(),
         },
         "memory": {**asdict(fullest), "total": fullest.total},
+        **({} if job.rollout is None else {"rollout": rollout_data(job, estimate)}),
     }
 
 
@@ -254,6 +256,7 @@ def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
             f"recompute {layout['recompute']}{offload}",
         ),
         *_objective_rows(description["objective"]),
+        *_rollout_rows(description.get("rollout")),
         ("precision", f"{precision['compute']} compute, {precision['param']} weights, {precision['reduce']} reduction"),
         *([("numerics", _numerics_text(description["numerics"]))] if "numerics" in description else []),
         (
@@ -274,17 +277,18 @@ def _objective_rows(objective: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     work = ["the head's logits twice"] if objective["head_again"] else []
     if objective["forward_passes"]:
-        work.append(f"{objective['forward_passes']} more forward passes a step")
+        unit = "step" if objective["rollout"] is None else "rollout batch"
+        work.append(f"{objective['forward_passes']} more forward passes a {unit}")
     rows = [("objective", "; ".join([f"{objective['kind']}{options and f' ({options})'}", *work]))]
     if objective["reference"] is not None:
         text, seconds = objective["reference"], objective["reference_seconds"]
         if seconds is not None:
             text += f", one pass over the data before step 1: about {format_seconds(seconds)} a million tokens"
         rows.append(("reference", text))
-    if objective["rollout"] is not None:
-        rows.append(("rollouts", _rollout_text(objective["rollout"])))
     if objective["usual_lr"] is not None:
         rows.append(("lr", _rate_text(objective["kind"], objective["lr"], objective["usual_lr"])))
+    if objective["rollout"] is not None:
+        rows.append(("rollouts", _rollout_text(objective["rollout"])))
     return rows
 
 
@@ -294,6 +298,13 @@ def _rollout_text(rollout: dict[str, Any]) -> str:
     more = "; groups of equal rewards are replaced" if rollout["dynamic"] else ""
     size = f"{rollout['prompts']} prompts x {rollout['group_size']} replies of up to {rollout['max_new_tokens']} tokens"
     return f"{size} for {updates} update{'' if updates == 1 else 's'}{more}"
+
+
+def _rollout_rows(rollout: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return the rows of the estimates of rollouts."""
+    if rollout is None:
+        return []
+    return [("", length_line(rollout)), ("", time_line(rollout)), ("", memory_line(rollout))]
 
 
 def _rate_text(kind: str, rate: float, usual: float) -> str:

@@ -13,7 +13,7 @@ from kumi.rollout.rollout_batch import RolloutBatch, spread_over_tokens
 def token_advantages(objective: PolicyGradient, batch: RolloutBatch) -> Array:
     """Return the advantage of each reply token of `batch`, float64 (tokens,).
 
-    `batch` has old log-probs if `needs_old_log_probs`, and those of the reference if the objective reads them.
+    `batch` has old log-probs if the objective's `needs_old_log_probs`, and those of the reference if it reads them.
     """
     if objective.advantage == "teacher":
         assert batch.reference is not None, "the reference model is the teacher"
@@ -26,11 +26,6 @@ def token_advantages(objective: PolicyGradient, batch: RolloutBatch) -> Array:
         old, reference = _reply_sums(batch.old, batch), _reply_sums(batch.reference, batch)
         rewards = rewards_with_kl(rewards, old, reference, objective.beta)
     return spread_over_tokens(group_advantages(rewards, objective.advantage), batch.groups)
-
-
-def needs_old_log_probs(objective: PolicyGradient) -> bool:
-    """Return True if advantages depend on the log-probs of the policy that began the batch."""
-    return objective.advantage == "teacher" or objective.kl == "reward"
 
 
 def _reply_sums(values: Array, batch: RolloutBatch) -> Array:

@@ -14,6 +14,7 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.numerics import Numerics
 from kumi.spec.optim import Optim
 from kumi.spec.precision import ITEMSIZE, Precision
+from kumi.spec.rollout import RolloutSpec
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Job:
     """A model, a cluster, a batch and the precision, trained by `engine`.
 
     - `passes`: the passes of the loss beside one forward and one backward.
+    - `rollout`: the replies that a run of reinforcement learning generates; None for other runs.
     - `numerics`: the choice among the kernels of a CPU (`kumi.spec.numerics`); None before they are measured.
     - `margin`: share of device memory that a plan must leave free; None for the default (`plan.uncertainty.margin`).
     - `model_name`: the name that the user gave the model; "" if it has none.
@@ -34,6 +36,7 @@ class Job:
     optim: Optim
     engine: Engine = KUMI
     passes: LossPasses = ONE_PASS
+    rollout: RolloutSpec | None = None
     numerics: Numerics | None = None
     margin: float | None = None
     model_name: str = field(default="", compare=False)

@@ -1,4 +1,4 @@
-"""The rollouts of reinforcement learning: how many replies a run generates between its updates, and how long they are."""
+"""The rollouts of reinforcement learning: the replies that a run generates between its updates, and their lengths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class RolloutSpec:
     - `updates`: parts of the batch, one update each. `passes`: how often the batch is gone through.
     - `prompt_tokens`, `reply_tokens`: mean tokens. `longest_prompt`: tokens of the longest prompt.
     - `prompts_from`, `replies_from`: where these numbers come from.
-    - `log_probs`: forward passes over the batch before its updates: of the policy, of the reference.
     - `reference`: the reference is a second model in memory.
     """
 
@@ -40,7 +39,6 @@ class RolloutSpec:
     reply_tokens: float
     prompts_from: LengthSource = "assumed"
     replies_from: LengthSource = "assumed"
-    log_probs: int = 0
     reference: bool = False
 
     @property

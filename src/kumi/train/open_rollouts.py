@@ -30,7 +30,7 @@ from kumi.rewards import RewardScorer
 from kumi.rollout.collect_groups import CollectSettings, GroupCollector, GroupScorer
 from kumi.rollout.own_engine import OwnEngine
 from kumi.rollout.prompt_sampler import PromptSampler
-from kumi.rollout.reply_advantages import needs_old_log_probs, token_advantages
+from kumi.rollout.reply_advantages import token_advantages
 from kumi.rollout.rollout_batch import LogProbs, RowSettings, UpdateSettings
 from kumi.rollout.rollout_history import UNFINISHED
 from kumi.rollout.rollout_rows import ReplySequence
@@ -93,7 +93,7 @@ def open_rollouts(
     trainer = Trainer(
         partial(reply_log_probs, model, mesh, _passes(run)),
         _reference_pass(run, mesh, model) if objective.reads_reference else None,
-        needs_old_log_probs(objective),
+        objective.needs_old_log_probs,
         partial(token_advantages, objective),
     )
     settings = SourceSettings(

@@ -96,6 +96,8 @@ _CHANGEABLE_KEYS = (
     "recover",
     "launch",
     "batch.mean_document_tokens",
+    "rollout.prompt_tokens",
+    "rollout.reply_tokens",
     "data.workers",
     "data.cache",
     "data.on_error",

@@ -44,13 +44,18 @@ class InferenceMemory:
 
 def inference_memory(job: InferenceJob, layout: Layout, batch: int, context: int) -> InferenceMemory:
     """Return the bytes of a device that generates `batch` sequences per replica of up to `context` tokens each."""
-    workspace = _prompt_bytes(job, layout, context) + batch * _token_bytes(job, layout)
+    workspace = workspace_bytes(job, layout, batch, context)
     return InferenceMemory(
         weight_bytes(job, layout) + packed_bytes(job, layout),
         cache_bytes(job.model, batch, context, job.cache_dtype, layout.tp),
         workspace,
         _reserved(job, workspace),
     )
+
+
+def workspace_bytes(job: InferenceJob, layout: Layout, batch: int, context: int) -> int:
+    """Return the bytes of the largest forward pass over prompts, and of the logits of `batch` sequences."""
+    return _prompt_bytes(job, layout, context) + batch * _token_bytes(job, layout)
 
 
 def usable_bytes(job: InferenceJob) -> int:

@@ -19,14 +19,19 @@ def reply_lengths(count: int, mean: float, p99: float | None = None) -> list[int
     """
     if p99 is None or p99 == mean:
         return [max(1, round(mean))] * count
-    if not mean < p99 <= mean * exp(_P99**2 / 2):
+    if not mean < p99 <= longest_p99(mean):
         raise ConfigError(
             f"lengths: a 99th percentile of {p99:g} with a mean of {mean:g} has no log-normal distribution; give one "
-            f"between {mean:g} and {mean * exp(_P99**2 / 2):,.0f}"
+            f"between {mean:g} and {longest_p99(mean):,.0f}"
         )
     # mean = exp(mu + sigma^2 / 2) and p99 = exp(mu + sigma * _P99).
-    sigma = _P99 - sqrt(_P99**2 - 2 * log(p99 / mean))
+    sigma = _P99 - sqrt(max(0.0, _P99**2 - 2 * log(p99 / mean)))
     normal = NormalDist(log(mean) - sigma**2 / 2, sigma)
     lengths = [max(1, round(exp(normal.inv_cdf((index + 0.5) / count)))) for index in range(count)]
     Random(0).shuffle(lengths)
     return lengths
+
+
+def longest_p99(mean: float) -> float:
+    """Return the largest 99th percentile that a log-normal distribution of this mean has."""
+    return mean * exp(_P99**2 / 2)

@@ -18,6 +18,7 @@ from kumi.plan.context_traffic import kv_grad_itemsize
 from kumi.plan.estimates import MemoryEstimate
 from kumi.plan.layout_batch import CHOICES, Bools, Floats, Ints, LayoutBatch, batch_layouts
 from kumi.plan.memory.activations import LayerActivations, ModelActivations, model_activations
+from kumi.plan.memory.generation_moment import generation_kinds
 from kumi.plan.memory.process import HEAP_OVERHEAD, process_bytes
 from kumi.plan.memory.states import (
     RankParams,
@@ -106,7 +107,8 @@ def stage_memory(
 ) -> dict[str, Floats]:
     """Return the bytes by kind of `MemoryEstimate` on a rank with the `share` of the model, (rows,) each.
 
-    `invariant` is the result of `invariant_memory`, computed here if not given.
+    `invariant` is the result of `invariant_memory`, computed here if not given. The peak of a run with rollouts may be
+    while it generates.
     """
     invariant = invariant or invariant_memory(job, layouts, share)
     params, activations = invariant.params, invariant.activations
@@ -122,7 +124,44 @@ def stage_memory(
         sizes |= _after_offload(job, layouts, params, sizes, moved)
     transient = np.sum([size for kind, size in sizes.items() if kind not in _STATES], axis=0)
     sizes["reserved"] = invariant.libraries + allocator_overhead(job) * transient
-    return sizes
+    if job.rollout is None:
+        return sizes
+    sizes |= {"reference": reference_copies(job) * sizes["params"], "cache": np.zeros(len(layouts))}
+    return _larger(sizes, generation_memory(job, layouts, invariant))
+
+
+def _larger(sizes: dict[str, Floats], others: dict[str, Floats]) -> dict[str, Floats]:
+    """Return the bytes by kind of `others` where their sum is larger, else those of `sizes`; a kind may be missing."""
+    larger = np.sum(list(others.values()), axis=0) > np.sum(list(sizes.values()), axis=0)
+    return {kind: np.where(larger, others.get(kind, 0.0), size) for kind, size in sizes.items()}
+
+
+def reference_copies(job: Job) -> int:
+    """Return the number of models in memory beside the one that is trained: 1 for a reference of a run with rollouts.
+
+    It is on the same layout, in the same dtype.
+    """
+    return int(job.rollout is not None and job.rollout.reference)
+
+
+def generation_memory(job: Job, layouts: LayoutBatch, invariant: InvariantMemory) -> dict[str, Floats]:
+    """Return the bytes by kind of `MemoryEstimate` while a run with rollouts generates, (rows,) each.
+
+    The states of training stay, but for gradients, which are freed between steps unless they have persistent buffers.
+    """
+    states = invariant.states
+    params = np.where(_offloads(layouts, "states"), 0.0, states["params"])
+    no_optimizer = _offloads(layouts, "states") | _offloads(layouts, "optimizer")
+    sizes = generation_kinds(job, layouts, invariant.params)
+    transient = sizes["gathered"] + sizes["weights"] + sizes["activations"]
+    return {
+        "params": params,
+        "grads": np.where(_persistent_grads(job, layouts), states["grads"], 0.0),
+        "optimizer": np.where(no_optimizer, 0.0, states["optimizer"]),
+        "reference": reference_copies(job) * params,
+        **sizes,
+        "reserved": invariant.libraries + allocator_overhead(job) * transient,
+    }
 
 
 def moments_without_activations(
@@ -236,10 +275,14 @@ def _no_grads_at_loss(job: Job, layouts: LayoutBatch) -> Bools:
     persistent buffers. Engines that materialize all logits always count gradients, as the fit of `ALLOCATOR_OVERHEAD`
     did.
     """
-    persistent = (job.engine.half_weights or job.engine.logit_bytes > 0) | (
-        (layouts.zero == 0) & (layouts.dp * layouts.cp > 1) & (layouts.pp * layouts.stages == 1)
-    )
-    return np.asarray(((num_microbatches(job, layouts) == 1) | (layouts.zero == 1)) & ~persistent)
+    absent = (num_microbatches(job, layouts) == 1) | (layouts.zero == 1)
+    return np.asarray(absent & ~_persistent_grads(job, layouts))
+
+
+def _persistent_grads(job: Job, layouts: LayoutBatch) -> Bools:
+    """Return True where gradients are in buffers that stay between steps, (rows,)."""
+    in_buckets = (layouts.zero == 0) & (layouts.dp * layouts.cp > 1) & (layouts.pp * layouts.stages == 1)
+    return np.asarray((job.engine.half_weights or job.engine.logit_bytes > 0) | in_buckets)
 
 
 def _logits(job: Job, layouts: LayoutBatch, share: RankStages) -> Floats:
@@ -444,6 +487,14 @@ def _staging_buffers(job: Job, layouts: LayoutBatch, params: RankParams) -> Floa
     return np.asarray(
         STAGING_BUFFERS * tensors * ITEMSIZE[job.precision.param] * np.minimum(shard, HOST_BUCKET_ELEMENTS)
     )
+
+
+def rank_generation_memory(job: Job, layout: Layout) -> MemoryEstimate:
+    """Estimate the memory of a rank of a run with rollouts while it generates."""
+    layouts = batch_layouts([layout])
+    share = rank_stages(job.model, layouts, np.array([0]), num_microbatches(job, layouts), layout.stage_layers)
+    sizes = generation_memory(job, layouts, invariant_memory(job, layouts, share))
+    return MemoryEstimate(**{"head": 0} | {kind: round(float(size[0])) for kind, size in sizes.items()})
 
 
 def rank_memory(job: Job, layout: Layout, pp_rank: int = 0) -> MemoryEstimate:

@@ -17,8 +17,10 @@ from kumi.plan.memory.device_memory import (
     allocator_overhead,
     backward_peak,
     bytes_in_use_of_offloaded_states,
+    generation_memory,
     moments_without_activations,
     recomputed_share,
+    reference_copies,
     resident_activations,
     two_layers,
     weight_casts,
@@ -68,7 +70,10 @@ class _Peak:
 
 
 class TotalMemory:
-    """Device bytes of ranks with a share of the model; `total` is the sum of `device_memory.stage_memory`."""
+    """Device bytes of ranks with a share of the model; `total` is the sum of `device_memory.stage_memory`, in training.
+
+    A run with rollouts may have its peak while it generates, see `generation`.
+    """
 
     def __init__(self, job: Job, layouts: LayoutBatch, share: RankStages, invariant: InvariantMemory) -> None:
         self._job, self._layouts, self._share, self._invariant = job, layouts, share, invariant
@@ -103,6 +108,13 @@ class TotalMemory:
         transient = peak.transient + activations + peak.casts + buffers
         return states + outside + (1 + self._overhead) * transient
 
+    def generation(self, offload: int) -> Floats:
+        """Return the bytes of each rank, (rows,), while a run with rollouts generates; 0 for other runs."""
+        if self._job.rollout is None:
+            return np.zeros(len(self._layouts))
+        rows = self._layouts.replaced(offload=np.full(len(self._layouts), offload))
+        return np.asarray(np.sum(list(generation_memory(self._job, rows, self._invariant).values()), axis=0))
+
     def _peak(self, recompute: int, layers: int) -> _Peak:
         """Return the bytes at the fullest moment, which does not depend on offloading."""
         if (recompute, layers) not in self._peaks:
@@ -118,7 +130,8 @@ class TotalMemory:
             casts = weight_casts(self._job, rows, self._invariant.params, self._layers)
             none = np.zeros_like(resident)
             peak = _Peak(none, none, none, casts, resident, last, later)
-            states = self._invariant.states["params"] + peak.pick(self._states)
+            params = (1 + reference_copies(self._job)) * self._invariant.states["params"]
+            states = params + peak.pick(self._states)
             activations = peak.pick((resident, in_backward, none))
             self._peaks[recompute, layers] = replace(
                 peak, states=states, transient=peak.pick(self._transient), activations=activations

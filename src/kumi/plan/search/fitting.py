@@ -46,6 +46,11 @@ class Candidates:
         """Return the bytes of each rank, (ranks, rows), if `layers` of its layers recompute (-1: all)."""
         return self.memory.total(recompute, layers, offload).reshape(self.rank_layers.shape)
 
+    def generation_bytes(self, offload: int) -> Floats:
+        """Return the bytes of the fullest rank while a run with rollouts generates, (rows,); 0 for other runs."""
+        largest: Floats = self.memory.generation(offload).reshape(self.rank_layers.shape).max(axis=0)
+        return largest
+
     def host_bytes(self, offload: int) -> Floats:
         """Return the largest number of bytes that a rank offloads, (rows,)."""
         rows = self.per_rank.replaced(offload=np.full(len(self.per_rank), offload))
@@ -73,6 +78,7 @@ class Variant:
     `bytes_one`, `bytes_all`: bytes of each rank if one of its layers recomputes, and if all do, (ranks, rows). Each
     further layer saves the same number of bytes.
     `fits_host`: whether the host holds the offloaded bytes, (rows,).
+    `generation`: bytes of the fullest rank while a run with rollouts generates, whatever is recomputed, (rows,).
     `layers`: the pinned number of recomputed layers (-1: all), or None. If it is pinned, `bytes_one` and `bytes_all`
     are both the bytes with this number of layers.
     """
@@ -82,6 +88,7 @@ class Variant:
     bytes_one: Floats
     bytes_all: Floats
     fits_host: Bools
+    generation: Floats
     layers: int | None = None
 
 
@@ -128,7 +135,7 @@ def variants(candidates: Candidates, pinned: Pins) -> Iterator[Variant]:
     not_offloaded = {mode: bytes_with(mode, NO_OFFLOAD) if mode != NO_RECOMPUTE else (plain, plain) for mode in modes}
     sizes: dict[tuple[str, int], tuple[Floats, Floats]] = {("none", mode): not_offloaded[mode] for mode in modes}
     for offload in _allowed("offload", possible_offloads(candidates.job), pinned):
-        fits_host = candidates.fits_host(offload)
+        fits_host, generation = candidates.fits_host(offload), candidates.generation_bytes(offload)
         # Offloading to drives leaves as many bytes of device memory as offloading to the host.
         word = CHOICES["offload"][offload].removesuffix("-nvme")
         for mode in modes:
@@ -140,7 +147,8 @@ def variants(candidates: Candidates, pinned: Pins) -> Iterator[Variant]:
                     bytes_one, bytes_all = not_offloaded[mode]
                     sizes[word, mode] = in_all + (bytes_one - bytes_all), in_all
             bytes_one, bytes_all = sizes[word, mode]
-            yield Variant(mode, offload, bytes_one, bytes_all, fits_host, None if mode == NO_RECOMPUTE else layers)
+            own_layers = None if mode == NO_RECOMPUTE else layers
+            yield Variant(mode, offload, bytes_one, bytes_all, fits_host, generation, own_layers)
 
 
 def pinned_recompute_layers(pinned: Pins) -> int | None:
@@ -193,7 +201,7 @@ def fit_variant(candidates: Candidates, variant: Variant, capacity: float) -> Fi
     if variant.recompute == NO_RECOMPUTE:
         return _fit_without_recompute(variant, capacity)
     most = candidates.most_layers
-    least = np.where(variant.fits_host, variant.bytes_all.max(axis=0), np.inf)
+    least = np.where(variant.fits_host, np.maximum(variant.bytes_all.max(axis=0), variant.generation), np.inf)
     fits, layers, peak = least <= capacity, np.ones(len(least), np.int64), np.full(len(least), np.inf)
     # Most variants of most layouts do not fit with any number of layers.
     rows = np.flatnonzero(fits)
@@ -206,14 +214,15 @@ def fit_variant(candidates: Candidates, variant: Variant, capacity: float) -> Fi
     fewest = 1 + np.where(np.isfinite(more) & (more >= 0), more, np.inf).max(axis=0)
     fits[rows] = fewest <= most[rows]
     layers[rows] = fewest = np.where(fits[rows], fewest, 1).astype(np.int64)
-    peak[rows] = (bytes_one - saved_per_layer * np.minimum(fewest - 1, further_layers)).max(axis=0)
+    in_training = (bytes_one - saved_per_layer * np.minimum(fewest - 1, further_layers)).max(axis=0)
+    peak[rows] = np.maximum(in_training, variant.generation[rows])
     fitting = (most + 1 - layers)[fits].sum()
     return Fit(fits, layers, peak, int(most.sum()), int(fitting), least)
 
 
 def _fit_without_recompute(variant: Variant, capacity: float) -> Fit:
     """Do the same for a variant whose only layout recomputes nothing."""
-    peak = variant.bytes_all.max(axis=0)
+    peak = np.maximum(variant.bytes_all.max(axis=0), variant.generation)
     least = np.where(variant.fits_host, peak, np.inf)
     fits = least <= capacity
     return Fit(fits, np.ones(len(peak), np.int64), peak, len(peak), int(np.count_nonzero(fits)), least)
@@ -221,7 +230,8 @@ def _fit_without_recompute(variant: Variant, capacity: float) -> Fit:
 
 def _fit_pinned_layers(candidates: Candidates, variant: Variant, layers: int, capacity: float) -> Fit:
     """Do the same with `layers` recomputed layers, -1 for all; rows with fewer layers are illegal."""
-    legal, peak = layers <= candidates.most_layers, variant.bytes_all.max(axis=0)
+    legal = layers <= candidates.most_layers
+    peak = np.maximum(variant.bytes_all.max(axis=0), variant.generation)
     least = np.where(variant.fits_host & legal, peak, np.inf)
     fits = least <= capacity
     count = candidates.most_layers if layers < 0 else np.full_like(candidates.most_layers, layers)

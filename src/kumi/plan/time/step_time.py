@@ -11,6 +11,7 @@ from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
 from kumi.plan.memory.device_memory import host_memory, num_microbatches, recomputed_share
 from kumi.plan.pipeline.closed_forms import closed_form
 from kumi.plan.pipeline.stages import RankStages, embedding_and_head_units, rank_stages
+from kumi.plan.time.generation_time import generation_seconds
 from kumi.plan.time.layer_collectives import seconds_each, stage_transfer
 from kumi.plan.time.layer_costs import CostTable, cost_table
 from kumi.plan.time.op_costs import MicrobatchCost
@@ -103,6 +104,10 @@ def step_times(
         filling = (layouts.pp - 1) * send + (counts * work.forward.reshape(ranks.shape)).sum(axis=0)
         slowest_forward = work.forward.reshape(ranks.shape).max(axis=0)
         kinds["passes"] = job.passes.forwards * (filling + (microbatches - 1) * slowest_forward)
+    if job.rollout is not None:
+        # A rollout batch is generated once, and has log-probs once, for all updates with it.
+        kinds["rollout"] = generation_seconds(job, layouts) / job.rollout.steps
+        kinds["passes"] = kinds.get("passes", np.zeros(len(layouts))) / job.rollout.passes
     update = update_seconds(job, every, rank, rank_share, work.forward, work.backward + work.weight)
     last = np.argmax(np.asarray(sum(update.values())).reshape(ranks.shape), axis=0)
     for kind, seconds in update.items():

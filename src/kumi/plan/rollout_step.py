@@ -1,0 +1,130 @@
+"""Seconds of reinforcement learning on one layout: of a rollout batch, of its log-probs, and of its updates.
+
+    generate    replies to the prompts of a batch                                (`kumi.plan.time.generation_time`)
+    log_probs   forward passes of the policy and of the reference over the batch
+    train       one update: forward and backward over its rows, and the optimizer
+
+The rows of an update follow from the lengths of its sequences, as `kumi.spec.balanced_rows` packs them. Rewards are
+computed by programs of the user or by other services, whose time no plan has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kumi.plan.layout_batch import batch_layouts
+from kumi.plan.time.generation_time import BatchLengths, expected_lengths, generates_at_known_speed, generation_time
+from kumi.plan.time.step_time import step_times
+from kumi.spec.balanced_rows import plan_rows
+from kumi.spec.batch import BatchSpec
+from kumi.spec.job import Job
+from kumi.spec.layout import Layout
+
+
+@dataclass(frozen=True)
+class RolloutStep:
+    """Estimated seconds of a rollout batch and of the updates with it.
+
+    - `generate`, `log_probs`: of a batch. `train`: of an update, on average.
+    - `updates`: updates with a batch.
+    - `rows`, `row_tokens`: rows of the first update over all ranks, and the positions of each.
+    - `reply_tokens`: tokens of all replies of a batch.
+    """
+
+    generate: float
+    log_probs: float
+    train: float
+    updates: int
+    rows: int
+    row_tokens: int
+    reply_tokens: int
+
+    @property
+    def batch_seconds(self) -> float:
+        """Seconds from one rollout batch to the next, without rewards."""
+        return self.generate + self.log_probs + self.updates * self.train
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean seconds of a step, which is one update, without rewards."""
+        return self.batch_seconds / self.updates
+
+    @property
+    def generation_share(self) -> float:
+        """The share of the time that generates."""
+        return self.generate / self.batch_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of replies a second while generating, over all ranks."""
+        return self.reply_tokens / self.generate
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the seconds and derived figures as plain data, for --json."""
+        names = ("batch_seconds", "step_seconds", "generation_share", "tokens_per_second")
+        return asdict(self) | {name: getattr(self, name) for name in names}
+
+
+def rollout_step(job: Job, layout: Layout, lengths: BatchLengths | None = None) -> RolloutStep | None:
+    """Return the estimate of a rollout batch of `job` with these `lengths`, by default the expected ones.
+
+    None for a run without rollouts, or if the device's speed is unknown.
+    """
+    spec = job.rollout
+    if spec is None or not generates_at_known_speed(job):
+        return None
+    lengths = expected_lengths(spec) if lengths is None else lengths
+    size = len(lengths.prompts) // spec.updates
+    parts = [
+        [prompt + reply - 1 for group, prompt, reply in lengths.sequences if first <= group < first + size]
+        for first in range(0, size * spec.updates, size)
+    ]
+    updates = [_update_seconds(job, layout, tuple(positions)) for positions in parts]
+    rows = plan_rows(parts[0], job.batch.seq_len, layout.dp, _multiple(layout))
+    return RolloutStep(
+        generation_time(job, layout, lengths).seconds,
+        sum(log_probs for _, log_probs in updates),
+        sum(train for train, _ in updates) / len(updates),
+        spec.steps,
+        len(rows.rows),
+        rows.length,
+        sum(reply for *_, reply in lengths.sequences),
+    )
+
+
+def _multiple(layout: Layout) -> int:
+    """Return the number whose multiples rows have as positions: ranks of tp have equal parts of them."""
+    return layout.tp if layout.sequence_parallel else 1
+
+
+def _update_seconds(job: Job, layout: Layout, positions: Sequence[int]) -> tuple[float, float]:
+    """Return the seconds of an update over sequences of these `positions`, and those of its log-probs before.
+
+    The last microbatch of a rank may have fewer rows, and takes their share of the time.
+    """
+    plan = plan_rows(positions, job.batch.seq_len, layout.dp, _multiple(layout))
+    per_rank = len(plan.rows) // layout.dp
+    microbatch = min(layout.microbatch, per_rank)
+    whole, rest = divmod(per_rank, microbatch)
+    span = float(np.square(positions, dtype=np.float64).sum() / sum(positions))
+    update = _seconds_of_rows(job, replace(layout, microbatch=microbatch), whole, plan.length, span)
+    if not rest:
+        return update
+    more = _seconds_of_rows(job, replace(layout, microbatch=microbatch), whole + 1, plan.length, span)
+    share = rest / microbatch
+    return update[0] + share * (more[0] - update[0]), update[1] + share * (more[1] - update[1])
+
+
+def _seconds_of_rows(job: Job, layout: Layout, microbatches: int, length: int, span: float) -> tuple[float, float]:
+    """Return the seconds of an update and of log-probs, with so many microbatches of rows of `length` positions."""
+    rows = microbatches * layout.microbatch * layout.dp
+    update = replace(job, batch=BatchSpec(length, rows * length, min(span, length)), rollout=None)
+    ranks = np.zeros((1, 1), np.int64)
+    kinds = step_times(update, batch_layouts([layout]), ranks, np.ones((1, 1)), layout.stage_layers).kinds
+    seconds = {kind: float(value[0]) for kind, value in kinds.items()}
+    log_probs = seconds.pop("passes", 0.0)
+    return sum(seconds.values()), log_probs
