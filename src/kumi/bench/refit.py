@@ -87,6 +87,11 @@ def read_run(folder: Path, cluster: str) -> MeasuredRun:
     Raise ConfigError if it is not a run folder, has too few steps, or ran on another kind of machine.
     """
     config = _stored_config(folder)
+    if config.rollout is not None:
+        raise ConfigError(
+            f"calibrate: {folder} is a run with [rollout], whose steps have as many rows as their replies need; name a "
+            f"run that trains on data"
+        )
     snapshots = fetch_snapshots(config)
     # Folders of earlier versions have no stored plan: assume the one that would be chosen today.
     plan = read_plan(folder) or resolve(config, snapshots, read_stored_run(config)).plan

@@ -29,24 +29,34 @@ from kumi.spec.layout import Layout
 class RolloutStep:
     """Estimated seconds of a rollout batch and of the updates with it.
 
-    - `generate`, `log_probs`: of a batch. `train`: of an update, on average.
-    - `updates`: updates with a batch.
+    - `generate`, `log_probs`: of a batch. `train`: of the update on each of its parts.
+    - `passes`: how often the batch is gone through.
     - `rows`, `row_tokens`: rows of the first update over all ranks, and the positions of each.
     - `reply_tokens`: tokens of all replies of a batch.
     """
 
     generate: float
     log_probs: float
-    train: float
-    updates: int
+    train: tuple[float, ...]
+    passes: int
     rows: int
     row_tokens: int
     reply_tokens: int
 
     @property
+    def updates(self) -> int:
+        """Updates with the batch."""
+        return self.passes * len(self.train)
+
+    @property
+    def train_seconds(self) -> float:
+        """Mean seconds of an update."""
+        return sum(self.train) / len(self.train)
+
+    @property
     def batch_seconds(self) -> float:
         """Seconds from one rollout batch to the next, without rewards."""
-        return self.generate + self.log_probs + self.updates * self.train
+        return self.generate + self.log_probs + self.passes * sum(self.train)
 
     @property
     def step_seconds(self) -> float:
@@ -65,7 +75,7 @@ class RolloutStep:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the seconds and derived figures as plain data, for --json."""
-        names = ("batch_seconds", "step_seconds", "generation_share", "tokens_per_second")
+        names = ("updates", "train_seconds", "batch_seconds", "step_seconds", "generation_share", "tokens_per_second")
         return asdict(self) | {name: getattr(self, name) for name in names}
 
 
@@ -88,8 +98,8 @@ def rollout_step(job: Job, layout: Layout, lengths: BatchLengths | None = None) 
     return RolloutStep(
         generation_time(job, layout, lengths).seconds,
         sum(log_probs for _, log_probs in updates),
-        sum(train for train, _ in updates) / len(updates),
-        spec.steps,
+        tuple(train for train, _ in updates),
+        spec.passes,
         len(rows.rows),
         rows.length,
         sum(reply for *_, reply in lengths.sequences),

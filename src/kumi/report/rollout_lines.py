@@ -30,8 +30,8 @@ def rollout_data(job: Job, estimate: Estimate) -> dict[str, Any] | None:
 
     lengths: mean tokens of prompts and replies, and where they come from.
     seconds: see `kumi.plan.rollout_step.RolloutStep`; None if the device's speed is unknown.
-    memory: bytes of a rank while it generates: weights (with ZeRO also gathered), gradients that stay, optimizer states,
-        reference, cache, the rest. critic: 0, since no objective of kumi trains one.
+    memory: bytes of a rank while it generates: weights (with ZeRO also gathered ones), gradients that stay, optimizer
+        states, reference, cache, the rest. critic: 0, since no run of kumi with rollouts trains one.
     """
     spec = job.rollout
     if spec is None:
@@ -76,10 +76,10 @@ def time_line(data: dict[str, Any]) -> str:
         return "time not known, because the device's speed is not"
     count = seconds["updates"]
     log_probs = f", log-probs {phrases.seconds(seconds['log_probs'])}" if seconds["log_probs"] else ""
-    updates = f"{count} updates of {phrases.seconds(seconds['train'])}" if count > 1 else ""
+    updates = f"{count} updates of {phrases.seconds(seconds['train_seconds'])}" if count > 1 else ""
     return (
         f"generation {phrases.seconds(seconds['generate'])} ({format_count(seconds['tokens_per_second'])} tokens/s)"
-        f"{log_probs}, {updates or 'training ' + phrases.seconds(seconds['train'])}: "
+        f"{log_probs}, {updates or 'training ' + phrases.seconds(seconds['train_seconds'])}: "
         f"{phrases.seconds(seconds['batch_seconds'])} a batch without rewards, "
         f"{phrases.percent(seconds['generation_share'])} of it generation"
     )

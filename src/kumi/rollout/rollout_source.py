@@ -25,6 +25,7 @@ from kumi.errors import NothingTrainedError, RefusedError
 from kumi.rollout.collect_groups import Collected, GroupCollector
 from kumi.rollout.group import Group, as_text, numbers, read_group
 from kumi.rollout.rollout_batch import LogProbs, RolloutBatch, RowSettings, UpdateSettings
+from kumi.rollout.rollout_estimates import RolloutEstimates
 from kumi.rollout.rollout_history import append_history, truncate_history
 from kumi.rollout.rollout_metrics import batch_metrics, nothing_learned
 from kumi.rollout.sample_page import write_sample_page
@@ -53,6 +54,7 @@ class Trainer:
 class SourceSettings:
     """stop_after: updates in a row without an advantage after which the run ends; 0 for no end.
     samples_every: batches between pages of samples; 0 for none. decode: returns the text of token ids.
+    estimates: of the seconds of batches.
     """
 
     updates: UpdateSettings
@@ -60,6 +62,7 @@ class SourceSettings:
     stop_after: int
     samples_every: int
     decode: Callable[[list[int]], str]
+    estimates: RolloutEstimates
 
 
 class RolloutSource:
@@ -114,8 +117,10 @@ class RolloutSource:
         return self._current.teaches(self._part(step), self._advantages)
 
     def metrics(self, step: int) -> Mapping[str, float]:
-        """Return the metrics of the batch that `at(step)` collected; {} if that was another step."""
-        return self._metrics if self._current.version == step else {}
+        """Return the metrics of `step`: its estimates, and those of the batch that `at(step)` collected, if it did."""
+        if self._current.version == step:
+            return self._metrics
+        return self._settings.estimates.update(self._part(step)) if self._is_first else {}
 
     def take_notes(self) -> list[str]:
         """Return sentences for the user since the last call, on rank 0."""
@@ -183,6 +188,8 @@ class RolloutSource:
         self._advantages = self._trainer.advantages(batch)
         self._next_prompt, self._spares = collected.next_prompt, collected.spares
         self._metrics = batch_metrics(batch, collected, log_probs_s)
+        if self._is_first:
+            self._metrics |= self._settings.estimates.begin(batch, collected, self._collector.sampler)
         self._notes += collected.notes
         if self._is_first:
             self._write(batch, collected)

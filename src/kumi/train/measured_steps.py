@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from kumi.config import ResolvedRun
@@ -23,11 +23,16 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """`seconds`: the median time of `count` steps. `peak_memory`: the largest number of bytes in tensors on rank 0."""
+    """`seconds`: the median time of `count` steps. `peak_memory`: the largest number of bytes in tensors on rank 0.
+
+    Steps with rollouts have estimates of their own. Some generate and some do not, so that `seconds` is then their
+    mean, and `estimated` the mean of the estimates; None without.
+    """
 
     seconds: float
     count: int
     peak_memory: int
+    estimated: float | None = None
 
 
 def measured_steps(folder: Path, layout: Layout) -> MeasuredSteps | None:
@@ -35,9 +40,12 @@ def measured_steps(folder: Path, layout: Layout) -> MeasuredSteps | None:
     entries = [entry for entry in read_metrics(folder / "metrics.jsonl") if _has_layout(entry, layout)][WARM_UP:]
     if not entries:
         return None
-    # The estimate of a step with rollouts is one of its training.
-    seconds = median(entry.get("time/train_s", entry["perf/step_s"]) for entry in entries)
-    return MeasuredSteps(seconds, len(entries), max(int(entry["mem/peak_bytes"]) for entry in entries))
+    own = [entry["perf/estimated_step_s"] for entry in entries if entry.get("time/estimated_train_s") is not None]
+    seconds = [entry["perf/step_s"] for entry in entries]
+    peak = max(int(entry["mem/peak_bytes"]) for entry in entries)
+    if own:
+        return MeasuredSteps(fmean(seconds), len(entries), peak, fmean(own))
+    return MeasuredSteps(median(seconds), len(entries), peak)
 
 
 def _has_layout(entry: dict[str, Any], layout: Layout) -> bool:
@@ -55,7 +63,10 @@ def estimate_lines(run: ResolvedRun) -> Iterator[str]:
         return
     sure = estimate_uncertainty(run.job, run.estimate)
     if run.step_seconds is not None:
-        yield _compared("step time", measured.seconds, run.step_seconds, sure.time80, sure.time90, phrases.seconds)
+        estimated = measured.estimated or run.step_seconds
+        share = estimated / run.step_seconds
+        bounds80, bounds90 = sure.time80.scaled(share), sure.time90.scaled(share)
+        yield _compared("step time", measured.seconds, estimated, bounds80, bounds90, phrases.seconds)
     # The metrics are rank 0's. The interval is for all memory, and taken in proportion.
     estimated = bytes_as_measured(run.estimate.memory[0], run.cluster.device)
     share = estimated / run.estimate.peak_memory

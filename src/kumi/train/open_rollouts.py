@@ -32,6 +32,7 @@ from kumi.rollout.own_engine import OwnEngine
 from kumi.rollout.prompt_sampler import PromptSampler
 from kumi.rollout.reply_advantages import token_advantages
 from kumi.rollout.rollout_batch import LogProbs, RowSettings, UpdateSettings
+from kumi.rollout.rollout_estimates import RolloutEstimates
 from kumi.rollout.rollout_history import UNFINISHED
 from kumi.rollout.rollout_rows import ReplySequence
 from kumi.rollout.rollout_source import RolloutSource, SourceSettings, Trainer
@@ -103,6 +104,7 @@ def open_rollouts(
         section.stop_after,
         section.samples_every,
         tokenizer.decode,
+        RolloutEstimates(run.job, layout),
     )
     return RolloutSource(collector, trainer, settings, layout.dp_index(mesh.rank), run.out, saved)
 

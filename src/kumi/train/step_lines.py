@@ -5,9 +5,9 @@
 `258/241 ms` is the measured and the estimated time of the step, `912/870 MiB` the measured and the estimated peak
 memory. If not all figures fit, figures that can be computed from others are left out first; metrics.jsonl has all.
 
-A step with rollouts has `reward 0.412` and `rollout 3.1+0.2+0.4 s` where it begins a batch: the mean reward, and the
-seconds of generation, of scoring and of the trainer's log-probs. Its estimate is that of `training 258/241 ms`, the
-rest of the step.
+A step with rollouts has `reward 0.412` and `rollout 3.1/2.9+0.2+0.4/0.4 s` where it begins a batch: the mean reward,
+and the measured and the estimated seconds of generation, of scoring (never estimated) and of the trainer's log-probs.
+`training 258/241 ms` is the rest of the step. Estimates are those of `kumi.rollout.rollout_estimates`.
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ def legend(*, on_cpu: bool, step_s: float | None, memory: int, mfu: bool, rollou
     """Return the lines that explain the step lines.
 
     `step_s` and `memory` (bytes) are estimates; `step_s` is None if the device's speed is not known. `mfu`: step lines
-    have the model FLOPs utilisation, because the device's peak FLOPs are known. `rollouts`: the run has rollouts, whose
-    time is not estimated.
+    have the model FLOPs utilisation, because the device's peak FLOPs are known. `rollouts`: the run has rollouts.
     """
     counted = "the growth of the process" if on_cpu else "allocated bytes"
     time = "measured; the device's speed is not known"
     if step_s is not None:
         time = f"measured/estimated ({_seconds(step_s)})"
-    lines = [f"time       of a step{', without its rollout' if rollouts else ''}, {time}"]
+    lines = [f"time       of a step, {time}"]
+    if rollouts:
+        estimates = "; estimates are for the lengths of the batch before" if step_s is not None else ""
+        lines.append(f"rollout    generation + rewards + log-probs{estimates}")
     lines.append(f"peak       of rank 0's memory, measured/estimated ({format_bytes(memory)}): {counted}")
     return lines if mfu or rollouts else [*lines, "MFU        not known, because the device's peak FLOPs are not known"]
 
@@ -116,7 +118,8 @@ def _figures(entry: dict[str, Any]) -> dict[str, str]:
     mfu, skipped = entry["perf/mfu"], entry.get("train/skipped_updates", 0)
     accuracy, reward = entry.get("train/rewards/accuracies"), entry.get("rollout/reward")
     training = entry.get("time/train_s")
-    parts = [entry.get(f"time/{part}_s") for part in ("generate", "score", "log_probs")]
+    names = ("generate", "score", "log_probs")
+    parts = [(entry.get(f"time/{name}_s"), entry.get(f"time/estimated_{name}_s")) for name in names]
     return {
         "reward": "" if reward is None else f"reward {decimals(reward, 3)}",
         "loss": f"loss {decimals(entry['train/loss'], 4)}",
@@ -127,8 +130,8 @@ def _figures(entry: dict[str, Any]) -> dict[str, str]:
         "time": _pair_of_seconds(entry["perf/step_s"], entry["perf/estimated_step_s"]),
         "training": ""
         if training is None
-        else f"training {_pair_of_seconds(training, entry['time/estimated_train_s'])}",
-        "rollout": "" if None in parts else f"rollout {_part_seconds(parts)}",
+        else f"training {_pair_of_seconds(training, entry.get('time/estimated_train_s'))}",
+        "rollout": "" if parts[0][0] is None else f"rollout {_part_seconds(parts)}",
         "mfu": "" if mfu is None else f"MFU {100 * mfu:.1f}%",
         "accuracy": "" if accuracy is None else f"accuracy {100 * accuracy:.0f}%",
         "memory": _pair_of_bytes(entry["mem/peak_bytes"], entry["mem/estimated_bytes"]),
@@ -146,10 +149,14 @@ def _pair_of_seconds(measured: float, estimated: float | None) -> str:
     return f"{scale * measured:.3g}{'' if estimated is None else f'/{scale * estimated:.3g}'} {unit}"
 
 
-def _part_seconds(parts: Sequence[Any]) -> str:
-    """Format the seconds of the parts of a rollout with plus signs, in the unit that suits their sum."""
-    unit, scale = ("s", 1) if sum(parts) >= 1 else ("ms", 1000)
-    return f"{'+'.join(f'{_short(scale * part)}' for part in parts)} {unit}"
+def _part_seconds(parts: Sequence[tuple[float, float | None]]) -> str:
+    """Format the measured and estimated seconds of the parts of a rollout, in the unit that suits the measured sum."""
+    unit, scale = ("s", 1) if sum(measured for measured, _ in parts) >= 1 else ("ms", 1000)
+    texts = [
+        f"{_short(scale * measured)}{'' if estimated is None else f'/{_short(scale * estimated)}'}"
+        for measured, estimated in parts
+    ]
+    return f"{'+'.join(texts)} {unit}"
 
 
 def _pair_of_bytes(measured: float, estimated: float) -> str:

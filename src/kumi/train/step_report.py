@@ -168,9 +168,9 @@ class Reporter:
         if result.scale is not None:
             scaling = {"train/skipped_updates": result.scale.skipped, "train/loss_scale": result.scale.scale}
         estimated = run.step_seconds
-        if run.config.rollout is not None:  # the estimate is one of training alone
-            training = {"time/train_s": max(0.0, step_s - result.data_s), "time/estimated_train_s": estimated}
-            estimated = None
+        if run.config.rollout is not None:  # the source of the rollouts estimates each step by its own lengths
+            training = {"time/train_s": max(0.0, step_s - result.data_s)}
+            estimated = result.rollouts.get("perf/estimated_step_s")
         if result.experts is not None:
             experts = {
                 "train/aux_loss": float(result.experts.aux_loss),
