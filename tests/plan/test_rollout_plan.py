@@ -216,5 +216,5 @@ def test_many_layouts_at_once_have_the_bytes_of_each():
     offload = CHOICES["offload"].index("none")
     many = np.maximum(candidates.device_bytes(none, -1, offload).max(axis=0), candidates.generation_bytes(offload))
     for row in range(0, len(many), 5):
-        one = estimate_many(job, batch_layouts([candidates.layouts.row(row)])).memory[0]
-        assert many[row] == pytest.approx(one, rel=1e-9)
+        alone = estimate_many(job, batch_layouts([candidates.layouts.row(row)])).memory[0]
+        assert many[row] == pytest.approx(alone, rel=1e-9)

@@ -1,5 +1,7 @@
 """A run of GRPO in one process: it learns, and says what it has done."""
 
+from itertools import pairwise
+
 import pytest
 from tests.rollout.conftest import history, train, write_data
 from tests.train.conftest import losses, metrics
@@ -19,6 +21,23 @@ def test_the_reward_rises(learned):
     rewards = [entry["rollout/reward"] for entry in metrics(learned)]
     assert len(losses(learned)) == 25
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
+
+
+def test_steps_have_estimates_beside_what_they_measured(learned):
+    entries = [entry for entry in metrics(learned) if "train/loss" in entry]
+    assert len(entries) == 25
+    for entry in entries:
+        parts = [entry[f"time/estimated_{name}_s"] for name in ("generate", "log_probs", "train")]
+        assert entry["time/train_s"] > 0
+        assert parts[0] > 0
+        assert parts[1] == 0  # one update a batch needs no log-probs before it
+        assert parts[2] > 0
+    # The rewards of the batch before count, too.
+    for before, entry in pairwise(entries):
+        parts = sum(entry[f"time/estimated_{name}_s"] for name in ("generate", "log_probs", "train"))
+        assert entry["perf/estimated_step_s"] == pytest.approx(parts + before["time/score_s"])
+    # The first batch has no lengths before it: the plan takes all prompts and replies to be as long as they may be.
+    assert entries[0]["time/estimated_generate_s"] > min(entry["time/estimated_generate_s"] for entry in entries)
 
 
 def test_every_prompt_is_in_the_history_once(learned):

@@ -75,8 +75,15 @@ class RolloutStep:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the seconds and derived figures as plain data, for --json."""
-        names = ("updates", "train_seconds", "batch_seconds", "step_seconds", "generation_share", "tokens_per_second")
-        return asdict(self) | {name: getattr(self, name) for name in names}
+        return asdict(self) | {
+            "updates": self.updates,
+            "positions": self.rows * self.row_tokens,
+            "train_seconds": self.train_seconds,
+            "batch_seconds": self.batch_seconds,
+            "step_seconds": self.step_seconds,
+            "generation_share": self.generation_share,
+            "tokens_per_second": self.tokens_per_second,
+        }
 
 
 def rollout_step(job: Job, layout: Layout, lengths: BatchLengths | None = None) -> RolloutStep | None:

@@ -29,7 +29,8 @@ def rollout_data(job: Job, estimate: Estimate) -> dict[str, Any] | None:
     """Return the estimates of the rollouts of `job` as plain data, for --json; None for a run without them.
 
     lengths: mean tokens of prompts and replies, and where they come from.
-    seconds: see `kumi.plan.rollout_step.RolloutStep`; None if the device's speed is unknown.
+    seconds: see `kumi.plan.rollout_step.RolloutStep`; None if the device's speed is unknown. positions: of all rows of
+        the first update, which batch.tokens_per_step should be close to.
     memory: bytes of a rank while it generates: weights (with ZeRO also gathered ones), gradients that stay, optimizer
         states, reference, cache, the rest. critic: 0, since no run of kumi with rollouts trains one.
     """
@@ -76,10 +77,11 @@ def time_line(data: dict[str, Any]) -> str:
         return "time not known, because the device's speed is not"
     count = seconds["updates"]
     log_probs = f", log-probs {phrases.seconds(seconds['log_probs'])}" if seconds["log_probs"] else ""
-    updates = f"{count} updates of {phrases.seconds(seconds['train_seconds'])}" if count > 1 else ""
+    updates = f"{count} updates of" if count > 1 else "training"
+    rows = f"{seconds['rows']} rows of {seconds['row_tokens']:,} tokens"
     return (
         f"generation {phrases.seconds(seconds['generate'])} ({format_count(seconds['tokens_per_second'])} tokens/s)"
-        f"{log_probs}, {updates or 'training ' + phrases.seconds(seconds['train_seconds'])}: "
+        f"{log_probs}, {updates} {phrases.seconds(seconds['train_seconds'])} ({rows}): "
         f"{phrases.seconds(seconds['batch_seconds'])} a batch without rewards, "
         f"{phrases.percent(seconds['generation_share'])} of it generation"
     )
