@@ -32,6 +32,17 @@ def test_a_line_has_measured_beside_estimated():
     assert "  258/59.9 ms  61.2/0.000977 GiB  " in step_line(small, 3, "4s")
 
 
+
+def test_a_step_with_rollouts_shows_their_parts_beside_the_estimates():
+    parts = {"time/generate_s": 3.1, "time/score_s": 0.2, "time/log_probs_s": 0.4}
+    estimates = {"time/estimated_generate_s": 2.9, "time/estimated_log_probs_s": 0.38}
+    entry = {**ENTRY, **FIGURES, "rollout/reward": 0.412, **parts}
+    assert "  rollout 3.1+0.2+0.4 s" in step_line(entry, 3, "4s")
+    assert "  rollout 3.1/2.9+0.2+0.4/0.38 s" in step_line({**entry, **estimates}, 3, "4s")
+    [line] = [line for line in legend(on_cpu=True, step_s=1.0, memory=1, mfu=False, rollouts=True) if "rewards" in line]
+    assert line == "rollout    generation + rewards + log-probs; estimates are for the lengths of the batch before"
+
+
 magnitudes = st.floats(1e-9, 1e9)
 
 
