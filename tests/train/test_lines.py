@@ -32,7 +32,6 @@ def test_a_line_has_measured_beside_estimated():
     assert "  258/59.9 ms  61.2/0.000977 GiB  " in step_line(small, 3, "4s")
 
 
-
 def test_a_step_with_rollouts_shows_their_parts_beside_the_estimates():
     parts = {"time/generate_s": 3.1, "time/score_s": 0.2, "time/log_probs_s": 0.4}
     estimates = {"time/estimated_generate_s": 2.9, "time/estimated_log_probs_s": 0.38}

@@ -149,7 +149,7 @@ def _pair_of_seconds(measured: float, estimated: float | None) -> str:
     return f"{scale * measured:.3g}{'' if estimated is None else f'/{scale * estimated:.3g}'} {unit}"
 
 
-def _part_seconds(parts: Sequence[tuple[float, float | None]]) -> str:
+def _part_seconds(parts: Sequence[tuple[Any, float | None]]) -> str:
     """Format the measured and estimated seconds of the parts of a rollout, in the unit that suits the measured sum."""
     unit, scale = ("s", 1) if sum(measured for measured, _ in parts) >= 1 else ("ms", 1000)
     texts = [

@@ -139,5 +139,6 @@ def _gather_seconds(job: Job, layout: Layout) -> float:
     if not layout.zero:
         return 0.0
     axis = zero_axis(layout, routed=False)
-    size = gathered_bytes(job.model, layout, job.precision)
-    return float(collective_seconds(job.cluster, "all_gather", size, axis.degree, axis.stride))
+    size = np.asarray(gathered_bytes(job.model, layout, job.precision))
+    degree, stride = np.asarray(axis.degree), np.asarray(axis.stride)
+    return float(collective_seconds(job.cluster, "all_gather", size, degree, stride))
