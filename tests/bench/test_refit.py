@@ -204,7 +204,10 @@ def test_other_refusals(tmp_path):
         recalibrate([folder], "h100-sxm", tmp_path / "new.toml")
     with pytest.raises(RefusedError, match="is not overwritten"):
         recalibrate([folder], cluster, Path(cluster))
-    written = (folder / "config.toml").read_text().replace('kind = "lm"', 'kind = "grpo"')
+    written = (folder / "config.toml").read_text()
+    for old, new in (('kind = "lm"', 'kind = "grpo"'), ("rewards = []", ""), ("every = 50", "every = 0")):
+        assert old in written
+        written = written.replace(old, new)
     rewards = '[[rewards]]\nkind = "function"\nfile = "reward.py:correct"\n'
     (folder / "config.toml").write_text(f"{written}\n[rollout]\nmax_new_tokens = 8\n{rewards}")
     with pytest.raises(ConfigError, match=r"is a run with \[rollout\]"):
