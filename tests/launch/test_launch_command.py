@@ -105,7 +105,7 @@ def test_by_default_the_file_is_printed_and_nothing_is_written_or_submitted(prog
 
 
 def test_the_run_file_may_name_the_launcher(programs, capsys):
-    printed = kumi(capsys, "launch", "run.toml", "launch.kind=kubernetes", "launch.kubernetes.image=i")
+    printed = kumi(capsys, "launch", "run.toml", "launch.kind=kubernetes", "train.out=s3://b/tiny")
     assert yaml.safe_load_all(printed.out)
     assert main(["launch", "run.toml"]) == 2
     assert "launch.kind is unset" in capsys.readouterr().err
@@ -216,6 +216,9 @@ def test_slurm_gets_no_secret_by_name(programs, capsys):
 def test_kubernetes(programs, tmp_path, capsys):
     answer, calls = programs
     words = ["run.toml", "launch.kubernetes.namespace=research"]
+    assert main(["launch", "kubernetes", *words]) == 2
+    assert "train.out='runs/tiny' is in no folder of launch.kubernetes.volumes (none)" in capsys.readouterr().err
+    words += ["train.out=/runs/tiny", "launch.kubernetes.volumes={'/runs'='claim'}"]
     assert main(["launch", "kubernetes", *words, "--submit"]) == 2
     assert "REPLACE-WITH-IMAGE must be replaced before kumi can submit it" in capsys.readouterr().err
     assert "replace REPLACE-WITH-IMAGE before" in kumi(capsys, "launch", "kubernetes", *words).err

@@ -210,3 +210,20 @@ def test_a_job_that_skypilot_recovers_must_find_its_checkpoints():
     ):
         skypilot.check(in_container({"skypilot": {"mounts": {"/data": "s3://x"}}}), submit=False)
     skypilot.check(in_container({"skypilot": {"mounts": {"/runs": "s3://x"}}}), submit=False)
+    skypilot.check(replace(in_container(), on_store=True), submit=False)
+
+
+@pytest.mark.parametrize("api", ["job", "jobset"])
+def test_pods_must_find_the_checkpoints_of_pods_before_them(api):
+    with pytest.raises(
+        ConfigError, match=r"train.out='/runs/chat' is in no folder of launch.kubernetes.volumes \(/data, /run\)"
+    ):
+        kubernetes.check(
+            in_container({"kubernetes": {"api": api, "volumes": {"/data": "a", "/run": "b"}}}), submit=False
+        )
+    kubernetes.check(in_container({"kubernetes": {"api": api, "volumes": {"/runs": "a"}}}), submit=False)
+    kubernetes.check(replace(in_container({"kubernetes": {"api": api}}), on_store=True), submit=False)
+
+
+def test_a_train_job_may_have_the_volumes_of_its_runtime():
+    kubernetes.check(in_container({"kubernetes": {"api": "trainjob"}}), submit=False)

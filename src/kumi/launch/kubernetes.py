@@ -14,7 +14,7 @@ from typing import Any
 
 from kumi.errors import TERMINATED, ConfigError
 from kumi.launch.cluster_command import run_cluster_command
-from kumi.launch.launch_job import HEAD_PORT, HOPELESS_CODES, LaunchJob, placeholder
+from kumi.launch.launch_job import HEAD_PORT, HOPELESS_CODES, LaunchJob, check_run_folder_outlives_node, placeholder
 from kumi.launch.launch_record import JobState, LaunchRecord
 from kumi.launch.manifest_text import Noted, manifest_text
 from kumi.units import parse_bytes
@@ -60,6 +60,8 @@ def check(job: LaunchJob, *, submit: bool) -> None:
             f"the run file has more than {_LARGEST_RUN_FILE} bytes, which no ConfigMap holds; put long lists into "
             f"files of their own"
         )
+    if launch.kubernetes.api != "trainjob":  # whose runtime may have volumes of its own
+        check_run_folder_outlives_node(job, launch.kubernetes.volumes, "launch.kubernetes.volumes")
 
 
 def submit_command(file: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from kumi import __version__
 from kumi.config import RunConfig
 from kumi.config.launch_section import LINE, LaunchSection
 from kumi.errors import ConfigError
+from kumi.remote.addresses import is_url
 from kumi.remote.cache_folder import local_run_folder
 from kumi.spec.cluster import ClusterSpec
 from kumi.units import parse_bytes, parse_duration
@@ -49,6 +50,7 @@ class LaunchJob:
     - `run_file`, `overrides`: arguments of `kumi train`; `run_text` is the content of the run file.
     - `folder`: working directory on the nodes, unless the launcher has another one.
     - `out`: the run folder, `train.out`; relative to the working directory.
+    - `on_store`: True if `train.out` is a URL, to which checkpoints are uploaded; `out` is then the local copy.
     - `files`: folder of the launcher's file and of the job's output.
     - `launch`: the section [launch].
     - `data_cache`: folder of tokenised data, `data.cache`, which the nodes share; None if it is inside `out`.
@@ -69,6 +71,7 @@ class LaunchJob:
     files: str
     launch: LaunchSection
     data_cache: str | None = None
+    on_store: bool = False
     array: tuple[LaunchJob, ...] = ()
 
     @property
@@ -171,6 +174,7 @@ def launch_job(
         files=files,
         launch=section,
         data_cache=None if config.data.cache is None else os.path.expanduser(config.data.cache),
+        on_store=is_url(config.train.out),
     )
     if job.time_limit is not None and job.save_seconds >= job.time_limit:
         raise ConfigError(
@@ -178,6 +182,25 @@ def launch_job(
             f"the job would be asked to stop at its start; raise time_limit, or lower save_time"
         )
     return job
+
+
+def check_run_folder_outlives_node(job: LaunchJob, mounts: Iterable[str], key: str) -> None:
+    """Raise ConfigError unless checkpoints are uploaded to a store, or are written below a folder of `mounts`.
+
+    `key` names the setting with the mounts.
+    """
+    folders = tuple(mounts)
+    if not job.on_store and not is_below(job.out, folders):
+        raise ConfigError(
+            f"train.out={job.out!r} is in no folder of {key} ({', '.join(folders) or 'none'}), so its checkpoints "
+            f"would be lost with the node; mount a volume or a bucket there and put train.out below it, or set "
+            f"train.out to a URL"
+        )
+
+
+def is_below(path: str, folders: Iterable[str]) -> bool:
+    """Return True if `path` is one of `folders` or inside one."""
+    return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
 def placeholder(what: str) -> str:

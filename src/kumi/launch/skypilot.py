@@ -11,7 +11,14 @@ from pathlib import Path
 from kumi import __version__
 from kumi.errors import ConfigError
 from kumi.launch.cluster_command import run_cluster_command
-from kumi.launch.launch_job import HEAD_PORT, LaunchJob, check_env_file, placeholder
+from kumi.launch.launch_job import (
+    HEAD_PORT,
+    LaunchJob,
+    check_env_file,
+    check_run_folder_outlives_node,
+    is_below,
+    placeholder,
+)
 from kumi.launch.launch_record import JobState, LaunchRecord
 from kumi.launch.manifest_text import NULL, Noted, manifest_text
 
@@ -86,15 +93,11 @@ def check(job: LaunchJob, *, submit: bool) -> None:
     """Raise ConfigError if a recovered job could not find its checkpoints, or its secrets cannot be used."""
     launch = job.launch
     mounts = ", ".join(launch.skypilot.mounts) or "none"
-    if not _is_mounted(job, job.out):
-        raise ConfigError(
-            f"train.out={job.out!r} is in no folder of launch.skypilot.mounts ({mounts}), so its checkpoints would be "
-            f"lost with the machine; mount a bucket or a volume and put train.out below it"
-        )
+    check_run_folder_outlives_node(job, launch.skypilot.mounts, "launch.skypilot.mounts")
     cache = job.data_cache
     # Data that is prepared here already is copied to all machines, with the working directory.
     prepared = cache is not None and Path(job.folder, cache).is_dir() and not Path(cache).is_absolute()
-    if job.nodes > 1 and cache is not None and not prepared and not _is_mounted(job, cache):
+    if job.nodes > 1 and cache is not None and not prepared and not is_below(cache, launch.skypilot.mounts):
         raise ConfigError(
             f"data.cache={cache!r} is in no folder of launch.skypilot.mounts ({mounts}), so the other machines would "
             f"not see the data that the first one prepares; leave it out, put it below a mounted folder, or prepare "
@@ -157,11 +160,6 @@ def stop(record: LaunchRecord, out: Path, *, now: bool) -> str:
 def log_command(record: LaunchRecord, lines: int, *, follow: bool) -> tuple[str, ...]:
     """Return the command that shows the last `lines` of the job's output."""
     return ("sky", "jobs", "logs", "--name", record.id, "--tail", str(lines), "--follow" if follow else "--no-follow")
-
-
-def _is_mounted(job: LaunchJob, folder: str) -> bool:
-    """Return True if `folder` is on a bucket or volume that all machines mount."""
-    return any(Path(folder).is_relative_to(path) for path in job.launch.skypilot.mounts)
 
 
 def _accelerators(job: LaunchJob) -> str | Noted | None:
