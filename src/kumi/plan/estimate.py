@@ -7,7 +7,7 @@ estimate_many(job, layouts)   a batch: at most three pp ranks each, the pipeline
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from kumi.plan.memory import device_memory
 from kumi.plan.memory.device_memory import num_microbatches
 from kumi.plan.pipeline.stages import RankStages, first_layer_of_stage, layers_before_largest, rank_stages
 from kumi.plan.pipeline.timeline import Timeline, makespan, simulate
+from kumi.plan.row_cache import SearchCaches
 from kumi.plan.time.kernel_times import peak_flops
 from kumi.plan.time.layer_costs import CostTable, cost_table
 from kumi.plan.time.step_time import PASS_FIELDS, StepTimes, split_idle, stage_times, stage_transfer_seconds, step_times
@@ -58,12 +59,27 @@ class EstimateBatch:
 
 def estimate(job: Job, layout: Layout) -> Estimate:
     """Estimate memory and step time of `layout`. Raise ConfigError if the cluster lacks a required figure."""
+    return with_collectives(job, estimate_for_search(job, layout))
+
+
+def with_collectives(job: Job, result: Estimate) -> Estimate:
+    """Return the estimate `result` with the collectives of the pp rank that has the most work."""
+    return replace(
+        result, collectives=exposed_collectives(job, result.layout, dict(result.time), _busiest(result.stages))
+    )
+
+
+def estimate_for_search(job: Job, layout: Layout, caches: SearchCaches | None = None) -> Estimate:
+    """Return the same estimate without its collectives, which decide neither memory nor time.
+
+    `caches`: figures of other layouts of `job`, computed before.
+    """
     batch, ranks = batch_layouts([layout]), np.arange(layout.pp)[:, None]
-    costs = cost_table(job, batch)
+    costs = cost_table(job, batch, None if caches is None else caches.costs)
     stages = stage_estimates(job, layout, batch, costs)
     times = step_times(job, batch, ranks, np.ones(ranks.shape), layout.stage_layers, costs)
     kinds = _simulated(job, layout, batch, times, stages)
-    memory = memory_by_rank(job, batch, ranks, layout.stage_layers)
+    memory = memory_by_rank(job, batch, ranks, layout.stage_layers, caches)
     return Estimate(
         layout,
         tuple(_memory(memory, rank) for rank in range(layout.pp)),
@@ -71,7 +87,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
         sum(kinds.values()),
         tuple(kinds.items()),
         stages,
-        exposed_collectives(job, layout, kinds, _busiest(stages)),
+        (),
         job.batch.tokens_per_step,
         layout.world_size,
         float(job.step_flops()),
@@ -192,10 +208,14 @@ def representative_ranks(model: ModelSpec, layouts: LayoutBatch) -> tuple[Ints, 
     return np.stack([first, np.minimum(inner, last), last]), counts
 
 
-def memory_by_rank(job: Job, layouts: LayoutBatch, ranks: Ints, stage_layers: Sequence[int] = ()) -> dict[str, Floats]:
+def memory_by_rank(
+    job: Job, layouts: LayoutBatch, ranks: Ints, stage_layers: Sequence[int] = (), caches: SearchCaches | None = None
+) -> dict[str, Floats]:
     """Return the bytes by kind on the pp ranks `ranks`, (ranks, rows) each."""
     repeated = layouts.take(np.tile(np.arange(len(layouts)), len(ranks)))
-    sizes = device_memory.stage_memory(job, repeated, rank_share(job, repeated, ranks.ravel(), stage_layers))
+    share = rank_share(job, repeated, ranks.ravel(), stage_layers)
+    invariant = device_memory.invariant_memory(job, repeated, share, caches)
+    sizes = device_memory.stage_memory(job, repeated, share, invariant)
     return {kind: size.reshape(ranks.shape) for kind, size in sizes.items()}
 
 

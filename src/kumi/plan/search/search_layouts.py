@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kumi.plan.estimate import estimate, representative_ranks
+from kumi.plan.estimate import estimate, estimate_for_search, representative_ranks, with_collectives
 from kumi.plan.estimates import Estimate
 from kumi.plan.layout_batch import CHOICES, Bools, Floats, LayoutBatch, concat_layouts
 from kumi.plan.memory import device_memory
@@ -103,7 +103,8 @@ def search(
     best, tally = _Best(with_front=front), _Tally()
     groups, done = grid_groups(job, pinned, CHUNK_ROWS), 0
     total = sum(group.rows for group in groups)
-    task = partial(search_group, job, dict(pinned), CHUNK_ROWS, SearchCaches())
+    caches = SearchCaches()
+    task = partial(search_group, job, dict(pinned), CHUNK_ROWS, caches)
     with start_workers(task, min(usable_cores(), len(groups)), total) as (submit, workers):
         # Results are merged in the order of the groups, whichever is ready first. A group is searched with the bounds
         # of all groups before the `window` that are in work.
@@ -122,9 +123,9 @@ def search(
             done += group.rows
             if progress:
                 progress(done / max(1, total))
-    plans = _refine(job, best.fastest(count, accept), pinned, accept, top)
+    plans = _refine(job, best.fastest(count, accept), pinned, accept, top, caches)
     if not plans and tally.smallest is not None and (accept is None or accept(tally.smallest)):
-        plans = _refine(job, [tally.smallest], pinned, accept, top)
+        plans = _refine(job, [tally.smallest], pinned, accept, top, caches)
     pareto = tuple(estimate(job, layout) for layout in best.front()) if front else ()
     return SearchResult(plans, pareto, tally.count, tally.fitting, tally.timed, tally.smallest)
 
@@ -365,7 +366,7 @@ def _ranked_key(layout: Layout) -> _Key:
 
 
 def _refine(
-    job: Job, layouts: Sequence[Layout], pinned: Pins, accept: AcceptFn | None, top: int
+    job: Job, layouts: Sequence[Layout], pinned: Pins, accept: AcceptFn | None, top: int, caches: SearchCaches
 ) -> tuple[Estimate, ...]:
     """Return full estimates, with simulated pipelines, of at most `top` of the `layouts` that fit.
 
@@ -375,14 +376,15 @@ def _refine(
 
     def estimate_allowed(layouts: Iterable[Layout]) -> list[Estimate]:
         allowed = [item for item in layouts if (accept is None or accept(item)) and not _problems(job, item)]
-        return [item for item in (estimate(job, layout) for layout in allowed) if item.fits]
+        return [item for item in (estimate_for_search(job, layout, caches) for layout in allowed) if item.fits]
 
-    fitting = [item for item in (_estimate_fitting(job, layout, pinned) for layout in layouts) if item.fits]
+    fitting = [item for item in (_estimate_fitting(job, layout, pinned, caches) for layout in layouts) if item.fits]
     fitting.sort(key=lambda item: item.step_seconds)
     for place, plan in enumerate(fitting[:_REFINED]):
         neighbours = estimate_allowed(_neighbours(job, plan, pinned))
         fitting[place] = min([plan, *neighbours], key=lambda item: item.step_seconds)
-    return rank_plans(job, fitting, top, estimate_allowed(_recomputed_in_all(fitting, pinned)))
+    ranked = rank_plans(job, fitting, top, estimate_allowed(_recomputed_in_all(fitting, pinned)))
+    return tuple(with_collectives(job, plan) for plan in ranked)
 
 
 def _recomputed_in_all(plans: Sequence[Estimate], pinned: Pins) -> list[Layout]:
@@ -397,19 +399,19 @@ def _recomputed_in_all(plans: Sequence[Estimate], pinned: Pins) -> list[Layout]:
     return [replace(layout, recompute_layers=None) for layout in layouts]
 
 
-def _estimate_fitting(job: Job, layout: Layout, pinned: Pins) -> Estimate:
+def _estimate_fitting(job: Job, layout: Layout, pinned: Pins, caches: SearchCaches) -> Estimate:
     """Return the estimate of `layout`, with as few more recomputed layers as it needs to fit.
 
     The search takes memory to be linear in the recomputed layers, which may be slightly too low.
     """
-    result = estimate(job, layout)
+    result = estimate_for_search(job, layout, caches)
     if result.fits or layout.recompute_layers is None or pinned_recompute_layers(pinned) is not None:
         return result
     low, high = layout.recompute_layers + 1, _most_layers(job, layout)
-    result = estimate(job, replace(layout, recompute_layers=None))
+    result = estimate_for_search(job, replace(layout, recompute_layers=None), caches)
     while result.fits and low < high:
         middle = (low + high) // 2
-        fewer = estimate(job, replace(layout, recompute_layers=middle))
+        fewer = estimate_for_search(job, replace(layout, recompute_layers=middle), caches)
         low, high, result = (low, middle, fewer) if fewer.fits else (middle + 1, high, result)
     return result
 
