@@ -7,7 +7,8 @@ estimate_many(job, layouts)   a batch: at most three pp ranks each, the pipeline
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,8 +42,7 @@ _MAX_SIMULATED = 2048
 _MAX_DRAWN_FORWARDS = 100_000
 
 
-@dataclass(frozen=True)
-class EstimateBatch:
+class EstimateBatch(NamedTuple):
     """Estimates of a batch of layouts, (rows,) each.
 
     `seconds`: seconds of a step.

@@ -10,7 +10,7 @@ arXiv:2205.05198, equation 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,8 +34,7 @@ _GATED_NORM_FLOAT32 = 3
 _MATERIALIZES_SCORES = ("fused-softmax", "eager")
 
 
-@dataclass(frozen=True)
-class LayerActivations:
+class LayerActivations(NamedTuple):
     """Activation bytes per token of one layer, (rows,) each.
 
     `none`, `selective`, `full`: saved for the backward pass, by kind of recomputation.
@@ -51,11 +50,7 @@ class LayerActivations:
     gradients: Floats
 
 
-_LAYER_FIELDS = tuple(field.name for field in fields(LayerActivations))
-
-
-@dataclass(frozen=True)
-class ModelActivations:
+class ModelActivations(NamedTuple):
     """Activation bytes per token of the parts of a model, (rows,) each.
 
     `layers`: one entry for each kind of layer.
@@ -83,12 +78,12 @@ def model_activations(job: Job, layouts: LayoutBatch, cache: RowCache | None = N
         sizes, model = _ActivationSizes(job, unique.take(rows)), job.model
         layers = [sizes.layer(ops) for ops in unique_layer_ops(model)]
         ends = [sizes.total(sizes.saved, ops) for ops in (embedding_ops(model), head_ops(model))]
-        figures = [getattr(layer, name) for layer in layers for name in _LAYER_FIELDS]
+        figures = [figure for layer in layers for figure in layer]
         return np.stack([np.broadcast_to(figure, len(rows)) for figure in (*figures, *ends)])
 
     figures = compute(np.arange(len(first))) if cache is None else cache.figures([c[first] for c in columns], compute)
     *of_layers, embedding, head = figures[:, index]
-    count = len(_LAYER_FIELDS)
+    count = len(LayerActivations._fields)
     layers = [LayerActivations(*of_layers[start : start + count]) for start in range(0, len(of_layers), count)]
     return ModelActivations(tuple(layers), embedding, head, layers[0].full)
 

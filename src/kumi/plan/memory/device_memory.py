@@ -10,7 +10,7 @@ backward pass. The estimate is the largest of the three.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,8 +64,7 @@ def usable_memory(job: Job) -> int:
     return int((1 - memory_margin(job)) * job.cluster.device.memory)
 
 
-@dataclass(frozen=True)
-class InvariantMemory:
+class InvariantMemory(NamedTuple):
     """The parts of a rank's memory that depend neither on recomputation nor on offloading.
 
     `params`: sizes of the rank's parameters.

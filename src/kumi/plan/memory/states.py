@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -72,8 +72,7 @@ class ParamShards:
         return ParamShards(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
-@dataclass(frozen=True)
-class RankParams:
+class RankParams(NamedTuple):
     """Parameters on a rank, by FSDP unit.
 
     `total`: all parameters.
@@ -118,7 +117,7 @@ def rank_params(job: Job, layouts: LayoutBatch, share: RankStages, cache: RowCac
     content = [column.astype(np.int64) for column in (*share.layers, share.embedding, share.head)]
     first, index = unique_rows(layouts.tp, layouts.ep, layouts.expert_tp, shards, zero_kind, layouts.tiles, *content)
     params = _rank_params(job, layouts.take(first), share.take(first), cache)
-    return RankParams(*(getattr(params, field.name).take(index) for field in fields(params)))
+    return RankParams(*(part.take(index) for part in params))
 
 
 def _rank_params(job: Job, layouts: LayoutBatch, share: RankStages, cache: RowCache | None) -> RankParams:
@@ -213,8 +212,7 @@ def communicated_sizes(job: Job, unit: FsdpUnit, layouts: LayoutBatch) -> tuple[
     return gathered, trained
 
 
-@dataclass(frozen=True)
-class _PackedBytes:
+class _PackedBytes(NamedTuple):
     """Bytes of a packed matrix: unsharded, of the largest shard, and after an all-gather, (rows,) each."""
 
     unsharded: Floats
@@ -317,8 +315,7 @@ def update_copy_bytes(job: Job, layouts: LayoutBatch, params: RankParams) -> Flo
     return np.asarray(job.engine.update_itemsize * trained)
 
 
-@dataclass(frozen=True)
-class UnshardedBytes:
+class UnshardedBytes(NamedTuple):
     """Peak transient bytes of sharded states in the forward and backward passes, (rows,) each.
 
     By kind:

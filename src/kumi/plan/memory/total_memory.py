@@ -7,7 +7,7 @@ layout, so that everything that these times share is computed once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,7 @@ from kumi.spec.job import Job
 _NONE = CHOICES["recompute"].index("none")
 
 
-@dataclass(frozen=True)
-class _ActivationBytes:
+class _ActivationBytes(NamedTuple):
     """Activation bytes of a rank with one kind of recomputation in all of its layers, (rows,) each.
 
     `resident`: saved activations of all microbatches in flight.
@@ -45,8 +44,7 @@ class _ActivationBytes:
     two_layers: Floats
 
 
-@dataclass(frozen=True)
-class _Peak:
+class _Peak(NamedTuple):
     """Bytes of a rank at its fullest moment with some kind and number of recomputed layers, (rows,) each.
 
     `states`: parameters, gradients and optimizer states.
@@ -133,8 +131,8 @@ class TotalMemory:
             params = (1 + reference_copies(self._job)) * self._invariant.states["params"]
             states = params + peak.pick(self._states)
             activations = peak.pick((resident, in_backward, none))
-            self._peaks[recompute, layers] = replace(
-                peak, states=states, transient=peak.pick(self._transient), activations=activations
+            self._peaks[recompute, layers] = peak._replace(
+                states=states, transient=peak.pick(self._transient), activations=activations
             )
         return self._peaks[recompute, layers]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from kumi.spec.schedules import V_SHAPED
 from kumi.spec.sharding import FsdpUnit, even_stages, fsdp_units, rank_layers, stage_ops
 
 
-@dataclass(frozen=True)
-class RankStages:
+class RankStages(NamedTuple):
     """The layers of one pp rank over all its stages, for every row (one layout and one rank).
 
     `layers`: the number of layers of each of `model.unique_layers()`, (kinds, rows).

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,8 +58,7 @@ def layout_chunks(job: Job, pinned: Pins, max_rows: int) -> Iterator[tuple[float
             yield done / max(1, rows), chunk
 
 
-@dataclass(frozen=True)
-class GridGroup:
+class GridGroup(NamedTuple):
     """Grids of layouts, legal or not, that are built together.
 
     `grids`: the degrees of `_AXES` of each grid, and the values of its other fields.

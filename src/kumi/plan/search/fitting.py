@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +21,7 @@ from kumi.spec.job import Job
 NO_RECOMPUTE, NO_OFFLOAD, _OFFLOAD_ACTIVATIONS = 0, 0, CHOICES["offload"].index("activations")
 
 
-@dataclass(frozen=True)
-class Candidates:
+class Candidates(NamedTuple):
     """Layouts whose recomputation and offloading are not chosen yet, with the content of their pipeline ranks.
 
     Memory is computed for a few ranks of each pipeline (`kumi.plan.estimate.representative_ranks`).
@@ -70,8 +70,7 @@ class Candidates:
         return fits
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """A kind of recomputation and of offloading, applied to every row of `Candidates`.
 
     `recompute`, `offload`: indices into `CHOICES`.

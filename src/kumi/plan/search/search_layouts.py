@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -331,8 +331,7 @@ class _Best:
         return [self.on_front[index][2] for index in picks]
 
 
-@dataclass(frozen=True)
-class _Rivals:
+class _Rivals(NamedTuple):
     """The best layouts of a search so far.
 
     `limit`: seconds above which a layout cannot be among the fastest.

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,8 +34,7 @@ _INT64_BYTES = 8.0
 TIME_KIND = {"tp": "tp", "cp": "cp", "ep": "ep", "expert_tp": "ep", "pp": "pp"}
 
 
-@dataclass(frozen=True)
-class CollectiveBatch:
+class CollectiveBatch(NamedTuple):
     """One collective in a batch of layouts.
 
     `kind`, `what`: as in `kumi.plan.estimates.Collective`.

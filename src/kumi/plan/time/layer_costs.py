@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,8 +56,7 @@ _COMM_FIELDS = {
 _TP_OVERLAP = 0.6
 
 
-@dataclass(frozen=True)
-class CostTable:
+class CostTable(NamedTuple):
     """Costs of a microbatch for each distinct combination of `_COST_FIELDS`: per kind of layer, embedding, and head."""
 
     layers: tuple[MicrobatchCost, ...]

@@ -6,15 +6,14 @@ The trainer (`kumi.parallel.tensor_parallel`) places its collectives by the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from kumi.spec.op import Op
 from kumi.spec.sharding import DIM_TO_AXIS, tp_style
 
 
-@dataclass(frozen=True)
-class TensorTraffic:
+class TensorTraffic(NamedTuple):
     """Sizes of a layer's tensor-parallel collectives in the forward pass, in elements per token.
 
     `column_inputs`: inputs of column-parallel matrices, one entry for all matrices with the same input.

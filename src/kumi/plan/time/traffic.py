@@ -206,7 +206,7 @@ def _once_per_step(rank: _Rank, train: Sequence[tuple[CollectiveBatch, int]], wh
         return
     size = np.asarray(sum(sent.bytes * count for sent, count in train))
     total_count = np.array([float(sum(count for _, count in train))])
-    merged = replace(train[0][0], bytes=size)
+    merged = train[0][0]._replace(bytes=size)
     together = float(back_to_back_seconds(rank.job, rank.layouts, merged, total_count)[0])
     for (sent, count), seconds in zip(train, separate, strict=True):
         yield _collective(rank, sent, count, when, together * seconds / sum(separate))
@@ -288,7 +288,7 @@ def _pipeline(rank: _Rank) -> Iterator[Collective]:
     forward = sum(stage != last and stage + 1 not in rank.stages for stage in rank.stages)
     backward = sum(stage != 0 and stage - 1 not in rank.stages for stage in rank.stages)
     for count, when, what in ((forward, "forward", transfer.what), (backward, "backward", "gradients")):
-        yield _collective(rank, replace(transfer, what=what), rank.microbatches * count, when)
+        yield _collective(rank, transfer._replace(what=what), rank.microbatches * count, when)
 
 
 def _tied_grads(rank: _Rank) -> Iterator[Collective]:

@@ -3,7 +3,7 @@ the first and the last pipeline rank share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from kumi.spec.sharding import FsdpUnit, zero_group
 TIED_GRADS = "gradients of the tied table"
 
 
-@dataclass(frozen=True)
-class UnitCollectives:
+class UnitCollectives(NamedTuple):
     """The collectives of one FSDP unit.
 
     `gather`: the all-gather of its parameters.
@@ -72,7 +71,7 @@ def tied_grad_seconds(job: Job, layouts: LayoutBatch) -> Floats:
     seconds, sent = np.zeros(len(layouts)), tied_grad_all_reduce(job, layouts)
     rows = np.flatnonzero(sent.bytes)
     if len(rows):
-        seconds[rows] = seconds_each(job, layouts.take(rows), replace(sent, bytes=sent.bytes[rows]))
+        seconds[rows] = seconds_each(job, layouts.take(rows), sent._replace(bytes=sent.bytes[rows]))
     return seconds
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,8 +58,7 @@ _UPDATE_FIELDS = (
 )
 
 
-@dataclass(frozen=True)
-class DataParallelParams:
+class DataParallelParams(NamedTuple):
     """Parameters on a pp rank that data-parallel ranks communicate, as (dense, routed experts), (rows,) each.
 
     `gathered`: bytes after an all-gather, with padding.

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from math import log
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,8 +54,7 @@ class PublishedRun:
         return self.traits.time_regime if quantity == "time" else self.traits.memory_regime
 
 
-@dataclass(frozen=True)
-class ErrorSample:
+class ErrorSample(NamedTuple):
     """The errors (rows,) that stand for a planned run, with weights that add up to 1.
 
     `experiments`: the number of experiments. `regime`: the regime, or "" for the errors of all regimes. `names`: the
@@ -74,7 +74,7 @@ class ErrorSample:
 
     def shifted(self, error: float) -> ErrorSample:
         """Return the sample with `error` added to every error."""
-        return replace(self, errors=self.errors + error)
+        return self._replace(errors=self.errors + error)
 
     def quantile(self, share: float) -> float:
         """Return the smallest error that at least `share` of the weight does not exceed."""
@@ -117,7 +117,7 @@ def calibrated_sample(runs: Sequence[PublishedRun], quantity: str, regime: str, 
     if not errors:
         return raw
     shares = np.concatenate(weights)
-    return replace(raw, errors=np.concatenate(errors), weights=shares / shares.sum())
+    return raw._replace(errors=np.concatenate(errors), weights=shares / shares.sum())
 
 
 @lru_cache(maxsize=16)
