@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from kumi.cli.arguments import add_checkpoint_flag, add_verb, positive
 from kumi.errors import OK, ConfigError
-from kumi.launch.standing import refuse_several_nodes
 from kumi.safe_output import visible
 
 if TYPE_CHECKING:
@@ -68,6 +67,8 @@ def add(verbs: Any) -> None:
 
 def run(arguments: Namespace) -> int:
     """Evaluate the models and print a table. Return the exit code."""
+    from kumi.launch.standing import refuse_several_nodes
+
     refuse_several_nodes("eval", os.environ)
     tasks, harness = _tasks(arguments), _harness(arguments)
     if not tasks and harness is None:

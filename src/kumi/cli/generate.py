@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from kumi.cli.arguments import add_checkpoint_flag, add_verb, positive
 from kumi.errors import OK, ConfigError
-from kumi.launch.standing import refuse_several_nodes
 from kumi.safe_output import visible
 
 if TYPE_CHECKING:
@@ -80,6 +79,8 @@ def _count(text: str) -> int:
 
 def run(arguments: Namespace) -> int:
     """Generate, or chat. Return the exit code."""
+    from kumi.launch.standing import refuse_several_nodes
+
     refuse_several_nodes("generate", os.environ)
     chats = _check(arguments)
     from kumi.inference.generation import Generation, ModelChoice

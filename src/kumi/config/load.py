@@ -55,6 +55,12 @@ def load_plan(path: RunFile, overrides: Overrides = (), cluster: Mapping[str, An
     return _checked(PlanConfig, with_overrides(_sections(path) | machines, overrides))
 
 
+def load_run_or_plan(path: RunFile, overrides: Overrides = ()) -> RunConfig | PlanConfig:
+    """Return the run of a file with [data] or [train], as `load` does, and else its plan, as `load_plan` does."""
+    written = _written(path, overrides)
+    return load(written) if {"data", "train"} & set(written) else _checked(PlanConfig, written)
+
+
 def from_dict(written: dict[str, Any]) -> RunConfig:
     """Return the run that a nested dict describes. Raise ConfigError that names every wrong or missing key."""
     return _checked(RunConfig, written)

@@ -50,12 +50,10 @@ def print_content(content: RenderableType) -> None:
 
 def describe_run_file(path: RunFile, overrides: Overrides = ()) -> dict[str, Any]:
     """Describe the run file at `path`, with the planner's choice of layout if it has no [data] and no [train]."""
-    from kumi.config import load, load_plan, open_run
+    from kumi.config import RunConfig, load_run_or_plan, open_run
 
-    config = load_plan(path, overrides)
-    if config.data is None and config.train is None:
-        return describe_plan(config)
-    return describe_resolved(open_run(load(path, overrides)))
+    config = load_run_or_plan(path, overrides)
+    return describe_resolved(open_run(config)) if isinstance(config, RunConfig) else describe_plan(config)
 
 
 def estimate_run_file(path: str, overrides: Sequence[str] = ()) -> tuple[Job, Estimate]:
