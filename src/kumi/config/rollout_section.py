@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from kumi.config.objective_section import KindSection, ReferenceSection
+from kumi.config.objective_section import ObjectiveKindSection, ReferenceSection
 from kumi.config.reward_section import RewardKindSection, reward_specs
 from kumi.config.section import NotNegative, Number, Positive, Section, Switch
 from kumi.errors import ConfigError
@@ -85,7 +85,7 @@ def _renormalised(value: float) -> str:
     )
 
 
-def check_rewards(rewards: Sequence[RewardKindSection], objective: KindSection) -> None:
+def check_rewards(rewards: Sequence[RewardKindSection], objective: ObjectiveKindSection) -> None:
     """Raise ValueError if `rewards` contradict each other, or if `objective` reads no rewards."""
     if not rewards:
         return
@@ -101,7 +101,7 @@ def check_rewards(rewards: Sequence[RewardKindSection], objective: KindSection) 
 
 
 def check_objective(
-    rollout: RolloutSection | None, objective: KindSection, has_rewards: bool, reference: ReferenceSection
+    rollout: RolloutSection | None, objective: ObjectiveKindSection, has_rewards: bool, reference: ReferenceSection
 ) -> None:
     """Raise ValueError unless a run has a [rollout] exactly if its objective trains on replies of the model, and all
     that the advantages are made of."""

@@ -1,0 +1,87 @@
+"""Sections with a `kind`, and the keys of all kinds: [objective] and the tables [[rewards]].
+
+A kind is a dataclass, and its fields are its keys, so that a new kind needs no change here. A key that a kind does not
+use is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field as Key
+from pydantic import create_model, model_validator
+
+from kumi.config.section import Section
+from kumi.errors import ConfigError
+
+
+class KindSection(Section):
+    """A section with a `kind`. `kinds` has the dataclass of each."""
+
+    kinds: ClassVar[Mapping[str, type[Any]]]
+    kind: str
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> KindSection:
+        used = _keys_of(self.kinds[self.kind])
+        for name in self.given:
+            if name not in used:
+                kinds = ", ".join(repr(kind) for kind, of_kind in self.kinds.items() if name in _keys_of(of_kind))
+                keys = f"its keys are {', '.join(used)}" if used else "it has no other key"
+                raise ValueError(f"{name} is not a key of kind={self.kind!r}, but of {kinds}; {keys}")
+        try:
+            self.build()
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("objective.")) from None
+        return self
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that are set, without `kind`."""
+        return {name: value for name, value in self.model_dump(exclude={"kind"}).items() if value is not None}
+
+    def build(self) -> Any:
+        """Return the object that the section describes. Raise ConfigError for keys that contradict each other."""
+        return self.kinds[self.kind](**self.given)
+
+
+def with_keys_of_kinds(name: str, base: type[KindSection], annotate: Callable[[Field[Any]], Any]) -> Any:
+    """Return the section `name`: `base` with the keys of all its kinds, each of the type `annotate(key)` or unset."""
+    keys = {key.name: key for kind in base.kinds.values() for key in fields(kind)}
+    return create_model(
+        name,
+        __base__=base,
+        __doc__=base.__doc__,
+        **{
+            key: (Annotated[annotate(field) | None, Key(description=_description(base.kinds, key))], None)
+            for key, field in keys.items()
+        },
+    )
+
+
+def _keys_of(kind: type[Any]) -> dict[str, Field[Any]]:
+    """Return the keys of `kind` by name."""
+    return {key.name: key for key in fields(kind)}
+
+
+def _description(kinds: Mapping[str, type[Any]], name: str) -> str:
+    """Return the description of the key `name`, with the kinds that use it and their defaults."""
+    of_kind = {kind: _keys_of(kinds[kind])[name] for kind in kinds if name in _keys_of(kinds[kind])}
+    texts: dict[str, dict[Any, list[str]]] = {}
+    for kind, key in of_kind.items():
+        assert key.default is not MISSING, "a key of a kind has a default"
+        texts.setdefault(key.metadata["text"], {}).setdefault(key.default, []).append(f"`{kind}`")
+    everywhere = len(of_kind) == len(kinds) and len(texts) == 1
+    return " ".join(_with_uses(text, defaults, everywhere=everywhere) for text, defaults in texts.items())
+
+
+def _with_uses(text: str, kinds_of: Mapping[Any, list[str]], *, everywhere: bool) -> str:
+    """Return `text` with the kinds that have each default, unless all kinds have it."""
+    uses = []
+    for default, kinds in kinds_of.items():
+        value = "" if default in (None, "") else f"{default:g}" if isinstance(default, int | float) else f"'{default}'"
+        uses.append(": ".join(filter(None, ["" if everywhere else ", ".join(kinds), value])))
+    listed = "; ".join(filter(None, uses))
+    return f"{text.rstrip('.')} ({listed})." if listed else text
