@@ -212,7 +212,7 @@ def check(made: list[list[int]], lengths: list[int], prompts: list[list[int]], k
 def planned(cluster_file: Path, kind: str, batch: int) -> dict[str, float]:
     """Return the planned bytes of the cache, and the estimated seconds of the row on the machine of `cluster_file`."""
     from kumi.config.cluster_source import cluster_spec
-    from kumi.config.schema import ClusterSection
+    from kumi.config.job_sections import ClusterSection
     from kumi.plan.inference.inference_job import InferenceJob
     from kumi.plan.inference.rollout_time import rollout_time
     from kumi.spec import families
@@ -236,7 +236,7 @@ def planned_host(cluster_file: Path) -> float:
     import numpy as np
 
     from kumi.config.cluster_source import cluster_spec
-    from kumi.config.schema import ClusterSection
+    from kumi.config.job_sections import ClusterSection
     from kumi.plan.inference.decode_step import decode_step
     from kumi.plan.inference.inference_job import InferenceJob
     from kumi.spec import families

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 from kumi.config.cluster_source import cluster_spec
-from kumi.config.schema import ClusterSection
+from kumi.config.job_sections import ClusterSection
 
 
 def matmul_flops(size: int = 8192, repeats: int = 20) -> float:

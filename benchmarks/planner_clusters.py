@@ -10,8 +10,8 @@ from planner_defaults import NETWORK_OF, NODE_OF, first
 from planner_rows import Run
 
 from kumi.config.assemble import assemble_cluster
+from kumi.config.job_sections import ClusterSection
 from kumi.config.presets import preset_names, read_node
-from kumi.config.schema import ClusterSection
 from kumi.errors import KumiError
 from kumi.spec.cluster import ClusterSpec
 

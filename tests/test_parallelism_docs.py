@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kumi.config.schema import LayoutSection
+from kumi.config.job_sections import LayoutSection
 from kumi.parallel.ring_attention import positions_of_rank
 from kumi.plan.estimate import estimate
 from kumi.plan.layout_batch import batch_layouts

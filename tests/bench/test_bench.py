@@ -13,7 +13,7 @@ from kumi.bench import clock, measuring_rank, run_bench, time_collectives, time_
 from kumi.bench.measurements import Timing, read_measurements
 from kumi.cli import main
 from kumi.config.cluster_source import cluster_spec
-from kumi.config.schema import ClusterSection
+from kumi.config.job_sections import ClusterSection
 from kumi.launch.signals import StopFlag
 from kumi.parallel.mesh import RankInfo
 from kumi.spec.numerics import REFERENCE

@@ -8,8 +8,8 @@ from measured import CPU, GPU, LINK, measurements, transfers
 from kumi.bench.cluster_toml import node_toml, refuse_existing, write_new
 from kumi.bench.describe_machine import node_of, remarks
 from kumi.config.cluster_source import cluster_spec
+from kumi.config.job_sections import ClusterSection
 from kumi.config.presets import preset_names, read_node
-from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError, RefusedError
 from kumi.spec.cluster import Device
 

@@ -13,8 +13,8 @@ from kumi.bench.refit import MIN_STEPS, WARM_UP, read_run, recalibrate, render_c
 from kumi.cli import main
 from kumi.config import dump, load, open_run, resolve
 from kumi.config.cluster_source import cluster_spec
+from kumi.config.job_sections import ClusterSection
 from kumi.config.presets import read_node
-from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError, RefusedError
 from kumi.plan.estimate import estimate
 from kumi.plan.uncertainty.of_estimate import estimate_uncertainty

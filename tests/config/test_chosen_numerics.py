@@ -7,6 +7,7 @@ import pytest
 
 from kumi.config import dump, load, load_plan, open_run, resolve
 from kumi.config.cluster_source import cluster_spec
+from kumi.config.job_sections import ClusterSection
 from kumi.config.numerics import (
     MeasuredNumerics,
     Processor,
@@ -16,27 +17,14 @@ from kumi.config.numerics import (
     read_cached_numerics,
     this_processor,
 )
-from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
 from kumi.spec.numerics import REFERENCE, Numerics
+from small_llama import SMALL_LLAMA
 
 MEASURED = MeasuredNumerics(Numerics("fp32", "default", ("fp32-long",)), {"products": {"default": 1.0, "onednn": 2.0}})
 RUN = {
     "name": "small",
-    "model": {
-        "init": "random",
-        "config": {
-            "model_type": "llama",
-            "vocab_size": 320,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
-            "rms_norm_eps": 1e-5,
-        },
-    },
+    "model": {"init": "random", "config": SMALL_LLAMA},
     "batch": {"seq_len": 32, "tokens_per_step": 256},
     "data": {"tokenizer": {"vocab_size": 300}, "sources": [{"path": "documents.jsonl"}]},
     "train": {"steps": 6, "out": "run"},

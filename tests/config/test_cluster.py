@@ -9,8 +9,8 @@ import pytest
 from kumi.config import local_machine
 from kumi.config.cluster_source import cluster_spec
 from kumi.config.hardware import hardware_page
+from kumi.config.job_sections import ClusterSection
 from kumi.config.presets import preset_names, read_device, read_link, read_network, read_node
-from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "hardware.md"

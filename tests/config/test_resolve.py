@@ -9,10 +9,10 @@ import pytest
 
 from kumi.config import from_dict, job, plan_from_dict, resolve
 from kumi.config.cluster_source import cluster_spec
+from kumi.config.job_sections import ClusterSection, ModelSection
 from kumi.config.jobs import choose_precision
 from kumi.config.model_source import model_folder, read_hf_config
 from kumi.config.pinned_run import pin_layout
-from kumi.config.schema import ClusterSection, ModelSection
 from kumi.errors import ConfigError, ModelError
 from kumi.hub import reach
 from kumi.spec.cluster import Device

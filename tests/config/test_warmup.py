@@ -3,8 +3,8 @@
 import pytest
 
 from kumi.config import dump, load, load_plan
+from kumi.config.job_sections import WARMUP_RATIO, OptimSection
 from kumi.config.optim_section import choose_optim
-from kumi.config.schema import WARMUP_RATIO, OptimSection
 from kumi.errors import ConfigError
 
 

@@ -10,21 +10,13 @@ import pytest
 
 from kumi import hub as kumi_hub
 from kumi.config import load_plan
+from kumi.config.job_sections import ModelSection
 from kumi.config.model_source import fetch_snapshot, model_folder, read_hf_config
-from kumi.config.schema import ModelSection
 from kumi.errors import ConfigError, ModelError
+from small_llama import SMALL_LLAMA
 
-CONFIG = {
-    "model_type": "llama",
+CONFIG = SMALL_LLAMA | {
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
     "rope_theta": 1e4,
     "hidden_act": "silu",
     "tie_word_embeddings": False,

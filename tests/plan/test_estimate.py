@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from small import GPU, HOST, INSTANT, LINKS, every_layout, job, model
 
 from kumi.config.cluster_source import cluster_spec
-from kumi.config.schema import ClusterSection
+from kumi.config.job_sections import ClusterSection
 from kumi.errors import ConfigError
 from kumi.plan.engines import ENGINES
 from kumi.plan.estimate import estimate, estimate_many, estimated_timeline

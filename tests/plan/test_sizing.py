@@ -9,7 +9,7 @@ import pytest
 from small import GPU, LINKS, job, model
 
 from kumi.config.cluster_source import cluster_with_nodes
-from kumi.config.schema import ClusterSection
+from kumi.config.job_sections import ClusterSection
 from kumi.errors import FitError, LayoutError
 from kumi.plan.search.diagnose import remedies
 from kumi.plan.search.search_layouts import estimate_smallest, search

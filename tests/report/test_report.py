@@ -7,7 +7,7 @@ from examples import CHOSEN, best, copies, estimate, job, memory, report, runner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kumi.config.schema import LayoutSection
+from kumi.config.job_sections import LayoutSection
 from kumi.plan.report import Report
 from kumi.report import phrases, quantities
 from kumi.report.bottleneck import STAGE_IMBALANCE, bottlenecks, levers

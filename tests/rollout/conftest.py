@@ -10,6 +10,7 @@ import pytest
 import tomli_w
 
 from kumi.cli import main
+from small_llama import SMALL_LLAMA
 
 REWARD = '''
 def letters(prompt, reply, row):
@@ -32,19 +33,8 @@ def same(prompt, reply, row):
 def unscored(prompt, reply, row):
     return None
 '''
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-}
 MOE = {
-    **MODEL,
+    **SMALL_LLAMA,
     "model_type": "qwen3_moe",
     "head_dim": 8,
     "num_experts": 4,
@@ -70,7 +60,7 @@ def rollout_file(folder, **changes):
     A section that is None is left out.
     """
     sections = {
-        "model": {"init": "random", "config": MODEL},
+        "model": {"init": "random", "config": SMALL_LLAMA},
         "cluster": {"devices_per_node": 1},
         "batch": {"seq_len": 32, "tokens_per_step": 256},
         "objective": {"kind": "grpo"},

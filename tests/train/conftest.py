@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kumi.cli import main
+from small_llama import SMALL_LLAMA
 
 WORDS = [
     "the",
@@ -50,20 +51,7 @@ def run_file(folder, **changes):
     """Write run.toml for use in `folder`, where its data lies, changed by `section={...}` and
     `section__key=value`; its path."""
     sections = {
-        "model": {
-            "init": "random",
-            "config": {
-                "model_type": "llama",
-                "vocab_size": 320,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 64,
-                "rms_norm_eps": 1e-5,
-            },
-        },
+        "model": {"init": "random", "config": SMALL_LLAMA},
         "cluster": {"devices_per_node": 1},
         "batch": {"seq_len": 32, "tokens_per_step": 256},
         "data": {

@@ -19,6 +19,7 @@ from kumi.storage import checkpoint
 from kumi.train import run_folder
 from kumi.train.finish import _compare
 from kumi.train.metrics import read_metrics, truncate_metrics
+from small_llama import SMALL_LLAMA
 
 
 def content(folder, besides):
@@ -159,17 +160,7 @@ def test_weights_that_are_not_there(refused):
         new_run(folder)
         (folder / "base").mkdir()
         shutil.copy(folder.parent / folder.name / "run.toml", folder / "base" / "unrelated.toml")
-        config = {
-            "model_type": "llama",
-            "vocab_size": 320,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 64,
-        }
-        (folder / "base" / "config.json").write_text(json.dumps(config))
+        (folder / "base" / "config.json").write_text(json.dumps(SMALL_LLAMA))
 
     assert "base has no .safetensors or .bin file; add the weights, or set model.init=random" in refused(
         model, model={"source": "base"}

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kumi.bench.cluster_toml import node_toml, refuse_existing, round_to_four_digits, write_new
 from kumi.config import job, load_plan, resolve
 from kumi.config.cluster_file import DeviceFile, LinkFile, MeasuredFile, NetworkFile, NodeFile
+from kumi.config.job_sections import ClusterSection
 from kumi.config.local_machine import this_node
 from kumi.config.model_source import fetch_snapshots, read_hf_config, source_folder
 from kumi.config.presets import read_node
 from kumi.config.run_plan import read_plan
-from kumi.config.schema import ClusterSection, RunConfig
+from kumi.config.schema import RunConfig
 from kumi.config.stored_config import load_stored_config, read_stored_run
 from kumi.errors import OK, ConfigError
 from kumi.files.run_names import CONFIG_FILE

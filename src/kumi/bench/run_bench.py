@@ -16,8 +16,8 @@ from kumi.bench.describe_machine import main_dtype, node_of, remarks
 from kumi.bench.measurements import Measurements, read_measurements
 from kumi.config.cluster_file import NodeFile
 from kumi.config.cluster_source import cluster_spec
+from kumi.config.job_sections import ClusterSection
 from kumi.config.numerics import numerics_here
-from kumi.config.schema import ClusterSection
 from kumi.errors import OK, ConfigError
 from kumi.launch.local import is_rank, rank_environment
 from kumi.launch.standing import refuse_several_nodes

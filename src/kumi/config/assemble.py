@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile, given_fields
+from kumi.config.job_sections import ClusterSection
 from kumi.config.presets import preset_list, preset_names, read_network
-from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
 from kumi.spec.cluster import ClusterSpec, Device, Host, Link, MachineRuns
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kumi.config.schema import ModelSection
+from kumi.config.job_sections import ModelSection
 from kumi.errors import ConfigError
 from kumi.spec.model import ModelSpec, MoE
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kumi.config.assemble import assemble_cluster
+from kumi.config.job_sections import ClusterSection
 from kumi.config.local_machine import this_machine
 from kumi.config.presets import read_node
-from kumi.config.schema import ClusterSection
 from kumi.spec.cluster import ClusterSpec
 
 

@@ -9,13 +9,14 @@ from typing import Any
 from kumi.config.cluster_source import cluster_spec, cluster_with_nodes
 from kumi.config.document_lengths import document_span
 from kumi.config.generating_run import generating_keys
+from kumi.config.job_sections import LoraSection
 from kumi.config.model_head import read_model
 from kumi.config.model_source import model_name, read_hf_config
 from kumi.config.numerics import choose_numerics
 from kumi.config.optim_section import choose_optim
 from kumi.config.planned_rollouts import rollout_spec
 from kumi.config.run_length import run_steps
-from kumi.config.schema import LoraSection, PlanConfig
+from kumi.config.schema import PlanConfig
 from kumi.objectives import OBJECTIVES, LinearObjective
 from kumi.plan.search.candidates import Pins
 from kumi.spec.batch import BatchSpec

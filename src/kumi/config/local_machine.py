@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from kumi.config.assemble import assemble_cluster
 from kumi.config.cluster_file import ASSUMED, DeviceFile, LinkFile, NetworkFile, NodeFile
+from kumi.config.job_sections import ClusterSection
 from kumi.config.presets import preset_names, read_device, read_network, read_node
-from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
 from kumi.process_limits import usable_cores
 from kumi.spec.cluster import ClusterSpec

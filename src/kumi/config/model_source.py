@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kumi import hub
-from kumi.config.schema import ModelSection, PlanConfig
+from kumi.config.job_sections import ModelSection
+from kumi.config.schema import PlanConfig
 from kumi.config.stored_config import run_folder
 from kumi.errors import ModelError
 from kumi.paths import looked_for

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kumi.config.job_sections import ClusterSection
 from kumi.config.local_machine import cpu_flags, cpu_name, threads_per_rank
-from kumi.config.schema import ClusterSection, PlanConfig, RunConfig
+from kumi.config.schema import PlanConfig, RunConfig
 from kumi.errors import ConfigError, ModelError
 from kumi.files.output import open_new
 from kumi.files.untrusted import read_object

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 
-from kumi.config.schema import OptimSection
+from kumi.config.job_sections import OptimSection
 from kumi.errors import ConfigError
 from kumi.spec.optim import Optim
 

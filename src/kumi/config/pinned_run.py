@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from kumi.config.schema import LayoutSection, PlanConfig
+from kumi.config.job_sections import LayoutSection
+from kumi.config.schema import PlanConfig
 from kumi.spec.layout import Layout
 
 _Config = TypeVar("_Config", bound=PlanConfig)

@@ -14,6 +14,7 @@ from kumi.config.balance_section import Balance, choose_balance
 from kumi.config.decide_layout import decide_layout
 from kumi.config.document_lengths import data_folder, document_span
 from kumi.config.generating_run import check_generating_run
+from kumi.config.job_sections import LayoutSection
 from kumi.config.jobs import comm_spec, plan_input
 from kumi.config.model_head import with_objective_head
 from kumi.config.model_source import fetch_snapshots, local_folder, read_hf_config, source_folder
@@ -21,7 +22,7 @@ from kumi.config.numerics import pin_numerics
 from kumi.config.pinned_run import pin_layout
 from kumi.config.run_length import run_steps, steps_of_epochs, unknown_steps
 from kumi.config.run_plan import RunPlan, estimate_figures, made_for
-from kumi.config.schema import LayoutSection, RunConfig
+from kumi.config.schema import RunConfig
 from kumi.config.stored_config import StoredRun, read_stored_run, with_stored_values
 from kumi.config.task_file import with_tasks_of_files
 from kumi.errors import ConfigError, LayoutError

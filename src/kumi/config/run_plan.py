@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from kumi import __version__
+from kumi.config.job_sections import LayoutSection, PrecisionKind
 from kumi.config.pinned_run import layout_keys
-from kumi.config.schema import LayoutSection, PrecisionKind
 from kumi.config.section import Positive, Section
 from kumi.config.validation_messages import describe_errors
 from kumi.errors import RefusedError

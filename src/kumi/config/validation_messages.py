@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from kumi.config.launch_section import LINE, VARIABLE
-from kumi.config.schema import DATASET_ID, MODEL_ID
+from kumi.config.run_sections import DATASET_ID, MODEL_ID
 
 
 def describe_errors(error: ValidationError, root: type[BaseModel]) -> str:

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from kumi.config import RunConfig
 from kumi.config.cluster_source import cluster_spec
-from kumi.config.schema import ClusterSection
+from kumi.config.job_sections import ClusterSection
 from kumi.doctor.check_table import CHECKS
 from kumi.doctor.device_workers import DeviceWorkers
 from kumi.doctor.examine import ARRIVAL_SECONDS, Examination, examine, local_findings

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from kumi.config.job_sections import ClusterSection
 from kumi.config.local_machine import this_machine
-from kumi.config.schema import ClusterSection
 from kumi.errors import FitError
 from kumi.plan.inference.inference_job import InferenceJob
 from kumi.plan.inference.inference_memory import InferenceMemory, inference_memory, largest_batch

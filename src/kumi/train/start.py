@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from kumi import hub
 from kumi.config import ResolvedRun, RunConfig, open_run, pin_layout
+from kumi.config.job_sections import LayoutSection
 from kumi.config.model_source import fetch_url_weights, hub_sources
 from kumi.config.resolve import with_plan, with_prepared_data
 from kumi.config.run_plan import RunPlan, parse_plan
-from kumi.config.schema import LayoutSection
 from kumi.data import Store
 from kumi.doctor.here import checkpoint_space
 from kumi.doctor.run_doctor import check_before_training
