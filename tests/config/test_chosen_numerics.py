@@ -24,7 +24,7 @@ from small_llama import SMALL_LLAMA
 MEASURED = MeasuredNumerics(Numerics("fp32", "default", ("fp32-long",)), {"products": {"default": 1.0, "onednn": 2.0}})
 RUN = {
     "name": "small",
-    "model": {"init": "random", "config": SMALL_LLAMA},
+    "model": {"init": "random", "config": SMALL_LLAMA | {"num_hidden_layers": 1}},
     "batch": {"seq_len": 32, "tokens_per_step": 256},
     "data": {"tokenizer": {"vocab_size": 300}, "sources": [{"path": "documents.jsonl"}]},
     "train": {"steps": 6, "out": "run"},
