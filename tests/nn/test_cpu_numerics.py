@@ -29,6 +29,9 @@ def test_products_go_where_they_are_said_to(monkeypatch):
         with numerics.expert_matmul_precision():
             assert [usual, torch.get_float32_matmul_precision()] == precisions
         assert torch.get_float32_matmul_precision() == usual
+        with numerics.small_matmul_precision():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == usual
     errors = iter((1e-7, 1e-3))
     monkeypatch.setattr(cpu_matmul, "_error", lambda: next(errors))
     numerics.use_numerics(REFERENCE)

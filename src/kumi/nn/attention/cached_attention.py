@@ -23,6 +23,7 @@ from kumi.nn.attention.attention_context import AttentionFn
 from kumi.nn.attention.extended_attention import extended_attention, extended_latent_attention
 from kumi.nn.attention.scores import PLAIN_SCORES, Scores
 from kumi.nn.dtypes import wide
+from kumi.nn.numerics import small_matmul_precision
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,14 @@ class AttentionCache:
             )
             first = step.stop - all_keys.shape[1]
             return extended_attention(q[0], all_keys, all_values, first, window, sinks, scores)[None]
+        return self._attend_tokens(step, q, k, v, sinks, scores)
+
+    @small_matmul_precision()
+    def _attend_tokens(
+        self, step: TokenStep, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scores: Scores
+    ) -> Tensor:
+        """Return the result of `attend` for one new token of each slot."""
+        keys, values = self.tensors
         capacity, count = keys.shape[2], len(q)
         place = step.place(k.shape[2], capacity)
         for cached, new in ((keys, k), (values, v)):
@@ -194,9 +203,15 @@ class LatentCache:
         if self.up is None:
             matrix = up_projection().to(q.dtype)
             self.up = matrix.reshape(q.shape[2], -1, matrix.shape[1]).contiguous()
-        (cached,), up, rank = self.tensors, self.up, self.up.shape[2]
+        (cached,), up = self.tensors, self.up
         if isinstance(step, ExtendStep):
             return extended_latent_attention(q[0], cached[step.slot, : step.stop], up, nope_size)[None]
+        return self._attend_tokens(step, q, up, nope_size)
+
+    @small_matmul_precision()
+    def _attend_tokens(self, step: TokenStep, q: Tensor, up: Tensor, nope_size: int) -> Tensor:
+        """Return the result of `attend` for one new token of each slot."""
+        (cached,), rank = self.tensors, up.shape[2]
         visible = step.visible(cached.shape[1])[:, 0]
         seen = cached[: len(q), : visible.shape[-1]]
         queries = torch.einsum("nhe,hed->nhd", q[:, 0, :, :nope_size], up[:, :nope_size])
