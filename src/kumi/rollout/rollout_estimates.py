@@ -5,6 +5,8 @@ time/estimated_log_probs_s   for the rows of the batch
 time/estimated_train_s       of an update, for its rows
 perf/estimated_step_s        their sum in a step that begins a batch, with the seconds that the rewards of the batch
                              before took, which no plan knows; in other steps that of the update
+
+`kumi.train.refined_estimates` refines them by what the steps before have taken.
 """
 
 from __future__ import annotations

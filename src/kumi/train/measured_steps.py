@@ -26,7 +26,7 @@ class MeasuredSteps:
     """`seconds`: the median time of `count` steps. `peak_memory`: the largest number of bytes in tensors on rank 0.
 
     Steps with rollouts have estimates of their own. Some generate and some do not, so that `seconds` is then their
-    mean, and `estimated` the mean of the estimates; None without.
+    mean, and `estimated` the mean of the estimates by formulas alone; None without.
     """
 
     seconds: float
@@ -40,7 +40,7 @@ def measured_steps(folder: Path, layout: Layout) -> MeasuredSteps | None:
     entries = [entry for entry in read_metrics(folder / "metrics.jsonl") if _has_layout(entry, layout)][WARM_UP:]
     if not entries:
         return None
-    own = [entry["perf/estimated_step_s"] for entry in entries if entry.get("time/estimated_train_s") is not None]
+    own = [entry["perf/planned_step_s"] for entry in entries if entry.get("perf/planned_step_s") is not None]
     seconds = [entry["perf/step_s"] for entry in entries]
     peak = max(int(entry["mem/peak_bytes"]) for entry in entries)
     if own:

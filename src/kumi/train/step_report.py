@@ -17,6 +17,7 @@ from kumi.train.cpu_contention import CpuWait
 from kumi.train.evaluate import Evaluation, means_of
 from kumi.train.metrics import Metrics
 from kumi.train.process_memory import peak_memory
+from kumi.train.refined_estimates import RefinedEstimates
 from kumi.train.step import StepResult
 from kumi.train.step_lines import legend, metric_lines, source_losses, task_lines
 from kumi.train.task_evaluation import task_errors, task_values
@@ -38,6 +39,7 @@ class Reporter:
         self._pending: list[StepResult] = []
         self._since = time.perf_counter()
         self._wait = CpuWait()
+        self._estimates = RefinedEstimates()
 
     def legend(self) -> None:
         """Print the lines that explain the lines of steps."""
@@ -78,6 +80,8 @@ class Reporter:
             self._tokens += result.tokens
             if self._metrics is not None:
                 entry = self._entry(result, loss, step_s)
+                if run.config.rollout is not None:
+                    entry |= self._estimates.refine(entry)
                 self._metrics.step(entry, busy)
                 self.listener.step(entry)
         self._pending, self._since = [], now

@@ -1,0 +1,44 @@
+"""Estimates of the seconds of steps with rollouts, refined by the steps before.
+
+Each part of a step has an estimate by formulas. It is multiplied by the median of measured/estimated over the latest
+steps that had this part, so that what the formulas cannot see, such as other programs on the machine or long prompts of
+one source, counts from the second step on. The unrefined estimate of the step stays in perf/planned_step_s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+# The steps of a part whose ratios count: their median ignores two that were disturbed.
+_LATEST = 5
+_PARTS = ("generate", "log_probs", "train")
+
+
+class RefinedEstimates:
+    """Refines the estimates of one step after another, which it is given in their order."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[str, deque[float]] = {part: deque(maxlen=_LATEST) for part in _PARTS}
+
+    def refine(self, entry: Mapping[str, Any]) -> dict[str, float]:
+        """Return the figures of the metrics `entry` that change; {} for a step without estimates.
+
+        The step's own seconds count for later steps only.
+        """
+        planned = entry.get("perf/estimated_step_s")
+        if planned is None:
+            return {}
+        changed, total = {"perf/planned_step_s": planned}, planned
+        for part, ratios in self._ratios.items():
+            estimated, measured = entry.get(f"time/estimated_{part}_s"), entry.get(f"time/{part}_s")
+            if not estimated or measured is None:
+                continue
+            refined = estimated * (median(ratios) if ratios else 1.0)
+            changed[f"time/estimated_{part}_s"] = refined
+            total += refined - estimated
+            if measured > 0:
+                ratios.append(measured / estimated)
+        return {**changed, "perf/estimated_step_s": total}
