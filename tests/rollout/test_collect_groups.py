@@ -48,7 +48,7 @@ class Scorer:
     def notes(self):
         return [f"scored {len(self.scored)} groups"]
 
-    def score(self, prompts, replies):
+    def score(self, prompts, replies, scores):
         self.scored += [prompt.number for prompt in prompts]
         return [
             ([float(sample * (prompt.number in self.differ)) for sample in range(len(own))], [{}] * len(own))

@@ -10,6 +10,7 @@ from typing import Any
 
 from kumi import hub
 from kumi.config.job_sections import ModelSection
+from kumi.config.reward_section import model_rewards
 from kumi.config.schema import PlanConfig
 from kumi.config.stored_config import run_folder
 from kumi.errors import ModelError
@@ -76,6 +77,7 @@ def hub_sources(config: PlanConfig) -> dict[str, str]:
         "model.source": config.model.source,
         "data.tokenizer": config.data and config.data.tokenizer,
         "reference.model": config.reference.model,
+        **{key: reward.source for key, reward in model_rewards(config.rewards).items()},
     }
     return {key: source for key, source in sources.items() if isinstance(source, str)}
 
@@ -101,12 +103,15 @@ def read_hf_config(section: ModelSection, folder: Path | None = None) -> dict[st
     """
     if section.source is None:
         return dict(section.config or {})
-    file = local_folder(section.source) if is_url(section.source) else Path(os.path.expanduser(section.source))
+    return read_source_config(section.source, "model.source", folder)
+
+
+def read_source_config(source: str, key: str, folder: Path | None = None) -> dict[str, Any]:
+    """Return the config.json of the model that `source`, the value of `key`, names; as `read_hf_config`."""
+    file = local_folder(source) if is_url(source) else Path(os.path.expanduser(source))
     if not file.is_file():
         folder = file if file.is_dir() else folder
-        file = hub.fetch_config(section.source, "model.source") if folder is None else folder / "config.json"
+        file = hub.fetch_config(source, key) if folder is None else folder / "config.json"
     if not file.exists():
-        raise ModelError(
-            f"model.source: {looked_for(str(folder))} has no config.json; name a Hugging Face model folder"
-        )
+        raise ModelError(f"{key}: {looked_for(str(folder))} has no config.json; name a Hugging Face model folder")
     return read_config(file)

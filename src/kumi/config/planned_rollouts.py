@@ -8,16 +8,22 @@ Nothing here prepares data.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kumi.config.document_lengths import prepared_store
+from kumi.config.model_source import read_source_config
+from kumi.config.reward_section import model_rewards
 from kumi.config.rollout_section import RolloutSection
 from kumi.config.schema import PlanConfig
 from kumi.errors import KumiError
 from kumi.files.json_lines import json_objects
 from kumi.remote.cache_folder import local_run_folder
+from kumi.rewards.reward_spec import ModelReward
+from kumi.spec import families
+from kumi.spec.model import ModelSpec
 from kumi.spec.rollout import LengthSource, RolloutSpec
 
 if TYPE_CHECKING:
@@ -47,6 +53,23 @@ def rollout_spec(config: PlanConfig) -> RolloutSpec | None:
         prompts_from=prompts_from,
         replies_from=replies_from,
         reference=config.objective.reads_reference and not config.off_adapters_are_reference,
+        reward_models=tuple(
+            (reward.name, reward_model_spec(reward, read_source_config(reward.source, key)))
+            for key, reward in model_rewards(config.rewards).items()
+        ),
+    )
+
+
+def reward_model_spec(reward: ModelReward, hf_config: Mapping[str, Any]) -> ModelSpec:
+    """Return the model of `reward`, whose config.json is `hf_config`. Raise ConfigError unless it gives scores."""
+    spec = families.from_hf(hf_config)
+    if spec.head == "score":
+        return spec
+    raise reward.error(
+        "source",
+        reward.source,
+        f"is {families.architecture(spec)}, which gives logits and no score; name a sequence classifier with one "
+        "label, such as the `hf` of a run with objective.kind='reward'",
     )
 
 

@@ -20,6 +20,7 @@ from kumi.config.model_head import with_objective_head
 from kumi.config.model_source import fetch_snapshots, local_folder, read_hf_config, source_folder
 from kumi.config.numerics import pin_numerics
 from kumi.config.pinned_run import pin_layout
+from kumi.config.reward_section import model_rewards
 from kumi.config.run_length import run_steps, steps_of_epochs, unknown_steps
 from kumi.config.run_plan import RunPlan, estimate_figures, made_for
 from kumi.config.schema import RunConfig
@@ -141,6 +142,14 @@ class ResolvedRun:
         if "reference.model" in self.snapshots:
             return self.snapshots["reference.model"].folder
         return None if named is None else local_folder(named)
+
+    @property
+    def reward_folders(self) -> dict[str, Path]:
+        """The folder of each reward model, by the name of its reward."""
+        return {
+            reward.name: self.snapshots[key].folder if key in self.snapshots else local_folder(reward.source)
+            for key, reward in model_rewards(self.config.rewards).items()
+        }
 
     @property
     def plan(self) -> RunPlan:

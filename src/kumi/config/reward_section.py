@@ -13,7 +13,7 @@ from pydantic import Field as Key
 
 from kumi.config.kind_section import KindSection, with_keys_of_kinds
 from kumi.config.section import Number
-from kumi.rewards.reward_spec import REWARD_KINDS, RewardSpec, check_rewards
+from kumi.rewards.reward_spec import REWARD_KINDS, ModelReward, RewardSpec, check_rewards
 
 if TYPE_CHECKING:
     RewardKind: TypeAlias = str
@@ -61,3 +61,9 @@ def reward_specs(sections: Sequence[RewardKindSection]) -> list[RewardSpec]:
     rewards = [section.build() for section in sections]
     check_rewards(rewards)
     return rewards
+
+
+def model_rewards(sections: Sequence[RewardKindSection]) -> dict[str, ModelReward]:
+    """Return the rewards that are reward models, by the words for their key `source` in messages and records."""
+    rewards = [section.build() for section in sections]
+    return {f"rewards.{reward.name}.source": reward for reward in rewards if isinstance(reward, ModelReward)}

@@ -63,7 +63,7 @@ class PromptRows:
         return int(np.array(self.source.columns["tokens"])[self._numbers].sum(dtype=np.int64))
 
     def prompt(self, row: int) -> tuple[list[int], Mapping[str, Any]]:
-        """Return the token ids of the prompt in row `row`, and the other columns of its row in the data."""
+        """Return the token ids of the prompt in row `row`, and the columns of its row in the data."""
         unit = int(self._numbers[row])
         return self.source.tokens_of(unit).ids.astype(np.int64).tolist(), self.source.extra_of(unit)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kumi.data.chat.masked import FORMAT
 from kumi.data.chat.template import ChatTemplate, load_stops, load_template, load_tokens
@@ -20,8 +20,14 @@ from kumi.data.tokenizer import Tokenizer
 from kumi.errors import ConfigError
 from kumi.spec.data_source import ChatOptions
 
+if TYPE_CHECKING:
+    from kumi.data.chat.encode import ConversationEncoder
+
 # Kinds whose rows may be plain text, which no template renders.
 _PLAIN = ("prompt-completion", "preference", "feedback", "prompt")
+
+# Version of what is stored of a prompt beside its tokens.
+_PROMPTS = 2
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,8 @@ def settings_key(settings: Mapping[str, Any], fmt: Format) -> dict[str, Any]:
     """Return the part of `settings` and `fmt` that decides the units, for fingerprints; not the template's place."""
     key = {name: value for name, value in settings.items() if name != "template"}
     key |= {"template": settings["template"]["digest"], "version": FORMAT}
+    if fmt.kind == "prompt":
+        key["prompts"] = _PROMPTS
     return key | {"kind": fmt.kind, "columns": dict(fmt.columns), "forced": fmt.forced}
 
 
@@ -98,6 +106,16 @@ def open_row_path(job: dict[str, Any], tokens: Tokenizer) -> RowPath:
         lambda segment, line: guard.rendering(segment, line, renderer.limits),
         lambda side: renderer.render(side.messages, side.tools, **side.template_kwargs),
     )
+
+
+def open_encoder(options: ChatOptions, tokenizer: Tokenizer) -> ConversationEncoder:
+    """Return the encoder of prompts with completions, texts or conversations, by `tokenizer` and its chat template.
+
+    Raise ConfigError as `chat_settings`. Without a template, it refuses conversations.
+    """
+    settings = chat_settings(options, tokenizer, ("prompt-completion",))
+    encoder: ConversationEncoder = _encoder(json.dumps(settings, sort_keys=True), tokenizer)[1]
+    return encoder
 
 
 @functools.lru_cache(maxsize=1)

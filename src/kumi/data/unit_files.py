@@ -64,7 +64,7 @@ class UnitFile:
     file: the sequences; document n is sequence n.
     mask, turns, weights: of all tokens; weights is None if all are 1.
     columns: (units,) records of `UNIT_COLUMNS`. They are not aligned in memory: copy what is used often.
-    extra: for prompts the extra columns of each unit, as bytes of a JSON object.
+    extra: for prompts the columns of each unit, its own `prompt` among them, as bytes of a JSON object.
     guards: verifiers of the sidecars by suffix; empty for no verification.
     """
 
@@ -118,7 +118,7 @@ class UnitFile:
         return UnitTokens(self.file.read(start, stop), self.mask[start:stop], self.turns[start:stop], weights, lengths)
 
     def extra_of(self, unit: int) -> dict[str, Any]:
-        """Return the extra columns of unit number `unit`; {} for all kinds except "prompt"."""
+        """Return the columns of unit number `unit`, with its `prompt`; {} for all kinds except "prompt"."""
         if self.extra is None:
             return {}
         try:

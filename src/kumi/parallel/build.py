@@ -49,6 +49,7 @@ def build(
     compile: bool = False,
     comm: Comm = DEFAULT_COMM,
     adapters: int | PieceReader = 0,
+    frozen: bool = False,
 ) -> nn.Module:
     """Return this rank's part of the decoder of `spec`, called like `kumi.nn.Decoder`. Nothing is communicated.
 
@@ -57,6 +58,7 @@ def build(
     `compile`: compile each layer separately; layers of the same structure share the compiled code.
     `comm`: how gradients and parameters are communicated.
     `adapters`: a seed or a reader for the adapters.
+    `frozen`: the model is only evaluated: without gradients, and without DDP, which would allocate buffers for them.
     """
     model = assemble(spec, mesh, precision, compile=compile, comm=comm)
     _allocate(model, mesh)
@@ -70,6 +72,8 @@ def build(
         draw_pieces(pieces, spec, weights)
     else:
         fill_pieces(pieces, weights)
+    if frozen:
+        return model.eval().requires_grad_(False)
     return with_ddp(model, mesh, precision, comm)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kumi.rewards.reward_spec import REWARD_KINDS, RewardSpec, spec_from
 
 if TYPE_CHECKING:
-    from kumi.rewards.scorer import RewardFaults, RewardRequest, RewardResult, RewardScorer, ScoreModel
+    from kumi.rewards.scorer import RewardFaults, RewardRequest, RewardResult, RewardScorer, ScoreModel, Unscored
 
 __all__ = [
     "REWARD_KINDS",
@@ -24,6 +24,7 @@ __all__ = [
     "RewardScorer",
     "RewardSpec",
     "ScoreModel",
+    "Unscored",
     "spec_from",
 ]
 

@@ -171,17 +171,30 @@ class LengthReward(RewardSpec):
             raise self.error("soft_tokens", self.soft_tokens, "is not a number of tokens; use at least 1")
 
 
+READINGS = ("tokens", "reply", "whole")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelReward(RewardSpec):
-    """The score of a reward model that kumi trained (`objective.kind = "reward"`)."""
+    """The score of a reward model: a sequence classifier of transformers with one label."""
 
     kind: ClassVar[str] = "model"
     in_worker: ClassVar[bool] = False
-    source: str = described("Folder of the reward model.", "")
+    source: str = described("Folder or hub id of the reward model, such as the `hf` of a run that trained one.", "")
+    reads: str = described(
+        "What the reward model reads. 'tokens': those of the policy. 'reply': its own tokens of the rendering by its "
+        "chat template, up to the token that ends the reply, on which kumi trains reward models. 'whole': all of the "
+        "rendering, as transformers' apply_chat_template. Unset: 'tokens' if tokenizer and template are the policy's, "
+        "else 'reply'.",
+        "",
+        READINGS,
+    )
 
     def check(self) -> None:
         if not self.source:
             raise self.error("source", self.source, "is empty; name the folder of a reward model")
+        if self.reads and self.reads not in READINGS:
+            raise self.error("reads", self.reads, f"is unknown; use one of {', '.join(READINGS)}")
 
 
 @dataclass(frozen=True, kw_only=True)

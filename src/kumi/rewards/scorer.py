@@ -60,7 +60,8 @@ class RewardFaults:
     """How often a reward failed since the start, with the first example of each kind.
 
     timeouts: calls that took more than `timeout_s`.
-    exceptions: calls that raised an exception, or returned anything but a finite number or None.
+    exceptions: calls that raised an exception, or returned anything but a finite number or None; replies that a reward
+        model cannot read.
     missing: replies whose row has no value in a column that the reward reads.
     """
 
@@ -84,8 +85,15 @@ class _Part(NamedTuple):
         return self.fault in ("timeouts", "exceptions")
 
 
+@dataclass(frozen=True)
+class Unscored:
+    """Stands for the score of a reply that a reward model cannot read, with the reason in a few words."""
+
+    reason: str
+
+
 # (reward, requests) -> the score of each; the caller has the reward model in memory.
-ScoreModel = Callable[[ModelReward, Sequence[RewardRequest]], Sequence[float | None]]
+ScoreModel = Callable[[ModelReward, Sequence[RewardRequest]], Sequence[float | Unscored | None]]
 
 
 class RewardScorer:
@@ -293,8 +301,10 @@ def _content(spec: RewardSpec, request: RewardRequest) -> dict[str, Any]:
     return {"prompt": request.prompt, "reply": request.reply, "row": row}
 
 
-def _part(value: float | None) -> _Part:
+def _part(value: float | Unscored | None) -> _Part:
     """Return the score of a reward model as a part."""
+    if isinstance(value, Unscored):
+        return _Part(None, "exceptions", value.reason)
     try:
         return _Part(checked_reward(value))
     except (TypeError, ValueError) as error:

@@ -1,6 +1,7 @@
 """Collect the groups of a batch: prompts in their order, replies, rewards, and more prompts where groups teach nothing.
 
-    round: the next prompts -> replies that the journal lacks, on all ranks -> rewards, on rank 0 -> groups
+    round: the next prompts -> replies that the journal lacks, on all ranks -> scores of reward models, on all ranks
+           -> rewards, on rank 0 -> groups
 
 A batch needs one round, or with dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) as many as it takes until enough
 groups have different rewards. All ranks have the same groups, and decide alike.
@@ -19,6 +20,7 @@ from kumi.parallel.mesh import Mesh, broadcast_object, gather_objects, is_loss_r
 from kumi.rollout.group import GeneratedReply, Group
 from kumi.rollout.prompt_sampler import Prompt, PromptSampler
 from kumi.rollout.reply_journal import ReplyJournal, Rewards
+from kumi.rollout.reward_models import ModelScores, RewardModels
 from kumi.rollout.rollout_engine import Engine, SampleRequest
 
 # The most prompts that a further round asks for, in batches: the share of groups that differ is uncertain.
@@ -29,9 +31,12 @@ class GroupScorer(Protocol):
     """Scores replies, on rank 0."""
 
     def score(
-        self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]]
+        self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]], scores: ModelScores
     ) -> Sequence[tuple[Sequence[float], Sequence[Mapping[str, float | None]]]]:
-        """Return, for each of `prompts`, the rewards of its `replies` (nan for None) and their parts by function."""
+        """Return, for each of `prompts`, the rewards of its `replies` (nan for None) and their parts by function.
+
+        scores: those of reward models, which all ranks have computed together.
+        """
 
     def notes(self) -> Sequence[str]:
         """Return sentences for the user on what went wrong since the last call."""
@@ -88,7 +93,8 @@ class _Seconds:
 class GroupCollector:
     """Collects batches on all ranks of `mesh`, which make the same calls.
 
-    scorer: None on ranks other than 0. folder: for journals. digest: of the settings that replies depend on.
+    scorer: None on ranks other than 0. folder: for journals. digest: of the settings that replies and scores of reward
+    models depend on. models: those reward models, if there are any.
     """
 
     sampler: PromptSampler
@@ -98,6 +104,7 @@ class GroupCollector:
     settings: CollectSettings
     folder: Path
     digest: str
+    models: RewardModels | None = None
     _seconds: _Seconds = field(default_factory=_Seconds)
 
     def collect(self, version: int, first: int, spares: Sequence[Group]) -> Collected:
@@ -172,12 +179,13 @@ class GroupCollector:
         """Score the groups whose rewards the journal lacks, on rank 0, and give the rewards to all ranks."""
         missing = [number for number, prompt in enumerate(prompts) if prompt.number not in journal.rewards]
         scored: Rewards = {}
+        asked, answers = [prompts[number] for number in missing], [replies[number] for number in missing]
+        scores = {} if self.models is None or not missing else self.models.score(asked, answers)
         if self.scorer is not None and missing:
-            asked, answers = [prompts[number] for number in missing], [replies[number] for number in missing]
-            results = self.scorer.score(asked, answers)
+            results = self.scorer.score(asked, answers, scores)
             for prompt, (rewards, parts) in zip(asked, results, strict=True):
                 scored[prompt.number] = tuple(rewards), tuple(parts)
-                journal.add_rewards(prompt.number, Group(prompt.number, (), *scored[prompt.number]).plain())
+            journal.add_rewards(scored)
         journal.rewards |= broadcast_object(scored, self.mesh)
 
 

@@ -16,7 +16,7 @@ class Prompt:
 
     number: its number in the run, from 0.
     ids: its tokens, up to the beginning of the reply.
-    row: the other columns of its row in the data, such as the answer; rewards read them.
+    row: the columns of its row in the data: `prompt`, and others such as the answer; rewards read them.
     source: the name of its source, and index: the number of its row among those of the source.
     """
 

@@ -1,10 +1,11 @@
 """The file of the replies and rewards of the batch that is being collected, so that a killed run does not lose them.
 
-    rollouts/batch-<version>-<settings>.jsonl    the replies of a chunk a line, then the rewards of a group a line
+    rollouts/batch-<version>-<settings>.jsonl    the replies of a chunk a line, then the rewards of a round a line
 
 A reply belongs to the weights that generated it. Another version or other settings begin a new file, and older ones are
 removed: their groups are in a checkpoint, or will be generated again. The replies of a chunk are written in one line,
 all or none: sequences that are decoded together in another composition have log-probs that differ in their last digits.
+So have the scores of a reward model, and the rewards of a round are one line, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import IO, Any
 from kumi.files.json_lines import json_objects
 from kumi.files.output import make_folder, open_append
 from kumi.parallel.mesh import Mesh, broadcast_object
-from kumi.rollout.group import GeneratedReply, read_reply, read_rewards
+from kumi.rollout.group import GeneratedReply, Group, read_reply, read_rewards
 
 # (number of the prompt, number of the reply in its group) -> the reply
 Replies = dict[tuple[int, int], GeneratedReply]
@@ -53,12 +54,10 @@ class ReplyJournal:
         plain = [{"prompt": prompt, "sample": sample, **reply.plain()} for (prompt, sample), reply in replies.items()]
         self._append({"replies": plain})
 
-    def add_rewards(self, prompt: int, plain: Mapping[str, Any]) -> None:
-        """Write the rewards of the group of prompt number `prompt`, on rank 0: "rewards" and "parts" of `Group.plain`.
-
-        `rewards` of all ranks get them elsewhere.
-        """
-        self._append({"prompt": prompt, "rewards": plain["rewards"], "parts": plain["parts"]})
+    def add_rewards(self, rewards: Rewards) -> None:
+        """Write the rewards of the groups of a round, on rank 0. `rewards` of all ranks get them elsewhere."""
+        groups = [Group(prompt, (), *scored).plain() for prompt, scored in rewards.items()]
+        self._append({"scored": [{name: plain[name] for name in ("prompt", "rewards", "parts")} for plain in groups]})
 
     def close(self) -> None:
         """Close the file."""
@@ -78,6 +77,6 @@ class ReplyJournal:
                         (int(plain["prompt"]), int(plain["sample"])): read_reply(plain) for plain in record["replies"]
                     }
                 else:
-                    self.rewards[int(record["prompt"])] = read_rewards(record)
+                    self.rewards |= {int(plain["prompt"]): read_rewards(plain) for plain in record["scored"]}
             except (KeyError, TypeError, ValueError):
                 continue  # damaged: generated or scored again

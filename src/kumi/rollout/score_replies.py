@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from kumi.inference.reply_text import reply_text
-from kumi.rewards import RewardRequest, RewardScorer
+from kumi.rewards import RewardRequest, RewardScorer, Unscored
+from kumi.rewards.reward_spec import ModelReward
 from kumi.rollout.group import GeneratedReply
 from kumi.rollout.prompt_sampler import Prompt
+from kumi.rollout.reward_models import ModelScores
 
 _FAULTS = {
     "timeouts": "{} replies took too long",
@@ -17,25 +19,39 @@ _FAULTS = {
 }
 
 
+class GivenScores:
+    """Answers a `RewardScorer` with the scores of reward models that all ranks have computed before."""
+
+    def __init__(self) -> None:
+        self.scores: ModelScores = {}
+
+    def __call__(self, spec: ModelReward, requests: Sequence[RewardRequest]) -> Sequence[float | Unscored]:
+        """Return the scores of the replies of `requests`."""
+        return self.scores[spec.name]
+
+
 class ReplyScorer:
     """Scores replies with `rewards`; a `kumi.rollout.collect_groups.GroupScorer`.
 
+    given: has the scores of reward models for `rewards`.
     decode: returns the text of token ids, special tokens included. decode_reply: the text without them.
     """
 
     def __init__(
         self,
         rewards: RewardScorer,
+        given: GivenScores,
         decode: Callable[[Sequence[int]], str],
         decode_reply: Callable[[Sequence[int]], str],
     ) -> None:
-        self._rewards, self._decode, self._decode_reply = rewards, decode, decode_reply
+        self._rewards, self._given, self._decode, self._decode_reply = rewards, given, decode, decode_reply
         self._noted: dict[tuple[str, str], int] = {}
 
     def score(
-        self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]]
+        self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]], scores: ModelScores
     ) -> list[tuple[list[float], list[Mapping[str, float | None]]]]:
         """Return, for each of `prompts`, the rewards of its `replies` (nan for None) and their parts by function."""
+        self._given.scores = scores
         requests = [
             self._request(prompt, self._decode(prompt.ids), reply)
             for prompt, own in zip(prompts, replies, strict=True)
@@ -72,7 +88,7 @@ class NoRewards:
     """Scores no reply, for objectives whose advantages come from elsewhere."""
 
     def score(
-        self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]]
+        self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]], scores: ModelScores
     ) -> list[tuple[list[float], list[Mapping[str, float | None]]]]:
         """Return nan as the reward of each reply."""
         return [([math.nan] * len(own), [{}] * len(own)) for own in replies]

@@ -35,7 +35,7 @@ def layout_rules(model: ModelSpec, cluster: ClusterSpec, batch: BatchSpec) -> tu
         *shape_rules(),
         *_cluster_rules(cluster),
         *_offload_rules(cluster.host),
-        *_tp_rules(model),
+        *tp_rules(model),
         *_sequence_rules(batch),
         *_context_rules(model),
         *expert_rules(model),
@@ -57,7 +57,7 @@ def shape_rules() -> Iterator[LayoutRule]:
 
 def tensor_rules(model: ModelSpec) -> Iterator[LayoutRule]:
     """Yield the rules for sharding the tensors of `model`: dims over tp, ep and expert_tp, layers over stages."""
-    yield from _tp_rules(model)
+    yield from tp_rules(model)
     yield from expert_rules(model)
     yield from _stage_rules(model)
 
@@ -166,7 +166,8 @@ def missing_host_facts(host: Host) -> dict[str, str]:
     return {place: " and ".join(name for name, value in values.items() if not value) for place, values in facts.items()}
 
 
-def _tp_rules(model: ModelSpec) -> Iterator[LayoutRule]:
+def tp_rules(model: ModelSpec) -> Iterator[LayoutRule]:
+    """Yield the rules of `tp` for the dims of `model`."""
     need = divisibility(model)
 
     def remedy() -> str:

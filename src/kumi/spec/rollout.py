@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kumi.spec.layout import Layout
+from kumi.spec.model import ModelSpec
 
 # Replies of one call of the engine, for each sequence that a data-parallel rank decodes at once. At the end of a call,
 # all ranks wait for the longest reply.
@@ -26,6 +27,7 @@ class RolloutSpec:
     - `prompt_tokens`, `reply_tokens`: mean tokens. `longest_prompt`: tokens of the longest prompt.
     - `prompts_from`, `replies_from`: where these numbers come from.
     - `reference`: the reference is a second model in memory.
+    - `reward_models`: name and model of each reward model, on the layout of the policy.
     """
 
     prompts: int
@@ -40,6 +42,7 @@ class RolloutSpec:
     prompts_from: LengthSource = "assumed"
     replies_from: LengthSource = "assumed"
     reference: bool = False
+    reward_models: tuple[tuple[str, ModelSpec], ...] = ()
 
     @property
     def replies(self) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from kumi.spec.divisibility import divisibility
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.layout_rules import expert_rules
+from kumi.spec.layout_rules import expert_rules, tp_rules
 from kumi.spec.ledger import unique_layer_ops
 from kumi.spec.legality import UNSUPPORTED, LayoutRule
 from kumi.spec.model import ModelSpec
@@ -29,7 +30,23 @@ def trainer_rules(job: Job) -> tuple[LayoutRule, ...]:
         *adapter_rules(job),
         *optimizer_rules(job),
         *_precision(job),
+        *_reward_models(job),
     )
+
+
+def _reward_models(job: Job) -> Iterator[LayoutRule]:
+    """Yield the rules of the reward models of a run with rollouts, which lie on the same layout without training."""
+    for name, model in () if job.rollout is None else job.rollout.reward_models:
+        rules = [*tp_rules(model), *_vocabulary(model), *(_experts(model) if divisibility(model).experts else ())]
+        for rule in rules:
+            # The policy's rules have the same topics, and do not stand for those of another model.
+            yield LayoutRule(
+                f"reward model {name}", rule.holds, partial(_of_reward_model, name, rule), scope=UNSUPPORTED
+            )
+
+
+def _of_reward_model(name: str, rule: LayoutRule, layout: Layout) -> str:
+    return f"reward {name!r} has a model that cannot lie on this layout: {rule.message(layout)}"
 
 
 def _vocabulary(model: ModelSpec) -> Iterator[LayoutRule]:

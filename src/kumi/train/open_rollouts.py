@@ -36,11 +36,13 @@ from kumi.rollout.rollout_estimates import RolloutEstimates
 from kumi.rollout.rollout_history import UNFINISHED
 from kumi.rollout.rollout_rows import ReplySequence
 from kumi.rollout.rollout_source import RolloutSource, SourceSettings, Trainer
-from kumi.rollout.score_replies import NoRewards, ReplyScorer
+from kumi.rollout.score_replies import GivenScores, NoRewards, ReplyScorer
 from kumi.rollout.token_log_probs import PassSettings, reply_log_probs
 from kumi.spec.balanced_rows import RowPlan
 from kumi.spec.rollout import FILLS
+from kumi.train.load_reward_models import load_reward_models
 from kumi.train.prepare_data import chat_options, tokenizer_folder
+from kumi.train.reward_model_files import reward_model_identities
 from kumi.train.run_models import build_reference
 from kumi.train.run_objective import run_objective
 
@@ -59,9 +61,9 @@ def open_scorer(run: ResolvedRun, mesh: Mesh) -> Iterator[GroupScorer | None]:
         yield NoRewards()
         return
     tokenizer = load_tokenizer(tokenizer_folder(run))
-    rewards = RewardScorer(reward_specs(run.config.rewards), Path(), usable_cores(), section.max_new_tokens)
-    with rewards as scorer:
-        yield ReplyScorer(scorer, tokenizer.decode, decoder_of(tokenizer))
+    specs, given = reward_specs(run.config.rewards), GivenScores()
+    with RewardScorer(specs, Path(), usable_cores(), section.max_new_tokens, given) as scorer:
+        yield ReplyScorer(scorer, given, tokenizer.decode, decoder_of(tokenizer))
 
 
 def open_rollouts(
@@ -75,6 +77,8 @@ def open_rollouts(
     assert section is not None, "a run with rollouts has the section"
     assert isinstance(objective, PolicyGradient), "only policy gradients train on rollouts"
     sampling, tokenizer, layout = rollout_sampling(run), load_tokenizer(tokenizer_folder(run)), run.layout
+    # Under sequence parallelism, ranks of tp have equal parts of a row.
+    rows = RowSettings(run.batch.seq_len, layout.dp, layout.tp if layout.sequence_parallel else 1)
     collector = GroupCollector(
         PromptSampler(run_mixture(run.config, store), store.train_names),
         OwnEngine(model, mesh, slots=section.slots),
@@ -89,7 +93,8 @@ def open_rollouts(
             section.max_rounds if section.dynamic else 1,
         ),
         run.out / UNFINISHED,
-        _digest(sampling, store.content, section.group_size),
+        _digest(run, sampling, store.content),
+        load_reward_models(run, mesh, rows),
     )
     trainer = Trainer(
         partial(reply_log_probs, model, mesh, _passes(run)),
@@ -99,8 +104,7 @@ def open_rollouts(
     )
     settings = SourceSettings(
         UpdateSettings(section.updates, section.passes, section.mask_truncated),
-        # Under sequence parallelism, ranks of tp have equal parts of a row.
-        RowSettings(run.batch.seq_len, layout.dp, layout.tp if layout.sequence_parallel else 1),
+        rows,
         section.stop_after,
         section.samples_every,
         tokenizer.decode,
@@ -145,11 +149,13 @@ def rollout_sampling(run: ResolvedRun) -> Sampling:
     )
 
 
-def _digest(sampling: Sampling, data: str, group_size: int) -> str:
-    """Return a digest of all that replies depend on beside the weights."""
+def _digest(run: ResolvedRun, sampling: Sampling, data: str) -> str:
+    """Return a digest of all that replies and the scores of reward models depend on beside the policy's weights."""
+    assert run.config.rollout is not None, "a run with rollouts has the section"
     content = (
         data,
-        group_size,
+        run.config.rollout.group_size,
+        sorted((name, identity["digest"]) for name, identity in reward_model_identities(run).items()),
         sampling.max_new_tokens,
         sampling.temperature,
         sampling.seed,

@@ -20,6 +20,7 @@ from kumi.spec.saved_tensors import model_digest, model_shapes, optimizer_shapes
 from kumi.storage import checkpoint
 from kumi.storage.checkpoint import Checkpoint
 from kumi.storage.folders import checkpoint_root
+from kumi.train.reward_model_files import REWARD_MODELS, reward_model_identities
 from kumi.train.train_state import TrainState, adapter_base, cpu_arithmetic
 
 _OR_NEW_RUN = "or start a new run in another train.out"
@@ -67,7 +68,7 @@ def resume_notes(run: ResolvedRun, allow_change: Sequence[str] = ()) -> list[str
     last_checkpoint(run)
     _check_position(folder, meta, run)
     lines = [f"continues with {', '.join(changed)}"] if changed else _missing_comparisons(meta, run)
-    lines += _arithmetic_changes(meta, run)
+    lines += _arithmetic_changes(meta, run) + _reward_model_changes(folder, meta, run, allow_change)
     return [f"resume     {folder}: {line}" for line in lines]
 
 
@@ -83,6 +84,29 @@ def _check_position(folder: Path, meta: Mapping[str, Any], run: ResolvedRun) -> 
             f"train.epochs={run.config.train.epochs:g} would end elsewhere; restore batch.tokens_per_step, or give "
             f"train.steps"
         )
+
+
+def _reward_model_changes(
+    folder: Path, meta: Mapping[str, Any], run: ResolvedRun, allow_change: Sequence[str]
+) -> list[str]:
+    """Return a line for each reward model that has other files than when the checkpoint was saved.
+
+    Raise RefusedError unless `allow_change` names "rewards": the groups of the checkpoint have the old scores. Rewards
+    that were added or removed are changes of the configuration, which `kumi.train.run_folder` compares.
+    """
+    saved, lines = meta.get(REWARD_MODELS, {}), []
+    for name, now in reward_model_identities(run).items():
+        before = saved.get(name)
+        if before is None or before["digest"] == now["digest"]:
+            continue
+        if "rewards" not in allow_change:
+            raise RefusedError(
+                f"{folder}: its replies were scored by the reward model of {name!r} that was in {before['folder']} "
+                f"(digest {before['digest'][:12]}), but {now['folder']} has another one now ({now['digest'][:12]}); "
+                f"restore it, {_OR_NEW_RUN}, or continue with the new scores: --allow-change rewards"
+            )
+        lines.append(f"reward {name!r} continues with another reward model, that of {now['folder']}")
+    return lines
 
 
 def _arithmetic_changes(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:

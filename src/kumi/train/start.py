@@ -16,6 +16,7 @@ from kumi.config import ResolvedRun, RunConfig, open_run, pin_layout
 from kumi.config.job_sections import LayoutSection
 from kumi.config.model_source import fetch_url_weights, hub_sources
 from kumi.config.resolve import with_plan, with_prepared_data
+from kumi.config.reward_section import model_rewards
 from kumi.config.run_plan import RunPlan, parse_plan
 from kumi.data import Store
 from kumi.doctor.here import checkpoint_space
@@ -41,6 +42,7 @@ from kumi.train.dataset_commits import dataset_paths, dataset_snapshots
 from kumi.train.measure_numerics import with_measured_numerics, with_numerics
 from kumi.train.prepare_data import check_data, open_data, prepare_data
 from kumi.train.remote_run import SHARED_CACHE, check_shared, mirrored, note_start, pull_remote, reserve_disk
+from kumi.train.reward_model_files import check_reward_models
 from kumi.train.run_folder import claim_run_folder, run_token
 from kumi.train.run_summary import summary_lines
 from kumi.units import format_count, parse_duration
@@ -186,10 +188,13 @@ def _config_and_plan(run: ResolvedRun) -> tuple[RunConfig, RunPlan | None]:
 def _fetch_weights(run: ResolvedRun) -> None:
     if "model.source" in run.snapshots and run.config.model.init == "pretrained":
         hub.fetch_weights(run.snapshots["model.source"])
-    if "reference.model" in run.snapshots:
-        hub.fetch_weights(run.snapshots["reference.model"])
+    rewards = model_rewards(run.config.rewards)
+    for key in ("reference.model", *rewards):
+        if key in run.snapshots:
+            hub.fetch_weights(run.snapshots[key])
     fetch_url_weights(run.config.model.source if run.config.model.init == "pretrained" else None)
-    fetch_url_weights(run.config.reference.model)
+    for source in (run.config.reference.model, *(reward.source for reward in rewards.values())):
+        fetch_url_weights(source)
 
 
 def check_run(run: ResolvedRun) -> None:
@@ -205,6 +210,7 @@ def check_run(run: ResolvedRun) -> None:
     _check_samples(run)
     if run.config.model.init == "pretrained":
         _check_weights(run)
+    check_reward_models(run)
     check_free_space(checkpoint_root(run.out), checkpoint_space(run.config, run.job, run.out))
 
 

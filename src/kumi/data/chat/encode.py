@@ -92,6 +92,20 @@ class ConversationEncoder:
         finally:
             self._renderer.limits.end()
 
+    def whole(self, side: Conversation) -> MaskedSequence:
+        """Return the tokens of all that the template renders of a conversation, as transformers' apply_chat_template.
+
+        Spellings of control tokens in messages stay text. Raise RowRefused as `encode` does.
+        """
+        self._tokens.clear()
+        self._renderer.limits.start()
+        try:
+            rendered = self._render_marked(side)
+            text = rendered.render(rendered.messages, False, {})
+            return self._tokens.encode(Sample(text, len(rendered.messages), ()), rendered.messages, rendered.mark)
+        finally:
+            self._renderer.limits.end()
+
     def samples(self, side: Conversation) -> list[tuple[Sample, list[MessageText]]]:
         """Return the samples of a conversation without tokens, each with the places of its messages.
 
@@ -118,7 +132,7 @@ class ConversationEncoder:
             sequences = [self._prompt(side)]
         else:
             sequences = [self._sequence(sample, side) for sample in self._samples(side)]
-        extra = dict(example.extra)
+        extra = dict(example.extra) | (_prompt_columns(side) if kind == "prompt" else {})
         return [EncodedUnit((sequence,), example.label, extra=extra) for sequence in sequences]
 
     def _samples(self, side: Conversation) -> list[_Rendered]:
@@ -260,6 +274,13 @@ def _after_same_prompt(left: _Rendered, right: _Rendered) -> tuple[_Rendered, _R
     if prompts[0] != prompts[1]:
         raise RowRefused("sides-differ", "the prompts of the chosen and of the rejected side differ")
     return result[0], result[1]
+
+
+def _prompt_columns(side: Conversation | PlainText) -> dict[str, Any]:
+    """Return the columns of a prompt's row, as messages or text, which other tokenizers and rewards may read."""
+    if isinstance(side, PlainText):
+        return {"prompt": side.prompt}
+    return {"prompt": list(side.messages)} | ({} if side.tools is None else {"tools": side.tools})
 
 
 def _trained(side: Conversation) -> list[int]:

@@ -1,0 +1,91 @@
+"""The tokens of a prompt with its reply as a reward model reads them.
+
+tokens   those of the policy: the prompt's and the reply's, with the token that ended the reply
+reply    those of the reward model's own tokenizer and chat template, up to the token that ends the reply; a reply that
+         was cut has no such token
+whole    those of all that the reward model's template renders, as transformers' apply_chat_template
+
+The score is that of the last token. As in transformers' sequence classifiers, it is the last one that is not the
+padding token of the reward model's config.json, which counts wherever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kumi.data.chat.encode import ConversationEncoder
+from kumi.data.chat.masked import RowRefused
+from kumi.data.formats import Format, PlainText, to_example
+from kumi.rewards import Unscored
+from kumi.rollout.group import GeneratedReply
+from kumi.rollout.prompt_sampler import Prompt
+
+_PAIRS = Format("prompt-completion", forced=True)
+
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """The tokens that a reward model reads.
+
+    vocab_size: ids are below it. longest: tokens of a sequence at most. padding: the id of the padding token, if any.
+    """
+
+    vocab_size: int
+    longest: int
+    padding: int | None
+
+    def scored(self, ids: Sequence[int]) -> list[int] | Unscored:
+        """Return `ids` up to the token whose score is that of the sequence, or why the model cannot read them."""
+        outside = next((number for number in ids if not 0 <= number < self.vocab_size), None)
+        if outside is not None:
+            return Unscored(f"token {outside} is outside of the reward model's vocabulary of {self.vocab_size}")
+        if len(ids) > self.longest:
+            return Unscored(f"prompt and reply have {len(ids)} tokens, and the reward model reads {self.longest}")
+        end = next((place for place in reversed(range(len(ids))) if ids[place] != self.padding), 0)
+        return list(ids[: end + 1])
+
+
+class PolicyTokens:
+    """Sequences of the policy's own tokens."""
+
+    def __init__(self, limits: TokenLimits) -> None:
+        self._limits = limits
+
+    def sequence(self, prompt: Prompt, reply: GeneratedReply, text: str) -> list[int] | Unscored:
+        """Return the tokens of `prompt` with `reply`, whose text is not read."""
+        return self._limits.scored([*prompt.ids, *reply.ids.tolist()])
+
+
+class RenderedTokens:
+    """Sequences of the tokens of another tokenizer, by `encoder`.
+
+    whole: all of the rendering of a conversation, else up to the token that ends the reply. Plain texts have no
+        rendering, and end with the reply in both cases.
+    """
+
+    def __init__(self, encoder: ConversationEncoder, limits: TokenLimits, *, whole: bool) -> None:
+        self._encoder, self._limits, self._whole = encoder, limits, whole
+
+    def sequence(self, prompt: Prompt, reply: GeneratedReply, text: str) -> list[int] | Unscored:
+        """Return the tokens of the prompt of the row of `prompt`, with the `text` of `reply`."""
+        try:
+            return self._limits.scored(self._encoded(prompt.row, text, truncated=reply.truncated))
+        except RowRefused as refused:
+            return Unscored(refused.reason)
+
+    def _encoded(self, row: Mapping[str, Any], text: str, *, truncated: bool) -> list[int]:
+        asked = row["prompt"]
+        answer: Any = text if isinstance(asked, str) else [{"role": "assistant", "content": text}]
+        values = {"prompt": asked, "completion": answer, "tools": row.get("tools")}
+        example = to_example(_PAIRS, values, "a reply", 0)
+        [side] = example.sides
+        if self._whole and not isinstance(side, PlainText):
+            return list(self._encoder.whole(side).ids)
+        *_, unit = self._encoder.encode(example)
+        ids = list(unit.sequences[0].ids)
+        return ids[:-1] if truncated else ids
+
+
+Sequences = PolicyTokens | RenderedTokens

@@ -1,0 +1,67 @@
+"""Reward models for tests, made by transformers in float64: a Llama that reads the tokens of the runs of this folder,
+and models of other families with tokenizers of their own."""
+
+import json
+
+import torch
+import transformers
+from tests.rollout.conftest import MODEL, train, write_data
+
+# Ids of kumi's trained tokenizers.
+END, PAD = 0, 1
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def prepared(folder):
+    """Return `folder` with the data of the runs, the store of their tokens in `tokens`, and their tokenizer in `same`."""
+    write_data(folder)
+    assert train(folder, train={"steps": 1, "out": "run", "doctor": False}) == 0
+    [tokenizer] = {file.parent for file in (folder / "tokens").rglob("tokenizer.json")}
+    copy_tokenizer(tokenizer, folder / "same")
+    return folder
+
+
+def copy_tokenizer(source, target, template=None):
+    """Copy the tokenizer in the folder `source`, with a chat template if one is given."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (target / name).write_bytes((source / name).read_bytes())
+    if template is not None:
+        (target / "chat_template.jinja").write_text(template)
+
+
+def make_reward_model(folder, tokenizer, *, seed=0, template=None, **changes):
+    """Write a Llama of random weights with a score head, and the tokenizer of the folder `tokenizer`; return it."""
+    config = transformers.LlamaConfig(
+        **{**MODEL, "num_hidden_layers": 1, "num_labels": 1, "pad_token_id": PAD, "initializer_range": 0.3, **changes}
+    )
+    return save(transformers.LlamaForSequenceClassification, config, folder, tokenizer, seed=seed, template=template)
+
+
+def save(kind, config, folder, tokenizer, *, seed=0, template=None):
+    """Write a model of the class `kind`, and return it."""
+    torch.manual_seed(seed)
+    model = kind(config).double().eval()
+    model.save_pretrained(folder)
+    copy_tokenizer(tokenizer, folder, template)
+    return model
+
+
+@torch.no_grad()
+def oracle(model, sequences):
+    """Return the scores of token sequences by transformers, in one batch that is padded on the right."""
+    longest = max(map(len, sequences))
+    pad = model.config.pad_token_id
+    ids = torch.tensor([[*ids, *[pad] * (longest - len(ids))] for ids in sequences])
+    seen = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences])
+    return model(ids, attention_mask=seen).logits[:, 0].tolist()
+
+
+def edit_config(folder, **changes):
+    """Change keys of config.json; None removes one."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
