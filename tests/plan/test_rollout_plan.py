@@ -10,7 +10,14 @@ from kumi.plan.estimate import estimate, estimate_many
 from kumi.plan.inference.inference_job import inference_job
 from kumi.plan.inference.rollout_time import prefill_seconds, rollout_time
 from kumi.plan.layout_batch import CHOICES, batch_layouts
-from kumi.plan.memory.device_memory import rank_generation_memory, usable_memory
+from kumi.plan.memory.device_memory import (
+    invariant_memory,
+    num_microbatches,
+    rank_generation_memory,
+    rollout_moments,
+    usable_memory,
+)
+from kumi.plan.pipeline.stages import rank_stages
 from kumi.plan.rollout_step import rollout_step
 from kumi.plan.search.candidates import layout_grid
 from kumi.plan.search.fitting import make_candidates
@@ -22,9 +29,10 @@ from kumi.spec.cluster import ClusterSpec, Device, Link
 from kumi.spec.families import from_hf
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.spec.ledger import params
 from kumi.spec.loss_passes import LossPasses
 from kumi.spec.optim import Optim
-from kumi.spec.precision import PRECISIONS
+from kumi.spec.precision import PRECISIONS, Precision
 from kumi.spec.rollout import RolloutSpec
 
 MODEL = from_hf(
@@ -190,6 +198,56 @@ def test_a_second_model_takes_its_weights():
     plain, compared = estimate(job, Layout()).memory[0], estimate(_job(reference=True), Layout()).memory[0]
     assert compared.reference == plain.params
     assert replace(compared, reference=0) == plain
+
+
+REWARD = replace(MODEL, head="score", layers=MODEL.layers[:2], tie_word_embeddings=False)
+
+
+def _scored(**changes):
+    return _job(reward_models=(("quality", REWARD),), **changes)
+
+
+def test_reward_models_take_their_frozen_weights_on_the_layout():
+    job, plain = _scored(devices=2), _job(devices=2)
+    count = sum(param.numel for param in params(REWARD))
+    for layout, share in ((Layout(dp_replicate=2), 1), (Layout(dp_shard=2, zero=3), 2)):
+        memory, without = estimate(job, layout).memory[0], estimate(plain, layout).memory[0]
+        assert memory.reward_models == pytest.approx(2 * count / share, rel=1e-3)  # two bytes an element
+        assert replace(memory, reward_models=0) == without
+        generation = rank_generation_memory(job, layout)
+        assert generation.total - rank_generation_memory(plain, layout).total == memory.reward_models
+
+
+def test_the_peak_may_be_where_a_large_reward_model_scores():
+    wide = replace(REWARD, layers=REWARD.layers * 8)
+    job = _job(devices=2, reward_models=(("quality", wide),), longest_prompt=16, max_new_tokens=16, slots=1)
+    layout = Layout(dp_shard=2, zero=1)
+    moments = rollout_moments_of(job, layout)
+    assert moments[1] > moments[0]
+    peak = estimate(job, layout).memory[0]
+    assert peak.total >= moments[1] - 1
+    assert estimate_many(job, [layout]).memory[0] == pytest.approx(peak.total, rel=1e-6)
+
+
+def rollout_moments_of(job, layout):
+    layouts = batch_layouts([layout])
+    share = rank_stages(job.model, layouts, np.array([0]), num_microbatches(job, layouts))
+    moments = rollout_moments(job, layouts, invariant_memory(job, layouts, share))
+    return [sum(float(size[0]) for size in moment.values()) for moment in moments]
+
+
+def test_reward_models_take_a_pass_over_the_batch():
+    layout, lengths = Layout(microbatch=2), BatchLengths((100,) * 4, ((156, 156),) * 4)
+    job = _scored()
+    result, plain = rollout_step(job, layout, lengths), rollout_step(_job(), layout, lengths)
+    # Eight sequences of 256 tokens are four rows of 512.
+    one = replace(job, model=REWARD, batch=BatchSpec(512, 4 * 512, 256), rollout=None)
+    one = replace(one, passes=LossPasses(forwards=1), precision=Precision("rewards", *["bfloat16"] * 3))
+    assert result.scoring == pytest.approx(dict(estimate(one, layout).time)["passes"])
+    assert plain.scoring == 0
+    assert result.batch_seconds - plain.batch_seconds == pytest.approx(result.scoring)
+    assert dict(estimate(job, layout).time)["scoring"] > 0
+    assert "scoring" not in dict(estimate(_job(), layout).time)
 
 
 def test_the_search_leaves_out_layouts_whose_cache_does_not_fit():

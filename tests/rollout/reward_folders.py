@@ -1,11 +1,14 @@
 """Reward models for tests, made by transformers in float64: a Llama that reads the tokens of the runs of this folder,
 and models of other families with tokenizers of their own."""
 
+import contextlib
 import json
 
 import torch
 import transformers
-from tests.rollout.conftest import MODEL, train, write_data
+from tests.rollout.conftest import MODEL, rollout_file, write_data
+
+from kumi.cli import main
 
 # Ids of kumi's trained tokenizers.
 END, PAD = 0, 1
@@ -17,9 +20,11 @@ TEMPLATE = (
 
 
 def prepared(folder):
-    """Return `folder` with the data of the runs, the store of their tokens in `tokens`, and their tokenizer in `same`."""
+    """Return `folder` with the data of the runs, their store in `tokens`, and their tokenizer in `same`."""
     write_data(folder)
-    assert train(folder, train={"steps": 1, "out": "run", "doctor": False}) == 0
+    path = rollout_file(folder)
+    with contextlib.chdir(folder):
+        assert main(["data", "prepare", str(path)]) == 0
     [tokenizer] = {file.parent for file in (folder / "tokens").rglob("tokenizer.json")}
     copy_tokenizer(tokenizer, folder / "same")
     return folder
@@ -32,6 +37,14 @@ def copy_tokenizer(source, target, template=None):
         (target / name).write_bytes((source / name).read_bytes())
     if template is not None:
         (target / "chat_template.jinja").write_text(template)
+
+
+def write_byte_tokenizer(source, target):
+    """Write the tokenizer of the folder `source` without its merges, so that every byte is a token."""
+    copy_tokenizer(source, target)
+    content = json.loads((target / "tokenizer.json").read_text())
+    content["model"]["merges"] = []
+    (target / "tokenizer.json").write_text(json.dumps(content))
 
 
 def make_reward_model(folder, tokenizer, *, seed=0, template=None, **changes):

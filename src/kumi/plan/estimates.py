@@ -24,6 +24,7 @@ class MemoryEstimate:
     `buffers`: communication and token-dispatch buffers.
     `reserved`: device context, communication library and allocator overhead.
     `reference`: the reference of a run with rollouts, if it is a second model.
+    `reward_models`: weights of the reward models of a run with rollouts.
     `cache`: keys, values and states of the replies that a run with rollouts generates, if its peak is there.
     """
 
@@ -38,6 +39,7 @@ class MemoryEstimate:
     reserved: int = 0
     reference: int = 0
     cache: int = 0
+    reward_models: int = 0
 
     @property
     def total(self) -> int:

@@ -1,11 +1,12 @@
 """Seconds of reinforcement learning on one layout: of a rollout batch, of its log-probs, and of its updates.
 
     generate    replies to the prompts of a batch                                (`kumi.plan.time.generation_time`)
+    scoring     forward passes of the reward models over the batch
     log_probs   forward passes of the policy and of the reference over the batch
     train       one update: forward and backward over its rows, and the optimizer
 
-The rows of an update follow from the lengths of its sequences, as `kumi.spec.balanced_rows` packs them. Rewards are
-computed by programs of the user or by other services, whose time no plan has.
+The rows of an update follow from the lengths of its sequences, as `kumi.spec.balanced_rows` packs them. Other rewards
+than models are computed by programs of the user or by other services, whose time no plan has.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from kumi.plan.layout_batch import batch_layouts
+from kumi.plan.memory.reward_models import reward_jobs
 from kumi.plan.time.generation_time import BatchLengths, expected_lengths, generates_at_known_speed, generation_time
 from kumi.plan.time.step_time import step_times
 from kumi.spec.balanced_rows import plan_rows
@@ -29,13 +31,14 @@ from kumi.spec.layout import Layout
 class RolloutStep:
     """Estimated seconds of a rollout batch and of the updates with it.
 
-    - `generate`, `log_probs`: of a batch. `train`: of the update on each of its parts.
+    - `generate`, `scoring`, `log_probs`: of a batch. `train`: of the update on each of its parts.
     - `passes`: how often the batch is gone through.
     - `rows`, `row_tokens`: rows of the first update over all ranks, and the positions of each.
     - `reply_tokens`: tokens of all replies of a batch.
     """
 
     generate: float
+    scoring: float
     log_probs: float
     train: tuple[float, ...]
     passes: int
@@ -55,8 +58,8 @@ class RolloutStep:
 
     @property
     def batch_seconds(self) -> float:
-        """Seconds from one rollout batch to the next, without rewards."""
-        return self.generate + self.log_probs + self.passes * sum(self.train)
+        """Seconds from one rollout batch to the next, without other rewards than reward models."""
+        return self.generate + self.scoring + self.log_probs + self.passes * sum(self.train)
 
     @property
     def step_seconds(self) -> float:
@@ -104,6 +107,7 @@ def rollout_step(job: Job, layout: Layout, lengths: BatchLengths | None = None) 
     rows = plan_rows(parts[0], job.batch.seq_len, layout.dp, _multiple(layout))
     return RolloutStep(
         generation_time(job, layout, lengths).seconds,
+        _scoring_seconds(job, layout, lengths),
         sum(log_probs for _, log_probs in updates),
         tuple(train for train, _ in updates),
         spec.passes,
@@ -111,6 +115,13 @@ def rollout_step(job: Job, layout: Layout, lengths: BatchLengths | None = None) 
         rows.length,
         sum(reply for *_, reply in lengths.sequences),
     )
+
+
+def _scoring_seconds(job: Job, layout: Layout, lengths: BatchLengths) -> float:
+    """Return the seconds in which the reward models read all prompts with their replies."""
+    positions = tuple(prompt + reply for _, prompt, reply in lengths.sequences)
+    plain = replace(layout, stage_layers=(), recompute="none", recompute_layers=-1)
+    return sum(_update_seconds(one, plain, positions)[1] for one in reward_jobs(job))
 
 
 def _multiple(layout: Layout) -> int:

@@ -19,10 +19,11 @@ MEMORY_COLOURS = {
     "buffers": YELLOW,
     "reference": BLUE,
     "cache": YELLOW,
+    "reward_models": ORANGE,
     "reserved": GREY,
 }
 # Kinds that are hatched: they share a colour with another kind, or look like it in black and white.
-HATCHED = ("gathered", "grads", "activations", "reference", "cache", "reserved")
+HATCHED = ("gathered", "grads", "activations", "reference", "cache", "reward_models", "reserved")
 
 TIME_COLOURS = {
     "forward": BLUE,
@@ -31,6 +32,7 @@ TIME_COLOURS = {
     "bubble": GREY,
     "passes": SKY,
     "rollout": PURPLE,
+    "scoring": YELLOW,
     "optimizer": GREEN,
     "offload": PURPLE,
     "host": YELLOW,

@@ -24,6 +24,7 @@ MEMORY = {
     "buffers": "buffers",
     "reference": "reference model",
     "cache": "cache of replies",
+    "reward_models": "reward models",
     "reserved": "context, allocator",
 }
 LETTERS = {
@@ -37,6 +38,7 @@ LETTERS = {
     "buffers": "b",
     "reference": "R",
     "cache": "k",
+    "reward_models": "r",
     "reserved": "c",
 }
 # Display names of the kinds of `Estimate.time`.
@@ -52,6 +54,7 @@ TIME = {
     "bubble": "pipeline bubble",
     "passes": "forward passes of the loss",
     "rollout": "generation of replies",
+    "scoring": "scores by reward models",
     "optimizer": "optimizer",
     "offload": "exposed offload transfers",
     "host": "waiting for kernel launches",

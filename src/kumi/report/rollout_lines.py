@@ -32,7 +32,7 @@ def rollout_data(job: Job, estimate: Estimate) -> dict[str, Any] | None:
     seconds: see `kumi.plan.rollout_step.RolloutStep`; None if the device's speed is unknown. positions: of all rows of
         the first update, which batch.tokens_per_step should be close to.
     memory: bytes of a rank while it generates: weights (with ZeRO also gathered ones), gradients that stay, optimizer
-        states, reference, cache, the rest. critic: 0, since no run of kumi with rollouts trains one.
+        states, reference, reward models, cache, the rest. critic: 0, since no run of kumi with rollouts trains one.
     """
     spec = job.rollout
     if spec is None:
@@ -43,6 +43,7 @@ def rollout_data(job: Job, estimate: Estimate) -> dict[str, Any] | None:
         "gradients": memory.grads,
         "optimizer": memory.optimizer,
         "reference": memory.reference,
+        "reward models": memory.reward_models,
         "critic": 0,
         "cache": memory.cache,
     }
@@ -71,18 +72,19 @@ def length_line(data: dict[str, Any]) -> str:
 
 
 def time_line(data: dict[str, Any]) -> str:
-    """Return the seconds of generation, of log-probs and of the updates of a rollout batch."""
+    """Return the seconds of generation, of reward models, of log-probs and of the updates of a rollout batch."""
     seconds = data["seconds"]
     if seconds is None:
         return "time not known, because the device's speed is not"
     count = seconds["updates"]
     log_probs = f", log-probs {phrases.seconds(seconds['log_probs'])}" if seconds["log_probs"] else ""
+    scoring = f", reward models {phrases.seconds(seconds['scoring'])}" if seconds["scoring"] else ""
     updates = f"{count} updates of" if count > 1 else "training"
     rows = f"{seconds['rows']} rows of {seconds['row_tokens']:,} tokens"
     return (
         f"generation {phrases.seconds(seconds['generate'])} ({format_count(seconds['tokens_per_second'])} tokens/s)"
-        f"{log_probs}, {updates} {phrases.seconds(seconds['train_seconds'])} ({rows}): "
-        f"{phrases.seconds(seconds['batch_seconds'])} a batch without rewards, "
+        f"{scoring}{log_probs}, {updates} {phrases.seconds(seconds['train_seconds'])} ({rows}): "
+        f"{phrases.seconds(seconds['batch_seconds'])} a batch without {'other ' if scoring else ''}rewards, "
         f"{phrases.percent(seconds['generation_share'])} of it generation"
     )
 

@@ -1,10 +1,11 @@
 """Estimated seconds of the parts of a rollout batch, beside the measured ones.
 
 time/estimated_generate_s    for the lengths of the batch before; in a run's first batch for those of its plan
+time/estimated_score_s       of reward models, for the lengths of the batch; without any, no plan knows it
 time/estimated_log_probs_s   for the rows of the batch
 time/estimated_train_s       of an update, for its rows
-perf/estimated_step_s        their sum in a step that begins a batch, with the seconds that the rewards of the batch
-                             before took, which no plan knows; in other steps that of the update
+perf/estimated_step_s        their sum in a step that begins a batch, with the seconds that all rewards of the batch
+                             before took; in other steps that of the update
 
 `kumi.train.refined_estimates` refines them by what the steps before have taken.
 """
@@ -39,7 +40,7 @@ class RolloutEstimates:
         own = self._own = rollout_step(self._job, self._layout, _lengths(batch.groups, batch.prompts))
         if before is None or own is None:
             return {}
-        expected = before.generate + self._score_s + own.log_probs + own.train[0]
+        expected = before.generate + (self._score_s or own.scoring) + own.log_probs + own.train[0]
         generated = [
             group
             for group in (*collected.groups, *collected.spares, *collected.dropped)
@@ -50,6 +51,7 @@ class RolloutEstimates:
         self._score_s = collected.score_s
         return {
             "time/estimated_generate_s": before.generate,
+            **({"time/estimated_score_s": own.scoring} if own.scoring else {}),
             "time/estimated_log_probs_s": own.log_probs,
             **self.update(0),
             "perf/estimated_step_s": expected,

@@ -6,9 +6,9 @@
 memory. If not all figures fit, figures that can be computed from others are left out first; metrics.jsonl has all.
 
 A step with rollouts has `reward 0.412` and `rollout 3.1/2.9+0.2+0.4/0.4 s` where it begins a batch: the mean reward,
-and the measured and the estimated seconds of generation, of scoring (never estimated) and of the trainer's log-probs.
-`training 258/241 ms` is the rest of the step. Estimates are those of `kumi.rollout.rollout_estimates`,
-refined by the steps before (`kumi.train.refined_estimates`).
+and the measured and the estimated seconds of generation, of scoring (estimated for reward models only) and of the
+trainer's log-probs. `training 258/241 ms` is the rest of the step. Estimates are those of
+`kumi.rollout.rollout_estimates`, refined by the steps before (`kumi.train.refined_estimates`).
 """
 
 from __future__ import annotations

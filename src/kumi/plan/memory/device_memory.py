@@ -20,6 +20,7 @@ from kumi.plan.layout_batch import CHOICES, Bools, Floats, Ints, LayoutBatch, ba
 from kumi.plan.memory.activations import LayerActivations, ModelActivations, model_activations
 from kumi.plan.memory.generation_moment import generation_kinds
 from kumi.plan.memory.process import HEAP_OVERHEAD, process_bytes
+from kumi.plan.memory.reward_models import RewardModelBytes, reward_model_bytes
 from kumi.plan.memory.states import (
     RankParams,
     UnshardedBytes,
@@ -74,6 +75,7 @@ class InvariantMemory(NamedTuple):
     `unsharded`: transient bytes of sharded states.
     `buffers`: bytes of communication buffers.
     `libraries`: bytes outside the allocator.
+    `rewards`: bytes of the reward models of a run with rollouts.
     """
 
     params: RankParams
@@ -83,6 +85,7 @@ class InvariantMemory(NamedTuple):
     unsharded: UnshardedBytes
     buffers: Floats
     libraries: Floats
+    rewards: RewardModelBytes
 
 
 def invariant_memory(
@@ -98,6 +101,7 @@ def invariant_memory(
         unsharded_bytes(job, layouts, params, num_microbatches(job, layouts)),
         _buffers(job, layouts),
         _libraries(job, layouts),
+        reward_model_bytes(job, layouts),
     )
 
 
@@ -107,7 +111,7 @@ def stage_memory(
     """Return the bytes by kind of `MemoryEstimate` on a rank with the `share` of the model, (rows,) each.
 
     `invariant` is the result of `invariant_memory`, computed here if not given. The peak of a run with rollouts may be
-    while it generates.
+    while it generates or while reward models score.
     """
     invariant = invariant or invariant_memory(job, layouts, share)
     params, activations = invariant.params, invariant.activations
@@ -125,8 +129,12 @@ def stage_memory(
     sizes["reserved"] = invariant.libraries + allocator_overhead(job) * transient
     if job.rollout is None:
         return sizes
+    rewards = np.where(_offloads(layouts, "states"), 0.0, invariant.rewards.weights)
     sizes |= {"reference": reference_copies(job) * sizes["params"], "cache": np.zeros(len(layouts))}
-    return _larger(sizes, generation_memory(job, layouts, invariant))
+    sizes["reward_models"] = rewards
+    for moment in rollout_moments(job, layouts, invariant):
+        sizes = _larger(sizes, moment)
+    return sizes
 
 
 def _larger(sizes: dict[str, Floats], others: dict[str, Floats]) -> dict[str, Floats]:
@@ -143,21 +151,43 @@ def reference_copies(job: Job) -> int:
     return int(job.rollout is not None and job.rollout.reference)
 
 
-def generation_memory(job: Job, layouts: LayoutBatch, invariant: InvariantMemory) -> dict[str, Floats]:
-    """Return the bytes by kind of `MemoryEstimate` while a run with rollouts generates, (rows,) each.
+def rollout_moments(job: Job, layouts: LayoutBatch, invariant: InvariantMemory) -> list[dict[str, Floats]]:
+    """Return the bytes by kind while a run with rollouts generates, and while its reward models score, if it has any."""
+    moments = [generation_memory(job, layouts, invariant)]
+    if job.rollout is not None and job.rollout.reward_models:
+        moments.append(scoring_memory(job, layouts, invariant))
+    return moments
 
-    The states of training stay, but for gradients, which are freed between steps unless they have persistent buffers.
+
+def generation_memory(job: Job, layouts: LayoutBatch, invariant: InvariantMemory) -> dict[str, Floats]:
+    """Return the bytes by kind of `MemoryEstimate` while a run with rollouts generates, (rows,) each."""
+    return _between_updates(job, layouts, invariant, generation_kinds(job, layouts, invariant.params))
+
+
+def scoring_memory(job: Job, layouts: LayoutBatch, invariant: InvariantMemory) -> dict[str, Floats]:
+    """Return the bytes by kind of `MemoryEstimate` while reward models score, (rows,) each."""
+    rewards, none = invariant.rewards, np.zeros(len(layouts))
+    kinds = {"gathered": rewards.gathered, "weights": none, "activations": rewards.activations, "cache": none}
+    return _between_updates(job, layouts, invariant, kinds)
+
+
+def _between_updates(
+    job: Job, layouts: LayoutBatch, invariant: InvariantMemory, sizes: dict[str, Floats]
+) -> dict[str, Floats]:
+    """Return `sizes` with the states of training and the other models in memory.
+
+    Gradients are freed between steps unless they have persistent buffers.
     """
     states = invariant.states
     params = np.where(_offloads(layouts, "states"), 0.0, states["params"])
     no_optimizer = _offloads(layouts, "states") | _offloads(layouts, "optimizer")
-    sizes = generation_kinds(job, layouts, invariant.params)
     transient = sizes["gathered"] + sizes["weights"] + sizes["activations"]
     return {
         "params": params,
         "grads": np.where(_persistent_grads(job, layouts), states["grads"], 0.0),
         "optimizer": np.where(no_optimizer, 0.0, states["optimizer"]),
         "reference": reference_copies(job) * params,
+        "reward_models": np.where(_offloads(layouts, "states"), 0.0, invariant.rewards.weights),
         **sizes,
         "reserved": invariant.libraries + allocator_overhead(job) * transient,
     }

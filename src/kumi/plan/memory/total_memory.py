@@ -17,11 +17,11 @@ from kumi.plan.memory.device_memory import (
     allocator_overhead,
     backward_peak,
     bytes_in_use_of_offloaded_states,
-    generation_memory,
     moments_without_activations,
     recomputed_share,
     reference_copies,
     resident_activations,
+    rollout_moments,
     two_layers,
     weight_casts,
 )
@@ -70,7 +70,7 @@ class _Peak(NamedTuple):
 class TotalMemory:
     """Device bytes of ranks with a share of the model; `total` is the sum of `device_memory.stage_memory`, in training.
 
-    A run with rollouts may have its peak while it generates, see `generation`.
+    A run with rollouts may have its peak while it generates or scores, see `generation`.
     """
 
     def __init__(self, job: Job, layouts: LayoutBatch, share: RankStages, invariant: InvariantMemory) -> None:
@@ -107,11 +107,12 @@ class TotalMemory:
         return states + outside + (1 + self._overhead) * transient
 
     def generation(self, offload: int) -> Floats:
-        """Return the bytes of each rank, (rows,), while a run with rollouts generates; 0 for other runs."""
+        """Return the bytes of each rank, (rows,), while a run with rollouts generates or scores; 0 for other runs."""
         if self._job.rollout is None:
             return np.zeros(len(self._layouts))
         rows = self._layouts.replaced(offload=np.full(len(self._layouts), offload))
-        return np.asarray(np.sum(list(generation_memory(self._job, rows, self._invariant).values()), axis=0))
+        moments = rollout_moments(self._job, rows, self._invariant)
+        return np.asarray(np.max([np.sum(list(moment.values()), axis=0) for moment in moments], axis=0))
 
     def _peak(self, recompute: int, layers: int) -> _Peak:
         """Return the bytes at the fullest moment, which does not depend on offloading."""
@@ -129,6 +130,7 @@ class TotalMemory:
             none = np.zeros_like(resident)
             peak = _Peak(none, none, none, casts, resident, last, later)
             params = (1 + reference_copies(self._job)) * self._invariant.states["params"]
+            params = params + self._invariant.rewards.weights
             states = params + peak.pick(self._states)
             activations = peak.pick((resident, in_backward, none))
             self._peaks[recompute, layers] = peak._replace(
