@@ -175,7 +175,8 @@ def test_a_prompt_is_rendered_for_generation_and_not_trained(plain):
     [unit] = plain.encode(example)
     assert decode(plain, unit.sequences[0].ids).endswith(f"again Q2{IM}\n<|im_start|>assistant\n")
     assert not any(mask & TRAINED for mask in unit.sequences[0].mask)
-    assert unit.extra == {"answer": "42"}
+    # Rewards and other tokenizers read the messages again.
+    assert unit.extra == {"answer": "42", "prompt": list(example.sides[0].messages)}
 
 
 def pair(chosen: list[dict[str, Any]], rejected: list[dict[str, Any]], **fields: Any) -> Example:

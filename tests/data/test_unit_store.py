@@ -253,7 +253,7 @@ def test_pairs_labels_and_prompts_are_units(chat_tokens, tmp_path):
     assert pair.columns["documents"].tolist() == [2] * 4
     assert np.array_equal(pair.columns["margin"], np.float32([np.nan, 0.5, 0.5, 0.5]), equal_nan=True)
     assert label.columns["label"].tolist() == [0, 1, 0, 1]
-    assert [prompt.extra_of(n) for n in range(4)] == [{"answer": f"ä{n}", "grade": n} for n in range(4)]
+    assert [prompt.extra_of(n) for n in range(4)] == prompts
     assert store.sources[2].train_trained == 0
     assert chat_tokens.decode(prompt.tokens_of(3).ids.tolist()).endswith("how 3<|im_end|>\n<|im_start|>assistant\n")
 

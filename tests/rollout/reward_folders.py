@@ -1,12 +1,11 @@
-"""Reward models for tests, made by transformers in float64: a Llama that reads the tokens of the runs of this folder,
-and models of other families with tokenizers of their own."""
+"""Reward models for tests, made by transformers in float64, with the tokenizer of the runs or another one."""
 
 import contextlib
 import json
 
 import torch
 import transformers
-from tests.rollout.conftest import MODEL, rollout_file, write_data
+from tests.rollout.conftest import rollout_file, write_data
 
 from kumi.cli import main
 
@@ -14,7 +13,7 @@ from kumi.cli import main
 END, PAD = 0, 1
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -47,20 +46,18 @@ def write_byte_tokenizer(source, target):
     (target / "tokenizer.json").write_text(json.dumps(content))
 
 
-def make_reward_model(folder, tokenizer, *, seed=0, template=None, **changes):
-    """Write a Llama of random weights with a score head, and the tokenizer of the folder `tokenizer`; return it."""
-    config = transformers.LlamaConfig(
-        **{**MODEL, "num_hidden_layers": 1, "num_labels": 1, "pad_token_id": PAD, "initializer_range": 0.3, **changes}
-    )
-    return save(transformers.LlamaForSequenceClassification, config, folder, tokenizer, seed=seed, template=template)
+def make_reward_model(folder, tokenizer, *, seed=0, **changes):
+    """Write a GPT-2 of random weights with a score head, and the tokenizer of the folder `tokenizer`; return the model.
 
-
-def save(kind, config, folder, tokenizer, *, seed=0, template=None):
-    """Write a model of the class `kind`, and return it."""
+    transformers computes it in float64 throughout, where it rounds the norms and angles of others to float32.
+    """
+    sizes = {"vocab_size": 320, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 96, "initializer_range": 0.3}
+    ids = {"num_labels": 1, "pad_token_id": PAD, "bos_token_id": END, "eos_token_id": END}
     torch.manual_seed(seed)
-    model = kind(config).double().eval()
+    model = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**{**sizes, **ids, **changes}))
+    model = model.double().eval()
     model.save_pretrained(folder)
-    copy_tokenizer(tokenizer, folder, template)
+    copy_tokenizer(tokenizer, folder)
     return model
 
 

@@ -111,7 +111,7 @@ def test_rounds_are_bounded_when_no_group_differs(tmp_path):
 
 def test_replies_that_cannot_be_scored_differ_from_nothing(tmp_path):
     work = collector(tmp_path, differ=set(), dynamic=False)
-    work.scorer.score = lambda prompts, replies: [([math.nan, 1.0], [{"a": None}, {"a": 1.0}])] * len(prompts)
+    work.scorer.score = lambda prompts, replies, scores: [([math.nan, 1.0], [{"a": None}, {"a": 1.0}])] * len(prompts)
     [group, *_] = work.collect(0, 0, []).groups
     assert not group.differs
     assert math.isnan(group.rewards[0])

@@ -8,22 +8,14 @@ import shutil
 import pytest
 import transformers
 from tests.rollout.conftest import history, rollout_file, train
-from tests.rollout.reward_folders import (
-    END,
-    PAD,
-    edit_config,
-    make_reward_model,
-    oracle,
-    prepared,
-    save,
-    write_byte_tokenizer,
-)
+from tests.rollout.reward_folders import END, edit_config, make_reward_model, oracle, prepared, write_byte_tokenizer
 from tests.train.conftest import losses
 
 from kumi.config import load, open_run
 from kumi.data import load_tokenizer
 from kumi.errors import KumiError, LayoutError
 from kumi.rollout.group import read_reply
+from kumi.storage import checkpoint
 from kumi.train.reward_model_files import check_reward_models
 
 QUALITY = {"kind": "model", "name": "quality", "source": "rm", "weight": 0.5}
@@ -109,7 +101,7 @@ def test_a_layout_has_the_rewards_of_one_process(alone, begun, name):
 
 def test_a_resumed_run_has_the_same_rewards_and_refuses_another_reward_model(alone, begun, capsys):
     assert scored(begun, train={**STEPS, "steps": 2}) == 0
-    meta = json.loads((begun / "run" / "checkpoints" / "step_000002" / "meta.json").read_text())
+    meta = checkpoint.open(begun / "run" / "checkpoints" / "step_000002").meta
     assert meta["reward_models"]["quality"]["folder"] == str((begun / "rm").resolve())
     words = ("--allow-change", "train.steps")
     changes = {"rewards": [QUALITY, LETTERS], "rollout": ROLLOUT, "train": STEPS, "layout": {}}
@@ -126,12 +118,9 @@ def test_a_resumed_run_has_the_same_rewards_and_refuses_another_reward_model(alo
 
 
 def test_another_tokenizer_reads_the_text_again(begun):
-    # A GPT-2, whose positions are learned, reads bytes: its tokenizer has no merges.
+    # Every byte is a token of the reward model, as its tokenizer has no merges.
     write_byte_tokenizer(begun / "same", begun / "bytes")
-    config = transformers.GPT2Config(
-        vocab_size=300, n_embd=16, n_layer=1, n_head=2, n_positions=96, num_labels=1, pad_token_id=PAD, bos_token_id=END
-    )
-    save(transformers.GPT2ForSequenceClassification, config, begun / "rm", begun / "bytes")
+    make_reward_model(begun / "rm", begun / "bytes")
     rewards = [{**QUALITY, "weight": 1.0}]
     assert scored(begun, rewards=rewards, train={**STEPS, "steps": 1}) == 0
     model = transformers.AutoModelForSequenceClassification.from_pretrained(begun / "rm", dtype="float64").eval()
@@ -147,13 +136,13 @@ def test_another_tokenizer_reads_the_text_again(begun):
 
 
 REFUSED = {
-    "absent": ({}, {"source": "nowhere"}, "has no config.json"),
-    "language": ({"architectures": ["LlamaForCausalLM"]}, {}, "LlamaForCausalLM, which gives logits and no score"),
+    "absent": ({}, {"source": "nowhere"}, "is neither a folder nor a hub id"),
+    "language": ({"architectures": ["GPT2LMHeadModel"]}, {}, "GPT2LMHeadModel, which gives logits and no score"),
     "labels": ({"id2label": {"0": "bad", "1": "good"}, "num_labels": None}, {}, "which have one label"),
     "padding": ({"pad_token_id": None}, {}, "has no pad_token_id in its config.json"),
     "padding outside": ({"pad_token_id": 320}, {}, "has pad_token_id 320 in its config.json"),
-    "vocabulary": ({"vocab_size": 299}, {}, "has a tokenizer of 300 entries for a model with vocab_size=299"),
-    "weights": ({"num_hidden_layers": 2}, {}, "model.layers.1"),
+    "vocabulary": ({"vocab_size": 100}, {}, "entries for a model with vocab_size=100; restore the tokenizer"),
+    "weights": ({"n_layer": 2}, {}, "h.1."),
     "tokens": ({}, {"source": "others", "reads": "tokens"}, "needs the policy's tokenizer, but"),
 }
 
@@ -172,7 +161,7 @@ def test_what_cannot_score_is_refused_before_the_run(begun, name):
 
 
 def test_a_layout_on_which_the_reward_model_cannot_lie_is_refused_and_not_chosen(begun):
-    make_reward_model(begun / "rm", begun / "same", num_attention_heads=1, num_key_value_heads=1)
+    make_reward_model(begun / "rm", begun / "same", n_head=1)
     changes = {"rewards": [QUALITY], "cluster": {"devices_per_node": 2}}
     with contextlib.chdir(begun):
         with pytest.raises(

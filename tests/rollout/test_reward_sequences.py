@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.rollout.reward_folders import END, PAD, TEMPLATE, copy_tokenizer, make_reward_model, oracle, prepared
+from tests.rollout.conftest import MODEL
+from tests.rollout.reward_folders import END, PAD, TEMPLATE, copy_tokenizer, oracle, prepared
 
 from kumi.convert import weights_reader
 from kumi.data import load_tokenizer
@@ -21,6 +22,7 @@ from kumi.spec import families
 from kumi.spec.data_source import ChatOptions
 from kumi.spec.layout import Layout
 from kumi.spec.precision import Precision
+from tiny_models import in_float64
 
 MESH = Mesh(Layout(), RankInfo(0, 1, 0, torch.device("cpu")), {})
 LIMITS = TokenLimits(vocab_size=300, longest=40, padding=PAD)
@@ -95,18 +97,27 @@ def test_what_the_model_cannot_read_is_not_scored(ids, words):
 SEQUENCES = [[5, 6, 7, END], [9] * 17, [5, PAD, 6, PAD, PAD], [PAD, PAD], [8], [11, 12, END, 13, 14], [20, 21, 22]]
 
 
-def test_scores_are_those_of_transformers_in_any_company(folder):
-    model = make_reward_model(folder / "rm", folder / "same")
-    spec = families.from_hf(families.read_config(folder / "rm"))
-    reader = weights_reader(folder / "rm", spec)
-    own = build(spec, MESH, Precision("rewards", *["float64"] * 3), weights=reader, frozen=True)
-    assert not any(parameter.requires_grad for parameter in own.parameters())
-    expected = oracle(model, SEQUENCES)
-    read = [TokenLimits(320, 64, PAD).scored(ids) for ids in SEQUENCES]
-    assert [len(ids) for ids in read] == [4, 17, 3, 1, 1, 5, 3]
-    for longest, microbatch in ((64, 8), (8, 2), (17, 1)):
-        scores = sequence_scores(own, MESH, RowSettings(longest, 1, 1), microbatch, read)
-        assert scores.tolist() == pytest.approx(expected, rel=0, abs=1e-10)
-    alone = [float(sequence_scores(own, MESH, RowSettings(8, 1, 4), 1, [ids])[0]) for ids in read]
+def llama():
+    config = transformers.LlamaConfig(**MODEL, num_labels=1, pad_token_id=PAD, initializer_range=0.3)
+    return transformers.LlamaForSequenceClassification(config).eval()
+
+
+def test_scores_are_those_of_transformers_in_any_company(tmp_path):
+    torch.manual_seed(0)
+    with in_float64():  # transformers rounds the angles and norms of a Llama to float32 otherwise
+        model = llama()
+        model.save_pretrained(tmp_path)
+        expected = oracle(model, SEQUENCES)
+        spec = families.from_hf(families.read_config(tmp_path))
+        reader = weights_reader(tmp_path, spec)
+        own = build(spec, MESH, Precision("rewards", *["float64"] * 3), weights=reader, frozen=True)
+        assert not any(parameter.requires_grad for parameter in own.parameters())
+        read = [TokenLimits(320, 64, PAD).scored(ids) for ids in SEQUENCES]
+        assert [len(ids) for ids in read] == [4, 17, 3, 1, 1, 5, 3]
+        for longest, microbatch in ((64, 8), (8, 2), (17, 1)):
+            scores = sequence_scores(own, MESH, RowSettings(longest, 1, 1), microbatch, read)
+            assert scores.tolist() == pytest.approx(expected, rel=0, abs=1e-10)
+        alone = [float(sequence_scores(own, MESH, RowSettings(8, 1, 4), 1, [ids])[0]) for ids in read]
     assert alone == pytest.approx(expected, rel=0, abs=1e-10)
+    assert max(alone) - min(alone) > 0.1
     assert sequence_scores(own, MESH, RowSettings(8, 1, 1), 1, []).shape == (0,)

@@ -43,10 +43,12 @@ class RewardModel:
 class RewardModels:
     """The reward models of a run on `mesh`.
 
+    identities: by name, the folder and the digest of each as it was loaded, for checkpoints.
     rows, microbatch: rows of a pass of a rank, as in training. reply_text: (ids of a prompt, ids of a reply) -> text.
     """
 
     models: Sequence[RewardModel]
+    identities: Mapping[str, Mapping[str, str]]
     mesh: Mesh
     rows: RowSettings
     microbatch: int

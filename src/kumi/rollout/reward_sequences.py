@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kumi.data.chat.encode import ConversationEncoder
-from kumi.data.chat.masked import RowRefused
+from kumi.data.chat.masked import TRAINED, RowRefused
 from kumi.data.formats import Format, PlainText, to_example
 from kumi.rewards import Unscored
 from kumi.rollout.group import GeneratedReply
@@ -84,8 +84,10 @@ class RenderedTokens:
         if self._whole and not isinstance(side, PlainText):
             return list(self._encoder.whole(side).ids)
         *_, unit = self._encoder.encode(example)
-        ids = list(unit.sequences[0].ids)
-        return ids[:-1] if truncated else ids
+        [sequence] = unit.sequences
+        # The token that ends the reply is the last one that training would read; templates may write more behind it.
+        end = max(place for place, mask in enumerate(sequence.mask) if mask & TRAINED)
+        return list(sequence.ids[: end if truncated else end + 1])
 
 
 Sequences = PolicyTokens | RenderedTokens

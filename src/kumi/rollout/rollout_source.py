@@ -151,6 +151,12 @@ class RolloutSource:
         """The numbers of batches and prompts so far, by their names."""
         return {"rollout batches": self._batches, "prompts": self._next_prompt}
 
+    @property
+    def reward_models(self) -> Mapping[str, Mapping[str, str]]:
+        """The folder and the digest of each reward model, by name."""
+        models = self._collector.models
+        return {} if models is None else models.identities
+
     def close(self) -> None:
         """End the engine."""
         self._collector.engine.close()

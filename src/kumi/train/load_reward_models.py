@@ -15,7 +15,7 @@ from kumi.rollout.rollout_batch import RowSettings
 from kumi.spec.data_source import ChatOptions
 from kumi.spec.precision import Precision
 from kumi.train.prepare_data import tokenizer_folder
-from kumi.train.reward_model_files import RewardModelFiles, open_reward_models
+from kumi.train.reward_model_files import RewardModelFiles, open_reward_models, reward_model_identities
 
 
 def load_reward_models(run: ResolvedRun, mesh: Mesh, rows: RowSettings) -> RewardModels | None:
@@ -35,7 +35,12 @@ def load_reward_models(run: ResolvedRun, mesh: Mesh, rows: RowSettings) -> Rewar
         for each in files
     ]
     return RewardModels(
-        models, mesh, rows, run.layout.microbatch, lambda prompt, reply: reply_text(decode, prompt, reply)
+        models,
+        reward_model_identities(run),
+        mesh,
+        rows,
+        run.layout.microbatch,
+        lambda prompt, reply: reply_text(decode, prompt, reply),
     )
 
 

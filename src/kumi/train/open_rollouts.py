@@ -31,6 +31,7 @@ from kumi.rollout.collect_groups import CollectSettings, GroupCollector, GroupSc
 from kumi.rollout.own_engine import OwnEngine
 from kumi.rollout.prompt_sampler import PromptSampler
 from kumi.rollout.reply_advantages import token_advantages
+from kumi.rollout.reward_models import RewardModels
 from kumi.rollout.rollout_batch import LogProbs, RowSettings, UpdateSettings
 from kumi.rollout.rollout_estimates import RolloutEstimates
 from kumi.rollout.rollout_history import UNFINISHED
@@ -42,7 +43,6 @@ from kumi.spec.balanced_rows import RowPlan
 from kumi.spec.rollout import FILLS
 from kumi.train.load_reward_models import load_reward_models
 from kumi.train.prepare_data import chat_options, tokenizer_folder
-from kumi.train.reward_model_files import reward_model_identities
 from kumi.train.run_models import build_reference
 from kumi.train.run_objective import run_objective
 
@@ -79,6 +79,7 @@ def open_rollouts(
     sampling, tokenizer, layout = rollout_sampling(run), load_tokenizer(tokenizer_folder(run)), run.layout
     # Under sequence parallelism, ranks of tp have equal parts of a row.
     rows = RowSettings(run.batch.seq_len, layout.dp, layout.tp if layout.sequence_parallel else 1)
+    models = load_reward_models(run, mesh, rows)
     collector = GroupCollector(
         PromptSampler(run_mixture(run.config, store), store.train_names),
         OwnEngine(model, mesh, slots=section.slots),
@@ -93,8 +94,8 @@ def open_rollouts(
             section.max_rounds if section.dynamic else 1,
         ),
         run.out / UNFINISHED,
-        _digest(run, sampling, store.content),
-        load_reward_models(run, mesh, rows),
+        _digest(sampling, store.content, section.group_size, models),
+        models,
     )
     trainer = Trainer(
         partial(reply_log_probs, model, mesh, _passes(run)),
@@ -149,13 +150,13 @@ def rollout_sampling(run: ResolvedRun) -> Sampling:
     )
 
 
-def _digest(run: ResolvedRun, sampling: Sampling, data: str) -> str:
+def _digest(sampling: Sampling, data: str, group_size: int, models: RewardModels | None) -> str:
     """Return a digest of all that replies and the scores of reward models depend on beside the policy's weights."""
-    assert run.config.rollout is not None, "a run with rollouts has the section"
+    identities = {} if models is None else models.identities
     content = (
         data,
-        run.config.rollout.group_size,
-        sorted((name, identity["digest"]) for name, identity in reward_model_identities(run).items()),
+        group_size,
+        sorted((name, identity["digest"]) for name, identity in identities.items()),
         sampling.max_new_tokens,
         sampling.temperature,
         sampling.seed,

@@ -28,7 +28,7 @@ from kumi.spec.numerics import REFERENCE
 from kumi.spec.saved_tensors import model_digest
 from kumi.storage.checkpoint import Piece
 from kumi.train.prepare_data import tokenizer_folder
-from kumi.train.reward_model_files import REWARD_MODELS, reward_model_identities
+from kumi.train.reward_model_files import REWARD_MODELS
 from kumi.train.run_objective import run_objective
 from kumi.train.task_evaluation import RunTasks
 from kumi.train.warmup import warmup_meta
@@ -100,7 +100,7 @@ def checkpoint_meta(state: TrainState, rank_state: RankState) -> dict[str, Any]:
         "carried_from": passthrough_source(run),
         "tokenizer": str(tokenizer_folder(run).resolve()),
         **adapter_base(run),
-        REWARD_MODELS: reward_model_identities(run),
+        REWARD_MODELS: {} if rank_state.rollouts is None else dict(rank_state.rollouts.reward_models),
     }
 
 
