@@ -152,7 +152,7 @@ def reference_copies(job: Job) -> int:
 
 
 def rollout_moments(job: Job, layouts: LayoutBatch, invariant: InvariantMemory) -> list[dict[str, Floats]]:
-    """Return the bytes by kind while a run with rollouts generates, and while its reward models score, if it has any."""
+    """Return the bytes by kind while a run with rollouts generates, and while its reward models score, if any."""
     moments = [generation_memory(job, layouts, invariant)]
     if job.rollout is not None and job.rollout.reward_models:
         moments.append(scoring_memory(job, layouts, invariant))
