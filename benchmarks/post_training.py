@@ -2,7 +2,7 @@
 
     python benchmarks/post_training.py [--steps 12] [--json FILE]
 
-Every row trains the same Llama of 8.6 M parameters in float32 with AdamW, in a process of its own with one thread, in
+Every row trains the same Llama of 9.0 M parameters in float32 with AdamW, in a process of its own with one thread, in
 turn. A figure is the tokens of a step, without padding, over the median CPU seconds of the process between two steps,
 logging included; the first steps are not counted.
 

@@ -132,9 +132,8 @@ class BatchedDecoder:
         All ranks call this with the same arguments and exhaust the iterator: they compute together. Raises ModelError
         for an empty prompt, or one that leaves no position for a reply.
         """
-        trained = any(parameter.requires_grad for parameter in self.decoder.parameters())
-        # Inference mode takes less time for each operator. Training cannot use tensors that were made in it.
-        mode = torch.no_grad() if trained or self.mesh is not None else torch.inference_mode()
+        # Inference mode takes less time for each operator. Weights that it gathers could not be trained.
+        mode = torch.no_grad() if self.mesh is not None else torch.inference_mode()
         replies: Iterator[Reply] = mode(self._replies)(prompts, sampling, samples, on_token)
         return replies
 
@@ -315,12 +314,13 @@ class _Batch:
             return
         count, padding = len(self.active), -len(self.active) % self.owner.multiple
         lengths = [sequence.length - 1 for sequence in self.active]
+        equal = not padding and min(lengths) == max(lengths)
         ids = self._tensor([sequence.ids[-1] for sequence in self.active] + [0] * padding)
         positions = self._tensor(lengths + [0] * padding)
         logits = self.owner.decoder(
             ids[:, None],
             position_ids=positions[:, None],
-            cached=CachedTokens(self.cache, TokenStep(positions, max(lengths))),
+            cached=CachedTokens(self.cache, TokenStep(positions, max(lengths), equal)),
         )
         yield from self._draw(logits[:count], list(self.active))
 

@@ -10,11 +10,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kumi.data.binfile import Array
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
+_SHIFTS, _FACTORS = (16, 13, 16), (0x85EBCA6B, 0xC2B2AE35)
+# Numbers that a CPU mixes at a time: they and a second array stay in its second cache.
+_BLOCK = 65_536
 
 
 def sequence_key(seed: int, prompt: Sequence[int], sample: int) -> int:
@@ -36,23 +42,52 @@ def log_exponentials(keys: Sequence[int], first: int, count: int, *, device: tor
 
     Row n, column i is a function of keys[n] and the token id first + i only.
     """
-    low, high = (torch.tensor([_signed(key >> shift) for key in keys], device=device) for shift in (0, 32))
-    ids = torch.arange(first, first + count, dtype=torch.int32, device=device)
-    bits = _mix((ids * _signed(_GOLDEN)) ^ low.int()[:, None])
-    bits = _mix(bits ^ high.int()[:, None])
-    # In (0, 1): 24 bits and a half, so that no value rounds to 0 or 1.
-    uniform = bits.bitwise_and_(0xFFFFFF).float().add_(0.5).mul_(2.0**-24)
-    return uniform.neg_().log1p_().neg_().log_()
+    if device.type == "cpu":
+        bits = torch.from_numpy(_bits_on_host(keys, first, count).view(np.int32))
+    else:
+        low, high = (torch.tensor([_signed(key >> shift) for key in keys], device=device) for shift in (0, 32))
+        ids = torch.arange(first, first + count, dtype=torch.int32, device=device)
+        bits = _mix((ids * _signed(_GOLDEN)) ^ low.int()[:, None])
+        bits = _mix(bits ^ high.int()[:, None]).bitwise_and_(0xFFFFFF)
+    # In (-1, 0): 24 bits and a half, so that no value rounds to 0 or 1.
+    return bits.float().add_(0.5).mul_(-(2.0**-24)).log1p_().neg_().log_()
 
 
 def _mix(bits: Tensor) -> Tensor:
     """Return a bijection of `bits` (int32) in which every bit of the input flips each bit of the result half of the
     time."""
-    bits = bits ^ ((bits >> 16) & 0xFFFF)
-    bits = bits * _signed(0x85EBCA6B)
-    bits = bits ^ ((bits >> 13) & 0x7FFFF)
-    bits = bits * _signed(0xC2B2AE35)
-    return bits ^ ((bits >> 16) & 0xFFFF)
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
+        bits = bits ^ ((bits >> shift) & (0xFFFFFFFF >> shift))
+        bits = bits if factor is None else bits * _signed(factor)
+    return bits
+
+
+def _bits_on_host(keys: Sequence[int], first: int, count: int) -> Array:
+    """Return the 24 bits (N, count), uint32, of each key and token id: what `_mix` computes, in fewer passes.
+
+    PyTorch has no logical shift, and its operators on integers are several times slower than NumPy's.
+    """
+    ids = np.arange(first, first + count, dtype=np.uint32) * np.uint32(_GOLDEN & 0xFFFFFFFF)
+    halves = np.array([(key & 0xFFFFFFFF, key >> 32) for key in keys], np.uint32)
+    bits, rows = np.empty((len(keys), count), np.uint32), max(1, _BLOCK // max(1, count))
+    scratch = np.empty((min(rows, len(keys)), count), np.uint32)
+    for start in range(0, len(keys), rows):
+        block, part = bits[start : start + rows], halves[start : start + rows]
+        np.bitwise_xor(ids, part[:, :1], out=block)
+        _mix_in_place(block, scratch[: len(block)])
+        np.bitwise_xor(block, part[:, 1:], out=block)
+        _mix_in_place(block, scratch[: len(block)])
+        np.bitwise_and(block, 0xFFFFFF, out=block)
+    return bits
+
+
+def _mix_in_place(bits: Array, scratch: Array) -> None:
+    """Replace `bits` (uint32) by the result of `_mix`; `scratch` of the same shape is overwritten."""
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
+        np.right_shift(bits, shift, out=scratch)
+        np.bitwise_xor(bits, scratch, out=bits)
+        if factor is not None:
+            np.multiply(bits, factor, out=bits)
 
 
 def _signed(value: int) -> int:

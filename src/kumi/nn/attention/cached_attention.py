@@ -48,10 +48,12 @@ class TokenStep:
 
     `lengths` (N,): number of tokens before the new one, which is its position.
     `longest`: the largest of `lengths`, known to the host.
+    `equal`: all `lengths` are the same: replies to one prompt grow together.
     """
 
     lengths: Tensor
     longest: int
+    equal: bool = False
 
     @cached_property
     def rows(self) -> Tensor:
@@ -149,14 +151,20 @@ class AttentionCache:
         """Return the result of `attend` for one new token of each slot."""
         keys, values = self.tensors
         capacity, count = keys.shape[2], len(q)
-        place = step.place(k.shape[2], capacity)
-        for cached, new in ((keys, k), (values, v)):
-            cached.view(-1, cached.shape[3]).index_copy_(0, place, new.reshape(-1, cached.shape[3]).to(cached.dtype))
+        if step.equal:  # one place in all slots: a copy, which takes less time than writes by index
+            place = step.longest % capacity
+            for cached, new in ((keys, k), (values, v)):
+                cached[:count, :, place].copy_(new[:, 0])
+        else:
+            places = step.place(k.shape[2], capacity)
+            for cached, new in ((keys, k), (values, v)):
+                rows = new.reshape(-1, cached.shape[3]).to(cached.dtype)
+                cached.view(-1, cached.shape[3]).index_copy_(0, places, rows)
         used = min(step.longest + 1, capacity)
         queries = q.view(count, k.shape[2], -1, q.shape[3])
         seen = keys[:count, :, :used], values[:count, :, :used]
         if sinks is None and scores.fused:
-            mask = step.mask(capacity, q.dtype)
+            mask = None if step.equal else step.mask(capacity, q.dtype)
             out = F.scaled_dot_product_attention(queries, *seen, attn_mask=mask, scale=scores.scale)
         else:
             out = _custom_attention(queries, *seen, step.visible(capacity), step, sinks, scores)

@@ -67,8 +67,15 @@ class Attention(nn.Module):
             q, k = self.q_norm(q).view(heads), self.k_norm(k).view(heads)
         rotation = rotary(self.spec)
         if rotation is not None:
-            pairs = ((q, rotation), (k, key_rotary(rotation)))
-            q, k = (rope.rotate(x, *context.cos_sin[key], interleave=rotation[0].interleave) for x, key in pairs)
+            keys = key_rotary(rotation)
+            if keys == rotation and q.shape[1] == 1:  # decoding, where an operator costs more than its work
+                together = rope.rotate(
+                    torch.cat((q, k), 2), *context.cos_sin[rotation], interleave=rotation[0].interleave
+                )
+                q, k = together.split((q.shape[2], k.shape[2]), 2)
+            else:
+                pairs = ((q, rotation), (k, keys))
+                q, k = (rope.rotate(x, *context.cos_sin[key], interleave=rotation[0].interleave) for x, key in pairs)
         out = context.attend(q, k, v, self.spec.sliding_window, self.sinks, self.scores)
         return self.projections.row_linear(out.flatten(2), self.o_proj).view(x.shape)
 
