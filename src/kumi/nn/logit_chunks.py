@@ -141,6 +141,15 @@ def chunks(
         yield part if trained is None else trained[part], used
 
 
+def only_chunk(hidden: Tensor, trained: Tensor | None, probs: Tensor) -> list[tuple[slice | Tensor, ChunkBuffers]]:
+    """Return what `chunks` yields for a single chunk whose probabilities `probs` (T, V) are there.
+
+    There are no logits, so `chunk_gradient` of a softcap cannot use it.
+    """
+    product = probs if probs.dtype == hidden.dtype else torch.empty_like(probs, dtype=hidden.dtype)
+    return [(slice(None) if trained is None else trained, ChunkBuffers(product, probs, probs))]
+
+
 def chunk_scores(
     buffers: ChunkBuffers, hidden: Tensor, head: Head, labels: Tensor, statistics: tuple[Statistic, ...] = ()
 ) -> TokenScores:
