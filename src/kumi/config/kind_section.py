@@ -50,15 +50,11 @@ class KindSection(Section):
 def with_keys_of_kinds(name: str, base: type[KindSection], annotate: Callable[[Field[Any]], Any]) -> Any:
     """Return the section `name`: `base` with the keys of all its kinds, each of the type `annotate(key)` or unset."""
     keys = {key.name: key for kind in base.kinds.values() for key in fields(kind)}
-    return create_model(
-        name,
-        __base__=base,
-        __doc__=base.__doc__,
-        **{
-            key: (Annotated[annotate(field) | None, Key(description=_description(base.kinds, key))], None)
-            for key, field in keys.items()
-        },
-    )
+    definitions: dict[str, Any] = {
+        key: (Annotated[annotate(field) | None, Key(description=_description(base.kinds, key))], None)
+        for key, field in keys.items()
+    }
+    return create_model(name, __base__=base, __doc__=base.__doc__, **definitions)
 
 
 def _keys_of(kind: type[Any]) -> dict[str, Field[Any]]:
