@@ -2,17 +2,21 @@
 
 A rank may hold a slice of the vocabulary (`Vocabulary`). From the other ranks, it needs two numbers per token: the
 log-sum-exp of their logits, and the logit of the label if another rank has the label. Each statistic is one more.
+
+With the kernel of `kumi.nn.kernels.loss_kernels`, a chunk is its matrix product only, which its gradient overwrites.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kumi.nn.dtypes import wide
+from kumi.nn.numerics import kernel
 from kumi.objectives import IGNORED
 from kumi.spec.ledger import logit_chunk
 
@@ -122,23 +126,51 @@ class ChunkBuffers(NamedTuple):
     logits: Tensor
     probs: Tensor
 
+    def first(self, count: int) -> ChunkBuffers:
+        """Return the buffers of the first `count` tokens."""
+        return ChunkBuffers(*(buffer[:count] for buffer in self))
+
+
+class KernelBuffers(NamedTuple):
+    """The buffer for one chunk of logits that a kernel computes: the matrix product.
+
+    `numbers` (4, C), float32: those of `loss_kernels.score_rows`.
+    `loss`: the module with the kernels.
+    """
+
+    product: Tensor
+    numbers: Tensor
+    loss: ModuleType
+
+    def first(self, count: int) -> KernelBuffers:
+        """Return the buffers of the first `count` tokens."""
+        return KernelBuffers(self.product[:count], self.numbers[:, :count], self.loss)
+
 
 def chunks(
     hidden: Tensor, weight: Tensor, trained: Tensor | None, device_kind: str | None = None
-) -> Iterator[tuple[slice | Tensor, ChunkBuffers]]:
+) -> Iterator[tuple[slice | Tensor, ChunkBuffers | KernelBuffers]]:
     """Yield the tokens of each chunk of `hidden` (T, D), with buffers for its logits.
 
     The tokens are an index of `hidden`: a slice, or a part of the positions `trained` (T',) if these are given.
     """
     tokens = len(hidden) if trained is None else len(trained)
-    size = min(logit_chunk(weight.shape[0], device_kind or hidden.device.type), tokens)
+    loss = None if hidden.dtype == torch.float64 else kernel("loss")
+    size = logit_chunk(weight.shape[0], device_kind or hidden.device.type)
+    if loss is not None:
+        # Without logits and probabilities in float32, more tokens fit into the same memory.
+        size *= 4 if hidden.element_size() == 2 else 2
+    size = min(size, tokens)
     product = hidden.new_empty(size, weight.shape[0])
-    logits = product.to(wide(hidden.dtype))
-    buffers = ChunkBuffers(product, logits, torch.empty_like(logits))
+    buffers: ChunkBuffers | KernelBuffers
+    if loss is None:
+        logits = product.to(wide(hidden.dtype))
+        buffers = ChunkBuffers(product, logits, torch.empty_like(logits))
+    else:
+        buffers = KernelBuffers(product, product.new_empty(4, size, dtype=torch.float32), loss)
     for start in range(0, tokens, size or 1):
         part = slice(start, min(start + size, tokens))
-        used = ChunkBuffers(*(buffer[: part.stop - start] for buffer in buffers))
-        yield part if trained is None else trained[part], used
+        yield part if trained is None else trained[part], buffers.first(part.stop - start)
 
 
 def only_chunk(hidden: Tensor, trained: Tensor | None, probs: Tensor) -> list[tuple[slice | Tensor, ChunkBuffers]]:
@@ -151,39 +183,41 @@ def only_chunk(hidden: Tensor, trained: Tensor | None, probs: Tensor) -> list[tu
 
 
 def chunk_scores(
-    buffers: ChunkBuffers, hidden: Tensor, head: Head, labels: Tensor, statistics: tuple[Statistic, ...] = ()
+    buffers: ChunkBuffers | KernelBuffers,
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    statistics: tuple[Statistic, ...] = (),
 ) -> TokenScores:
-    """Return the scores (C,) of `labels`. Leave logits and probabilities in `buffers`.
+    """Return the scores (C,) of `labels`. Leave in `buffers` what `chunk_gradient` needs.
 
-    log p_y = l_y - (l_max - log p_max): the largest logit gives the log-sum-exp most accurately. The entropy is
-    -log p_max - sum p (l - l_max), from the same two numbers. Without a softcap it takes the place of the logits, which
-    the gradient does not need.
+    log p_y = l_y - l_max - r, with r = log(sum exp(l - l_max)): the largest logit gives the log-sum-exp most
+    accurately.
     """
-    _, vocabulary, shaping = head
-    padding = _logits(buffers, hidden, head)
+    vocabulary = head.vocabulary
     rows, is_local = vocabulary.rows(labels)
-    largest = buffers.logits.amax(dim=-1)
-    chosen = buffers.logits.gather(-1, rows[:, None])[:, 0]
-    torch.softmax(buffers.logits, dim=-1, out=buffers.probs)
-    log_largest_prob = buffers.probs.amax(dim=-1).log()
-    entropy, top = None, None
-    if "entropy" in statistics:
-        entropy = _entropy(buffers, largest, log_largest_prob, padding, in_place=shaping.softcap is None)
+    with_entropy, top = "entropy" in statistics, None
+    if isinstance(buffers, KernelBuffers):
+        largest, rest, chosen, entropy = _kernel_numbers(buffers, hidden, head, rows, is_local, with_entropy)
+    else:
+        largest, rest, chosen, entropy = _plain_numbers(buffers, hidden, head, rows, with_entropy)
     if is_local is None:
-        log_prob = chosen - largest + log_largest_prob
+        log_prob = chosen - largest - rest
         top = chosen == largest if "top" in statistics else None
     else:
-        log_sum = largest - log_largest_prob
-        chosen.masked_fill_(~is_local, 0.0)
-        numbers = [
+        log_sum = largest + rest
+        join = [
             log_sum,
-            chosen,
+            chosen.masked_fill(~is_local, 0.0),
             *([] if entropy is None else [entropy]),
             *([largest] if "top" in statistics else []),
         ]
-        log_sums, all_chosen, *others = vocabulary.join(torch.stack(numbers)).unbind(1)
+        log_sums, all_chosen, *others = vocabulary.join(torch.stack(join)).unbind(1)
         full_log_sum, chosen = torch.logsumexp(log_sums, dim=0), all_chosen.sum(0)
-        buffers.probs.mul_((log_sum - full_log_sum).exp_()[:, None])
+        if isinstance(buffers, KernelBuffers):
+            buffers.numbers[1] = full_log_sum - largest
+        else:
+            buffers.probs.mul_((log_sum - full_log_sum).exp_()[:, None])
         log_prob = chosen - full_log_sum
         if entropy is not None:
             # The entropy of the choice of a slice, and the mean of the entropies within the slices.
@@ -195,6 +229,26 @@ def chunk_scores(
         if values is not None:
             values.masked_fill_(labels == IGNORED, 0)
     return scores
+
+
+# The largest logit, r of `chunk_scores`, the label's logit, and the entropy if it is asked for, of each token (C,).
+_Numbers = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def _plain_numbers(buffers: ChunkBuffers, hidden: Tensor, head: Head, rows: Tensor, with_entropy: bool) -> _Numbers:
+    """Return the numbers of each token, and leave logits and probabilities in `buffers`.
+
+    The entropy is -log p_max - sum p (l - l_max). Without a softcap it takes the place of the logits, which the
+    gradient does not need.
+    """
+    padding = _logits(buffers, hidden, head)
+    largest = buffers.logits.amax(dim=-1)
+    chosen = buffers.logits.gather(-1, rows[:, None])[:, 0]
+    torch.softmax(buffers.logits, dim=-1, out=buffers.probs)
+    log_largest_prob = buffers.probs.amax(dim=-1).log()
+    in_place = head.shaping.softcap is None
+    entropy = _entropy(buffers, largest, log_largest_prob, padding, in_place=in_place) if with_entropy else None
+    return largest, -log_largest_prob, chosen, entropy
 
 
 def _logits(buffers: ChunkBuffers, hidden: Tensor, head: Head) -> int:
@@ -220,8 +274,32 @@ def _entropy(
     return below.mul_(probs).sum(-1).add_(log_largest_prob).neg_().clamp_(min=0)
 
 
+def _kernel_numbers(
+    buffers: KernelBuffers, hidden: Tensor, head: Head, rows: Tensor, is_local: Tensor | None, with_entropy: bool
+) -> _Numbers:
+    """Return the numbers of each token by the kernel, and leave the product and the numbers in `buffers`."""
+    torch.mm(hidden, head.weight.T, out=buffers.product)
+    buffers.loss.scores_(*_kernel_arguments(buffers, head, rows, is_local), with_entropy)
+    largest, rest, chosen, entropy = buffers.numbers.unbind()
+    return largest, rest, chosen, entropy if with_entropy else None
+
+
+def _kernel_arguments(
+    buffers: KernelBuffers, head: Head, rows: Tensor, is_local: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, int, float, float]:
+    """Return the arguments that both kernels take. A label of another rank has the row -1."""
+    columns = buffers.product.shape[1] - head.vocabulary.padding(head.weight)
+    local_rows = rows if is_local is None else rows.masked_fill(~is_local, -1)
+    return buffers.product, local_rows, buffers.numbers, columns, head.shaping.scale, head.shaping.softcap or 0.0
+
+
 def chunk_gradient(
-    buffers: ChunkBuffers, grad_weight: Tensor | None, hidden: Tensor, head: Head, labels: Tensor, scale: Tensor
+    buffers: ChunkBuffers | KernelBuffers,
+    grad_weight: Tensor | None,
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    scale: Tensor,
 ) -> Tensor:
     """Return the chunk's gradient of sum(scale * log_prob) with respect to `hidden`; add that of the head's weight to
     `grad_weight`.
@@ -229,20 +307,41 @@ def chunk_gradient(
     `buffers` holds the results of `chunk_scores` and is overwritten. `scale` multiplies vectors of D elements, because
     vectors of V elements would cost more.
     """
-    weight, vocabulary, shaping = head
-    scale = scale.to(buffers.probs.dtype).masked_fill(labels == IGNORED, 0.0).mul_(-shaping.scale)[:, None]
-    rows, is_local = vocabulary.rows(labels)
-    hit = torch.full_like(scale, -1.0) if is_local is None else -is_local[:, None].to(scale.dtype)
-    buffers.probs.scatter_add_(-1, rows[:, None], hit)
-    if shaping.softcap is not None:
-        # The derivative of the cap, 1 - tanh^2. Padding rows have logits of -inf; clamp their derivative to 0.
-        slope = buffers.logits.div_(shaping.softcap).square_().neg_().add_(1).clamp_(min=0)
-        buffers.probs.mul_(slope)
+    scale = scale.to(wide(hidden.dtype)).masked_fill(labels == IGNORED, 0.0).mul_(-head.shaping.scale)[:, None]
+    rows, is_local = head.vocabulary.rows(labels)
+    if isinstance(buffers, KernelBuffers):
+        buffers.loss.errors_(*_kernel_arguments(buffers, head, rows, is_local))
+        if grad_weight is not None:
+            add_product(grad_weight, buffers.product.T, (hidden * scale).to(hidden.dtype))
+        return torch.mm(buffers.product, head.weight) * scale
+    _to_errors(buffers, head.shaping.softcap, rows, is_local)
     if buffers.probs.dtype == hidden.dtype:
         if grad_weight is not None:
             grad_weight.addmm_(buffers.probs.T, hidden * scale)
-        return torch.mm(buffers.probs, weight) * scale
+        return torch.mm(buffers.probs, head.weight) * scale
     error = buffers.product.copy_(buffers.probs)
     if grad_weight is not None:
         grad_weight += torch.mm(error.T, (hidden * scale).to(hidden.dtype))
-    return torch.mm(error, weight) * scale
+    return torch.mm(error, head.weight) * scale
+
+
+def _to_errors(buffers: ChunkBuffers, softcap: float | None, rows: Tensor, is_local: Tensor | None) -> None:
+    """Turn the probabilities in `buffers` into (softmax - onehot(label)) times the derivative of the cap."""
+    probs = buffers.probs
+    hit = probs.new_full(rows.shape, -1.0) if is_local is None else -is_local.to(probs.dtype)
+    probs.scatter_add_(-1, rows[:, None], hit[:, None])
+    if softcap is not None:
+        # The derivative of the cap, 1 - tanh^2. Padding rows have logits of -inf; clamp their derivative to 0.
+        slope = buffers.logits.div_(softcap).square_().neg_().add_(1).clamp_(min=0)
+        probs.mul_(slope)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, in float32 or wider."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        # cuBLAS adds to float32 in place, without a product in memory. On CPUs, PyTorch has no such operator.
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+    else:
+        total += torch.mm(left, right)

@@ -19,6 +19,7 @@ from kumi.nn.activation_functions import Gate, activate, apply_gate_to_halves, c
 from kumi.nn.grouped_gemm import add_expert_bias, grouped_linear
 from kumi.nn.linear import Linear
 from kumi.nn.mlp import MLP
+from kumi.nn.numerics import kernel
 from kumi.nn.router import Router, Routing
 from kumi.nn.wrappers import Wrapper, wrap
 from kumi.spec import model
@@ -158,6 +159,9 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
+        if (kernels := _kernels(x)) is not None:
+            spread_rows: Tensor = kernels.spread(x, places)
+            return spread_rows
         rows = x.new_empty(places.numel(), x.shape[1])
         for column in places.unbind(1):
             rows[column] = x
@@ -178,6 +182,8 @@ class _GatherWeighted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weights, places = ctx.saved_tensors
+        if (kernels := _kernels(rows)) is not None:
+            return *kernels.weighted_sum_backward(grad, rows, weights, places), None
         grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
         for index, column in enumerate(places.unbind(1)):
             grad_rows[column] = (grad * weights[:, index, None]).to(rows.dtype)
@@ -187,6 +193,9 @@ class _GatherWeighted(torch.autograd.Function):
 
 def _sum(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
     """Return for each token the weighted sum of its rows, accumulated in float32 or wider; no weights mean 1."""
+    if (kernels := _kernels(rows)) is not None:
+        tokens: Tensor = kernels.weighted_sum(rows, weights, places)
+        return tokens
     total = rows.new_zeros(len(places), rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
     for index, column in enumerate(places.unbind(1)):
         if weights is None:
@@ -194,3 +203,8 @@ def _sum(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
         else:
             total.addcmul_(rows[column], weights[:, index, None])
     return total.to(rows.dtype)
+
+
+def _kernels(rows: Tensor) -> Any:
+    """Return the module of kernels that is chosen for rows of this dtype, or None."""
+    return None if rows.dtype == torch.float64 else kernel("experts")

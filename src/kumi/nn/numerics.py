@@ -1,29 +1,45 @@
-"""The CPU numerics of this process: how it computes products and attention (see `kumi.spec.numerics`).
+"""The numerics of this process: by which kernels it computes (see `kumi.spec.numerics`).
 
-Until `use_numerics` is called, float32 matrices are multiplied by PyTorch's default library, and attention is computed
-in blocks.
+Until `use_numerics` is called, float32 matrices are multiplied by PyTorch's default library, attention is computed
+in blocks, and everything else by PyTorch's operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
 
 import torch
 
+from kumi.errors import ConfigError
 from kumi.nn.cpu_matmul import enable_fast_float32
 from kumi.spec.numerics import Numerics, attention_case
 
 _flash: frozenset[str] = frozenset()
 _mixed = False
+# Operation -> the module that computes it.
+_kernels: dict[str, ModuleType] = {}
+
+# (operation, implementation) of `kumi.spec.numerics.KERNELS` -> its module. Imported only if chosen.
+_MODULES = {
+    ("loss", "triton"): "kumi.nn.kernels.loss_kernels",
+    ("experts", "triton"): "kumi.nn.kernels.expert_kernels",
+    ("rotation", "triton"): "kumi.nn.kernels.rotation_kernels",
+    ("scan", "mamba-ssm"): "kumi.nn.kernels.mamba_ssm_scan",
+    ("scan", "triton"): "kumi.nn.kernels.scan_kernels",
+}
 
 
 def use_numerics(numerics: Numerics) -> None:
-    """Set the CPU numerics of this process.
+    """Set the numerics of this process.
 
-    oneDNN is used for float32 products only if it passes the accuracy check of `enable_fast_float32`.
+    oneDNN is used for float32 products only if it passes the accuracy check of `enable_fast_float32`. Raise ConfigError
+    if a kernel's package cannot be imported.
     """
-    global _flash, _mixed
+    global _flash, _mixed, _kernels
+    _kernels = {operation: load_kernel(operation, implementation) for operation, implementation in numerics.kernels}
     _flash, _mixed = frozenset(numerics.flash), numerics.products == "mixed"
     if numerics.products == "default":
         torch.set_float32_matmul_precision("highest")
@@ -62,3 +78,19 @@ def small_matmul_precision() -> Iterator[None]:
 def uses_flash(dtype: torch.dtype, length: float) -> bool:
     """Return True if PyTorch's flash kernel computes attention in `dtype` over documents of `length` tokens."""
     return attention_case(dtype.itemsize, length) in _flash
+
+
+def load_kernel(operation: str, implementation: str) -> ModuleType:
+    """Return the module that computes `operation` by `implementation`; ConfigError if its package is not installed."""
+    try:
+        return import_module(_MODULES[operation, implementation])
+    except ImportError as error:
+        raise ConfigError(
+            f"precision.kernels: {operation}:{implementation} cannot be imported ({error}); install its package, or "
+            f"set precision.kernels = 'torch'"
+        ) from None
+
+
+def kernel(operation: str) -> ModuleType | None:
+    """Return the module with the chosen kernel of `operation`, or None for PyTorch's operations."""
+    return _kernels.get(operation)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kumi.nn.dtypes import wide
+from kumi.nn.numerics import kernel
 from kumi.spec.model import Rope
 
 
@@ -66,10 +67,16 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin, ctx.interleave), None, None, None
+        return _rotated(grad, cos, sin, ctx.interleave, inverse=True), None, None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool, inverse: bool = False) -> Tensor:
+    # torch.compile fuses the plain operations with those before and after them.
+    kernels = None if x.dtype == torch.float64 or torch.compiler.is_compiling() else kernel("rotation")
+    if kernels is not None:
+        result: Tensor = kernels.rotated(x, cos, sin, interleave, inverse)
+        return result
+    sin = -sin if inverse else sin
     size = cos.shape[-1]
     values = x[..., :size].to(wide(x.dtype))
     out = values * cos

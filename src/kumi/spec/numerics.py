@@ -1,15 +1,18 @@
-"""The choice among the kernels of a CPU, as a text for run files, run folders and caches.
+"""The choice among the kernels of a CPU or a GPU, as a text for run files, run folders and caches.
 
 Where kumi has several kernels for an operation, it measures them once per machine. A text is one of:
 
     reference                                            the choice of earlier versions, which did not measure
-    kind=fp32 products=default flash=fp32-short,bf16-long
+    kind=fp32 products=default flash=fp32-short,bf16-long     a CPU
+    kernels=loss:triton,scan:mamba-ssm                        a GPU
 
 - `kind`: the precision that `precision.kind = "auto"` resolves to.
 - `products`: the library of float32 matmuls: PyTorch's default, oneDNN, or mixed (the default for experts, else
   oneDNN).
 - `flash`: the cases of dtype and document length in which attention uses PyTorch's flash kernel. Other cases use the
   block-wise kernel.
+- `kernels`: the operations that a GPU computes by something else than PyTorch's operations, each with the
+  implementation (see `KERNELS`).
 """
 
 from __future__ import annotations
@@ -22,19 +25,29 @@ MATMUL_LIBRARIES = ("onednn", "default", "mixed")
 # Cases of attention: documents shorter than LONG_TOKENS tokens, on average over a microbatch, and longer documents.
 FLASH_CASES = ("fp32-short", "fp32-long", "bf16-short", "bf16-long")
 LONG_TOKENS = 1024
+# Implementations of operations on a GPU beside PyTorch's, in order of preference: a well-kept library before kumi's own
+# Triton kernels (`kumi.nn.kernels`). "loss": between the matmuls of the loss head; "experts": tokens to the rows of
+# experts and back; "rotation": rotary position embeddings; "scan": Mamba's recurrence.
+KERNELS = {"loss": ("triton",), "experts": ("triton",), "rotation": ("triton",), "scan": ("mamba-ssm", "triton")}
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """A choice of kernels. If `kind` is empty, the description of the CPU decides the precision."""
+    """A choice of kernels. If `kind` is empty, the description of the CPU decides the precision.
+
+    `kernels` has pairs of an operation and its implementation, in the order of `KERNELS`, without those of PyTorch.
+    """
 
     kind: str = ""
     products: str = "onednn"
     flash: tuple[str, ...] = ()
+    kernels: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         if self == REFERENCE:
             return "reference"
+        if self.kernels:
+            return f"kernels={','.join(map(':'.join, self.kernels))}"
         kind = f"kind={self.kind} " if self.kind else ""
         return f"{kind}products={self.products} flash={','.join(self.flash) or 'none'}"
 
@@ -52,6 +65,10 @@ def parse_numerics(text: str) -> Numerics:
     if text == "reference":
         return REFERENCE
     given = dict(_pairs(text))
+    if "kernels" in given:
+        if len(given) > 1:
+            raise ValueError(f"kernels= is for GPUs, and {text!r} has words for CPUs, too; {_EXAMPLE}")
+        return Numerics(kernels=parse_kernels(given["kernels"]))
     if missing := {"products", "flash"} - given.keys():
         raise ValueError(f"{text!r} lacks {' and '.join(sorted(missing))}; {_EXAMPLE}")
     flash = () if given["flash"] == "none" else tuple(given["flash"].split(","))
@@ -65,6 +82,22 @@ def parse_numerics(text: str) -> Numerics:
     return Numerics(given.get("kind", ""), given["products"], tuple(case for case in FLASH_CASES if case in flash))
 
 
+def parse_kernels(text: str) -> tuple[tuple[str, str], ...]:
+    """Return the operations and implementations in `text`, such as "loss:triton,scan:mamba-ssm"; () for "torch".
+
+    Raise ValueError if it names an operation twice, or something that is not in `KERNELS`.
+    """
+    chosen: dict[str, str] = {}
+    for word in [] if text == "torch" else text.split(","):
+        operation, _, implementation = word.strip().partition(":")
+        if operation in chosen or implementation not in KERNELS.get(operation, ()):
+            allowed = ", ".join(f"{name}:{each}" for name, all_of in KERNELS.items() for each in all_of)
+            reason = "occurs twice" if operation in chosen else "is unknown"
+            raise ValueError(f"kernels: {word.strip()!r} {reason}; write 'torch', or some of {allowed}")
+        chosen[operation] = implementation
+    return tuple((operation, chosen[operation]) for operation in KERNELS if operation in chosen)
+
+
 _EXAMPLE = f"write 'reference', or as in {str(Numerics('fp32', 'default', FLASH_CASES[:2]))!r}"
 
 
@@ -72,7 +105,9 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
     seen = set[str]()
     for word in text.split():
         key, equals, value = word.partition("=")
-        if key not in ("kind", "products", "flash") or not equals or key in seen:
-            raise ValueError(f"{word!r} must be one of kind=, products= and flash=, each at most once; {_EXAMPLE}")
+        if key not in ("kind", "products", "flash", "kernels") or not equals or key in seen:
+            raise ValueError(
+                f"{word!r} must be one of kind=, products=, flash= and kernels=, each at most once; {_EXAMPLE}"
+            )
         seen.add(key)
         yield key, value
