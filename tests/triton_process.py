@@ -21,7 +21,8 @@ import pytest
 from forked import run_forked
 
 WITHOUT_TRITON = (
-    "Triton is not installed, so its kernels are neither interpreted nor compiled: pip install triton==3.7.1"
+    "Triton is not installed, so its kernels are neither interpreted nor compiled: "
+    "pip install 'kumi[kernels-check]' (690 MB), as `make test-all` does"
 )
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason=WITHOUT_TRITON)
 

@@ -88,7 +88,7 @@ REASONS: dict[str, list[str]] = {
         "train/child_process.py main _follow",
         "storage/mirror_process.py main finish",
         "launch/rank_process.py _redirect_output",
-        "train/measure_numerics.py _measure_in_subprocess",
+        "train/measure_numerics.py _run_measurement",
         "evaluation/run_evaluation.py _evaluate evaluate_rank",
     ],
     "the launcher's own temporary folder, which nobody else may write to": [

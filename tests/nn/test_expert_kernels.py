@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from kumi.nn.moe import gather_weighted, sorted_places, spread
-from kumi.nn.numerics import use_numerics
-from kumi.spec.numerics import REFERENCE, Numerics
+from kumi.nn.numerics import use_kernels
 from triton_process import check_compiled, compiled_launches, compiling, interpreted
 
-KERNEL = Numerics(kernels=(("experts", "triton"),))
+KERNEL = (("experts", "triton"),)
 # Largest difference from the plain path, of the largest value. Sums are in another order; and where a GPU rounds to
 # bfloat16 to nearest, the interpreter cuts off, up to 2^-7 twice in a round trip.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -40,9 +39,9 @@ def test_equal_to_the_plain_path():
     for dtype, tolerance in TOLERANCE.items():
         for shape in SHAPES:
             for used in (shape[2], 1):
-                use_numerics(REFERENCE)
+                use_kernels(())
                 expected = both(shape, dtype, used)
-                use_numerics(KERNEL)
+                use_kernels(KERNEL)
                 results = both(shape, dtype, used)
                 assert torch.equal(results[0], expected[0])  # copies
                 for value, reference in zip(results, expected, strict=True):
@@ -65,15 +64,15 @@ def test_views_that_are_not_contiguous():
         out = gather_weighted(spread(x, places), weights, places)
         return out, *torch.autograd.grad(out.sum(), (x, weights))
 
-    use_numerics(REFERENCE)
+    use_kernels(())
     expected = results()
-    use_numerics(KERNEL)
+    use_kernels(KERNEL)
     torch.testing.assert_close(results(), expected)
 
 
 @compiling
 def test_compiled_for_gpus():
-    use_numerics(KERNEL)
+    use_kernels(KERNEL)
     with compiled_launches() as launches:
         both((5, 700, 8, 6), torch.bfloat16, 8)
     check_compiled(launches, {"spread_tokens", "sum_rows", "sum_rows_backward"})

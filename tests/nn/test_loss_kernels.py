@@ -6,12 +6,11 @@ import torch
 
 from kumi.nn import logit_chunks, logprob
 from kumi.nn.logit_chunks import FULL_VOCABULARY, Shaping, Vocabulary
-from kumi.nn.numerics import use_numerics
+from kumi.nn.numerics import use_kernels
 from kumi.objectives import IGNORED
-from kumi.spec.numerics import REFERENCE, Numerics
 from triton_process import check_compiled, compiled_launches, compiling, interpreted
 
-KERNEL = Numerics(kernels=(("loss", "triton"),))
+KERNEL = (("loss", "triton"),)
 # Largest difference from the plain path, of the largest value. Sums are in another order; and where a GPU rounds the
 # gradient of a logit to bfloat16 to nearest, the interpreter cuts off, up to 2^-7, and the result is rounded again.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -53,9 +52,9 @@ def test_equal_to_the_plain_path():
     cases = [(torch.float32, shape, shaping) for shape in SHAPES for shaping in SHAPINGS]
     cases += [(dtype, SHAPES[2], shaping) for dtype in (torch.bfloat16, torch.float16) for shaping in SHAPINGS]
     for dtype, shape, shaping in cases:
-        use_numerics(REFERENCE)
+        use_kernels(())
         expected, expected_top = both(shape, dtype, shaping)
-        use_numerics(KERNEL)
+        use_kernels(KERNEL)
         results, top = both(shape, dtype, shaping)
         near(results, expected, dtype)
         assert torch.equal(top, expected_top)
@@ -82,9 +81,9 @@ class Slice(Vocabulary):
 def test_a_slice_of_the_vocabulary():
     """Labels on other ranks, padding columns, and a log-sum-exp over all ranks."""
     for dtype in TOLERANCE:
-        use_numerics(REFERENCE)
+        use_kernels(())
         expected, _ = both((30, 24, 39), dtype, Shaping(1.0, 1.5), Slice())
-        use_numerics(KERNEL)
+        use_kernels(KERNEL)
         results, _ = both((30, 24, 39), dtype, Shaping(1.0, 1.5), Slice())
         near(results, expected, dtype)
 
@@ -92,7 +91,7 @@ def test_a_slice_of_the_vocabulary():
 @interpreted
 def test_large_logits_and_no_tokens():
     """Logits of 10,000 do not overflow, a sure prediction has no entropy, and a batch may have no trained token."""
-    use_numerics(KERNEL)
+    use_kernels(KERNEL)
     hidden, weight = torch.tensor([[100.0], [-100.0]]), torch.tensor([[100.0], [0.0], [-100.0]])
     scores = logprob.log_probs(hidden, weight, torch.tensor([0, 0]), statistics=("entropy",))
     assert scores.log_probs.tolist() == [0.0, -20000.0]
@@ -106,7 +105,7 @@ def test_large_logits_and_no_tokens():
 
 @interpreted
 def test_float64_takes_the_plain_path():
-    use_numerics(KERNEL)
+    use_kernels(KERNEL)
     hidden, weight, labels, token_weights = inputs((7, 6, 11), torch.float64)
     assert torch.autograd.gradcheck(
         lambda h, w: logprob.weighted_sum(h, w, labels, token_weights.double())[0], (hidden, weight)
@@ -115,7 +114,7 @@ def test_float64_takes_the_plain_path():
 
 @compiling
 def test_compiled_for_gpus():
-    use_numerics(KERNEL)
+    use_kernels(KERNEL)
     with compiled_launches() as launches:
         for shaping in SHAPINGS[1:]:
             both((3, 16, 5000), torch.bfloat16, shaping)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kumi.nn.numerics import use_numerics
+from kumi.nn.numerics import use_kernels
 from kumi.nn.rope import cos_sin, rotate
 from kumi.spec.model import Rope
-from kumi.spec.numerics import REFERENCE, Numerics
 from triton_process import check_compiled, compiled_launches, compiling, interpreted
 
-KERNEL = Numerics(kernels=(("rotation", "triton"),))
+KERNEL = (("rotation", "triton"),)
 # Largest difference from the plain path, of the largest value: one fused multiply-add, or for bfloat16 one rounding,
 # in which the interpreter cuts off up to 2^-7.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -36,9 +35,9 @@ def test_equal_to_the_plain_path():
     cases = [(shape, interleave) for shape in SHAPES for interleave in (False, True)]
     for dtype, tolerance in TOLERANCE.items():
         for number, (shape, interleave) in enumerate(cases):
-            use_numerics(REFERENCE)
+            use_kernels(())
             expected = both(shape, dtype, interleave, views=bool(number % 2))
-            use_numerics(KERNEL)
+            use_kernels(KERNEL)
             results = both(shape, dtype, interleave, views=bool(number % 2))
             for value, reference in zip(results, expected, strict=True):
                 assert value.dtype == reference.dtype
@@ -50,15 +49,15 @@ def test_equal_to_the_plain_path():
 def test_sequences_that_share_positions():
     x = torch.randn(3, 5, 2, 8, generator=torch.Generator().manual_seed(0))
     tables = cos_sin(Rope(1000.0), 8, torch.arange(5)[None])
-    use_numerics(REFERENCE)
+    use_kernels(())
     expected = rotate(x, *tables)
-    use_numerics(KERNEL)
+    use_kernels(KERNEL)
     torch.testing.assert_close(rotate(x, *tables), expected)
 
 
 @compiling
 def test_compiled_for_gpus():
-    use_numerics(KERNEL)
+    use_kernels(KERNEL)
     with compiled_launches() as launches:
         for interleave in (False, True):
             both((2, 3, 32, 128, 128), torch.bfloat16, interleave)

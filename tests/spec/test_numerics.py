@@ -7,10 +7,13 @@ import pytest
 from kumi.spec.numerics import (
     AUTO_KINDS,
     FLASH_CASES,
+    KERNELS,
     MATMUL_LIBRARIES,
     REFERENCE,
     Numerics,
     attention_case,
+    kernels_text,
+    parse_kernels,
     parse_numerics,
 )
 
@@ -30,13 +33,42 @@ def test_the_reference_has_a_word():
     assert parse_numerics("products=default flash=bf16-long,fp32-short").flash == ("fp32-short", "bf16-long")
 
 
+def test_kernels_of_a_gpu():
+    every = [
+        tuple(zip(operations, implementations))
+        for count in range(len(KERNELS) + 1)
+        for operations in combinations(KERNELS, count)
+        for implementations in product(*(KERNELS[operation] for operation in operations))
+    ]
+    assert [parse_kernels(kernels_text(kernels)) for kernels in every] == every
+    assert [parse_numerics(str(Numerics(kernels=kernels))).kernels for kernels in every] == every
+    assert parse_kernels("scan:mamba-ssm, loss:triton") == (("loss", "triton"), ("scan", "mamba-ssm"))
+    assert parse_kernels("torch") == ()
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("references", "'references' must be one of kind=, products= and flash=, each at most once"),
+        ("loss", "'loss' is unknown; write 'torch', or some of loss:triton, "),
+        ("loss:mamba-ssm", "'loss:mamba-ssm' is unknown"),
+        ("torch,loss:triton", "'torch' is unknown"),
+        ("", "'' is unknown"),
+        ("scan:triton,scan:mamba-ssm", "'scan:mamba-ssm' occurs twice"),
+    ],
+)
+def test_wrong_kernels_are_refused(text, reason):
+    with pytest.raises(ValueError, match=reason):
+        parse_kernels(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("references", "'references' must be one of kind=, products=, flash= and kernels=, each at most once"),
         ("product=default flash=none", "'product=default' must be one of"),
         ("products=default products=onednn flash=none", "'products=onednn' must be one of"),
         ("products=mkl flash=none", "products=mkl is unknown, use one of onednn, default, mixed"),
+        ("kernels=loss:triton products=onednn", "kernels= is for GPUs, and .* has words for CPUs, too"),
         ("products=onednn flash=fp32", "flash=fp32 is unknown, use one of fp32-short"),
         ("products=onednn flash=", "flash= is unknown"),
         ("kind=fp16 products=onednn flash=none", "kind=fp16 is unknown, use one of fp32, bf16"),

@@ -12,7 +12,7 @@ from kumi.spec.comm import COMPRESS, Comm
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
 from kumi.spec.lora import ALL_LINEAR, QUANTIZATIONS, Lora
 from kumi.spec.lora import INITS as LORA_INITS
-from kumi.spec.numerics import parse_numerics
+from kumi.spec.numerics import kernels_text, parse_kernels, parse_numerics
 from kumi.spec.optim import LR_SCHEDULES, Optim
 from kumi.spec.optim_states import OPTIM_KINDS
 from kumi.spec.precision import PRECISIONS
@@ -174,6 +174,18 @@ class PrecisionSection(Section):
         "first choice; 'reference' is the behaviour of versions without this key; or the words that `kumi describe` "
         "prints, without those in parentheses. Losses are equal up to rounding.",
     )
+
+    kernels: Text = Field(
+        "auto",
+        description="Kernels of a GPU beside PyTorch's operations: 'auto' compares and times them once per machine, and "
+        "a run keeps its first choice; 'torch' uses none; or operations with their implementations, such as "
+        "'loss:triton,scan:mamba-ssm'. Losses are equal up to rounding.",
+    )
+
+    @field_validator("kernels")
+    @classmethod
+    def _check_kernels(cls, text: str) -> str:
+        return text if text == "auto" else kernels_text(parse_kernels(text))
 
     @field_validator("numerics")
     @classmethod

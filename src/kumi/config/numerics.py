@@ -1,7 +1,9 @@
-"""The numerics of a CPU, a choice among its kernels (`kumi.spec.numerics`), and the cache of measured choices.
+"""The numerics of a CPU or a GPU, a choice among kernels (`kumi.spec.numerics`), and the cache of measured choices.
 
     precision.numerics = "auto":  from the run folder, else $KUMI_NUMERICS, else this machine's cache, else None
-    ~/.cache/kumi/numerics/<key>.json   one measurement: of a CPU, with a version of torch and a number of threads
+    precision.kernels = "auto":   the same of a GPU
+    ~/.cache/kumi/numerics/<key>.json   one measurement: of a CPU, with a version of torch and a number of threads;
+                                        or of a GPU, with the versions of torch and of packages of kernels
 
 This module does not measure: `kumi.train.measure_numerics` does, at the first start of a run.
 """
@@ -24,7 +26,7 @@ from kumi.files.output import open_new
 from kumi.files.untrusted import read_object
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.job import Job
-from kumi.spec.numerics import REFERENCE, Numerics, parse_numerics
+from kumi.spec.numerics import KERNEL_PACKAGES, REFERENCE, Numerics, kernels_text, parse_kernels, parse_numerics
 
 _VARIABLE = "KUMI_NUMERICS"
 
@@ -74,11 +76,7 @@ class MeasuredNumerics:
 def this_processor(ranks: int) -> Processor:
     """Return the conditions of a process that is one of `ranks` on this machine."""
     flags = hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:16]
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:
-        torch = "none"
-    return Processor(cpu_name(), flags, torch, threads_per_rank(ranks, os.environ))
+    return Processor(cpu_name(), flags, _version("torch"), threads_per_rank(ranks, os.environ))
 
 
 def choose_numerics(config: PlanConfig, cluster: ClusterSpec) -> Numerics | None:
@@ -88,11 +86,39 @@ def choose_numerics(config: PlanConfig, cluster: ClusterSpec) -> Numerics | None
     KUMI_NUMERICS has a value that precision.numerics could not have.
     """
     if cluster.device.kind != "cpu":
-        return REFERENCE
+        return _choose_kernels(config, cluster)
     if config.precision.numerics != "auto":
         return parse_numerics(config.precision.numerics)
     numerics = numerics_here(cluster.devices_per_node)
     return None if numerics is None else numerics_for_cluster(numerics, config.cluster)
+
+
+def _choose_kernels(config: PlanConfig, cluster: ClusterSpec) -> Numerics | None:
+    """Return the kernels of the GPUs of `cluster`; None if they are GPUs of this machine that have to be measured."""
+    if config.precision.kernels != "auto":
+        return Numerics(kernels=parse_kernels(config.precision.kernels))
+    numerics = numerics_from_environment()
+    if numerics is not None:
+        return Numerics(kernels=numerics.kernels)
+    # No kernel is taken on trust: the GPUs of a cluster that a file describes, or other devices, have PyTorch's.
+    if cluster.device.kind != "cuda" or config.cluster.source != "auto":
+        return REFERENCE
+    measured = read_cached_numerics(this_gpu(cluster.device.name))
+    return None if measured is None else measured.numerics
+
+
+def this_gpu(name: str) -> Processor:
+    """Return the conditions of a process with a GPU called `name` of this machine."""
+    packages = ("triton", *(package for package, _ in KERNEL_PACKAGES.values()))
+    versions = [f"{package}={_version(package)}" for package in sorted({*packages})]
+    return Processor(name, " ".join(versions), _version("torch"), 0)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def numerics_here(ranks: int) -> Numerics | None:
@@ -116,11 +142,14 @@ def numerics_from_environment() -> Numerics | None:
 
 
 def pin_numerics(config: RunConfig, job: Job) -> RunConfig:
-    """Return `config` with the numerics of `job` pinned, if it runs on a CPU and they are known."""
-    if job.numerics is None or job.cluster.device.kind != "cpu":
-        return config
-    precision = config.precision.model_copy(update={"numerics": str(job.numerics)})
-    return config.model_copy(update={"precision": precision})
+    """Return `config` with the numerics of `job` pinned, if they are known."""
+    return config if job.numerics is None else with_numerics_pinned(config, job.numerics, job.cluster.device.kind)
+
+
+def with_numerics_pinned(config: RunConfig, numerics: Numerics, device_kind: str) -> RunConfig:
+    """Return `config` with `numerics` in the key for devices of `device_kind`."""
+    value = {"numerics": str(numerics)} if device_kind == "cpu" else {"kernels": kernels_text(numerics.kernels)}
+    return config.model_copy(update={"precision": config.precision.model_copy(update=value)})
 
 
 def read_cached_numerics(processor: Processor) -> MeasuredNumerics | None:

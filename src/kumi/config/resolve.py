@@ -18,7 +18,7 @@ from kumi.config.job_sections import LayoutSection
 from kumi.config.jobs import comm_spec, plan_input
 from kumi.config.model_head import with_objective_head
 from kumi.config.model_source import fetch_snapshots, local_folder, read_hf_config, source_folder
-from kumi.config.numerics import pin_numerics
+from kumi.config.numerics import pin_numerics, with_numerics_pinned
 from kumi.config.pinned_run import pin_layout
 from kumi.config.reward_section import model_rewards
 from kumi.config.run_length import run_steps, steps_of_epochs, unknown_steps
@@ -103,7 +103,7 @@ class ResolvedRun:
 
     @property
     def numerics(self) -> Numerics | None:
-        """The numerics of a CPU; None if they are still to be measured."""
+        """The numerics of the devices; None if they are still to be measured."""
         return self.job.numerics
 
     @property
@@ -235,10 +235,10 @@ def open_run(config: RunConfig) -> ResolvedRun:
     return resolve(config, fetch_snapshots(config), read_stored_run(config))
 
 
-def with_numerics_key(run: ResolvedRun, numerics: str) -> ResolvedRun:
-    """Return `run` resolved again with this precision.numerics, which may change precision and layout."""
-    precision = run.config.precision.model_copy(update={"numerics": numerics})
-    config = run.config.model_copy(update={"precision": precision, "layout": _pinned_section(run)})
+def with_numerics_key(run: ResolvedRun, numerics: Numerics) -> ResolvedRun:
+    """Return `run` resolved again with `numerics` pinned, which may change precision and layout."""
+    config = with_numerics_pinned(run.config, numerics, run.cluster.device.kind)
+    config = config.model_copy(update={"layout": _pinned_section(run)})
     return resolve(config, run.snapshots, run.stored)
 
 

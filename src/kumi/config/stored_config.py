@@ -20,13 +20,14 @@ from kumi.files.run_names import CONFIG_FILE
 from kumi.files.untrusted import parse_toml, read_bytes
 from kumi.remote.cache_folder import local_run_folder
 
-_NUMERICS_KEY = "precision.numerics"
+_NUMERICS_KEY, _KERNELS_KEY = "precision.numerics", "precision.kernels"
 
 # Keys whose default differs from the behaviour of earlier versions -> the keys and values that reproduce it. A new key
 # of this kind needs an entry here; tests/train/test_earlier_versions.py resumes a run of a version without these keys.
 EARLIER_VALUES: dict[str, dict[str, Any]] = {
     "optim.warmup_ratio": {"optim.warmup_steps": 0},
     _NUMERICS_KEY: {_NUMERICS_KEY: "reference"},
+    _KERNELS_KEY: {_KERNELS_KEY: "torch"},
 }
 
 
@@ -63,14 +64,15 @@ def with_stored_values(config: RunConfig, stored: StoredRun | None) -> RunConfig
     if stored is None or stored.config is None:
         return config
     before, written = _flat(stored.config), config.model_dump(mode="json", exclude_unset=True)
-    explicit = _flat(written).keys() - ({_NUMERICS_KEY} if config.precision.numerics == "auto" else set())
+    asked = {_NUMERICS_KEY: config.precision.numerics, _KERNELS_KEY: config.precision.kernels}
+    automatic = {key for key, value in asked.items() if value == "auto"}
+    explicit = _flat(written).keys() - automatic
     for key, values in _missing(before):
         unchanged = all(before.get(name, value) == value for name, value in values.items())
         if unchanged and not explicit & {key, *values}:
             _set_all(written, values)
-    # The numerics of a CPU stay, unless the run file pins others.
-    if config.precision.numerics == "auto" and _NUMERICS_KEY in before:
-        _set_all(written, {_NUMERICS_KEY: before[_NUMERICS_KEY]})
+    # The numerics stay, unless the run file pins others.
+    _set_all(written, {key: before[key] for key in automatic if key in before})
     return from_dict(written)
 
 

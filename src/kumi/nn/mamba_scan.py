@@ -27,6 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from kumi.nn.custom_ops import define_op
 from kumi.nn.dtypes import wide
+from kumi.nn.numerics import kernel
 
 # Scores in memory at a time, over all heads: (on other devices, on a CPU, where they should fit in the caches).
 SCORES_AT_ONCE = (2**27, 2**19)
@@ -126,6 +127,9 @@ class _Chunks:
 
 def _scan(*values: Any) -> Tensor:
     inputs = ScanInputs(*values)
+    if (kernels := _kernels(inputs)) is not None:
+        y: Tensor = kernels.scan(inputs)
+        return y
     _, steps, rate = _steps(inputs)
     out, state = torch.empty_like(inputs.x, memory_format=torch.contiguous_format), _zero_state(inputs)
     for chunk_range in _chunk_ranges(inputs):
@@ -143,6 +147,8 @@ def _scan(*values: Any) -> Tensor:
 def _scan_backward(grad: Tensor, *values: Any) -> list[Tensor]:
     """Return the gradients of the first seven inputs, given the gradient of the result."""
     inputs = ScanInputs(*values)
+    if (kernels := _kernels(inputs)) is not None:
+        return list(kernels.scan_backward(grad, inputs))
     raw, steps, rate = _steps(inputs)
     chunk_ranges = list(_chunk_ranges(inputs))
     states = _entering_states(inputs, steps, rate, chunk_ranges)
@@ -169,6 +175,12 @@ def _scan_backward(grad: Tensor, *values: Any) -> list[Tensor]:
     small_grads = (grad_dt, grad_dt.sum((0, 1)), grad_rate * rate, grad_d)
     dtypes = (inputs.dt.dtype, inputs.dt_bias.dtype, inputs.a_log.dtype, inputs.d.dtype)
     return [grad_x, grad_b, grad_c, *(value.to(dtype) for value, dtype in zip(small_grads, dtypes, strict=True))]
+
+
+def _kernels(inputs: ScanInputs) -> Any:
+    """Return the module of kernels that is chosen for scans and can compute `inputs`, or None."""
+    kernels = kernel("scan")
+    return kernels if kernels is not None and kernels.takes(inputs) else None
 
 
 class _Gradients(NamedTuple):

@@ -1,12 +1,12 @@
 """The numerics of this process: by which kernels it computes (see `kumi.spec.numerics`).
 
-Until `use_numerics` is called, float32 matrices are multiplied by PyTorch's default library, attention is computed
-in blocks, and everything else by PyTorch's operations.
+Until `use_numerics` is called, a CPU multiplies float32 matrices by PyTorch's default library and computes attention in
+blocks. Until `use_kernels` is called, all operations of `kumi.spec.numerics.KERNELS` are PyTorch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
@@ -15,7 +15,7 @@ import torch
 
 from kumi.errors import ConfigError
 from kumi.nn.cpu_matmul import enable_fast_float32
-from kumi.spec.numerics import Numerics, attention_case
+from kumi.spec.numerics import KERNEL_PACKAGES, Numerics, attention_case
 
 _flash: frozenset[str] = frozenset()
 _mixed = False
@@ -33,13 +33,11 @@ _MODULES = {
 
 
 def use_numerics(numerics: Numerics) -> None:
-    """Set the numerics of this process.
+    """Set the CPU numerics of this process.
 
-    oneDNN is used for float32 products only if it passes the accuracy check of `enable_fast_float32`. Raise ConfigError
-    if a kernel's package cannot be imported.
+    oneDNN is used for float32 products only if it passes the accuracy check of `enable_fast_float32`.
     """
-    global _flash, _mixed, _kernels
-    _kernels = {operation: load_kernel(operation, implementation) for operation, implementation in numerics.kernels}
+    global _flash, _mixed
     _flash, _mixed = frozenset(numerics.flash), numerics.products == "mixed"
     if numerics.products == "default":
         torch.set_float32_matmul_precision("highest")
@@ -80,14 +78,24 @@ def uses_flash(dtype: torch.dtype, length: float) -> bool:
     return attention_case(dtype.itemsize, length) in _flash
 
 
+def use_kernels(kernels: Sequence[tuple[str, str]]) -> None:
+    """Compute the operations in `kernels` by their implementations, and all others by PyTorch's operations.
+
+    Raise ConfigError if a kernel's package cannot be imported.
+    """
+    global _kernels
+    _kernels = {operation: load_kernel(operation, implementation) for operation, implementation in kernels}
+
+
 def load_kernel(operation: str, implementation: str) -> ModuleType:
-    """Return the module that computes `operation` by `implementation`; ConfigError if its package is not installed."""
+    """Return the module that computes `operation` by `implementation`; ConfigError if it cannot be imported."""
     try:
         return import_module(_MODULES[operation, implementation])
     except ImportError as error:
         raise ConfigError(
-            f"precision.kernels: {operation}:{implementation} cannot be imported ({error}); install its package, or "
-            f"set precision.kernels = 'torch'"
+            f"precision.kernels: {operation}:{implementation} cannot be imported ({error}); install "
+            f"{KERNEL_PACKAGES[implementation][0]}, which {KERNEL_PACKAGES[implementation][1]}, or set "
+            f"precision.kernels = 'torch'"
         ) from None
 
 

@@ -15,6 +15,7 @@ from kumi.spec import ledger
 from kumi.spec.divisibility import divisibility
 from kumi.spec.layout import AXES
 from kumi.spec.lora import NF4_BLOCK_BYTES, nf4_blocks
+from kumi.spec.numerics import kernels_text
 from kumi.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
         "objective": _objective(config, job, estimate),
         "precision": asdict(job.precision),
         **({"numerics": _numerics(config, job)} if cluster.device.kind == "cpu" else {}),
+        **({"kernels": _numerics(config, job)} if cluster.device.kind == "cuda" else {}),
         "batch": {
             "seq_len": batch.seq_len,
             "tokens_per_step": batch.tokens_per_step,
@@ -169,17 +171,20 @@ def _own_reference(config: PlanConfig, *, stored: bool) -> str:
 
 
 def _numerics(config: PlanConfig, job: Job) -> dict[str, Any]:
-    """Return how the CPU computes, None if still to be measured, and the timings that decided it.
+    """Return by which kernels the device computes, None if still to be measured, and the timings that decided it.
 
     `milliseconds`: operation -> implementation -> milliseconds measured on this machine; empty if they do not apply.
     """
-    from kumi.config.numerics import read_cached_numerics, this_processor
+    from kumi.config.numerics import read_cached_numerics, this_gpu, this_processor
 
-    numerics, measured = job.numerics, read_cached_numerics(this_processor(job.cluster.devices_per_node))
+    cluster = job.cluster
+    is_cpu = cluster.device.kind == "cpu"
+    processor = this_processor(cluster.devices_per_node) if is_cpu else this_gpu(cluster.device.name)
+    numerics, measured = job.numerics, read_cached_numerics(processor)
     applies = measured is not None and config.cluster.source == "auto" and numerics == measured.numerics
     seconds = measured.seconds if measured is not None and applies else {}
     return {
-        "chosen": None if numerics is None else str(numerics),
+        "chosen": None if numerics is None else str(numerics) if is_cpu else kernels_text(numerics.kernels),
         "milliseconds": {
             operation: {name: round(1e3 * value, 3) for name, value in timings.items()}
             for operation, timings in seconds.items()
@@ -256,7 +261,7 @@ def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
         *_objective_rows(description["objective"]),
         *_rollout_rows(description.get("rollout")),
         ("precision", f"{precision['compute']} compute, {precision['param']} weights, {precision['reduce']} reduction"),
-        *([("numerics", _numerics_text(description["numerics"]))] if "numerics" in description else []),
+        *((key, _numerics_text(description[key])) for key in ("numerics", "kernels") if key in description),
         (
             "step",
             f"{format_count(batch['tokens_per_step'])} tokens = {dp} data-parallel ranks x "
@@ -324,9 +329,9 @@ def _length(batch: dict[str, Any]) -> str:
 
 
 def _numerics_text(numerics: dict[str, Any]) -> str:
-    """Return how the CPU computes, with the speedup of the fastest over the slowest implementation per operation."""
+    """Return by which kernels the device computes, with the speedup of the fastest over the slowest per operation."""
     if numerics["chosen"] is None:
-        return "measured at the first start on this machine, in about a second"
+        return "measured at the first start on this machine, in seconds"
     speedups = []
     for operation, timings in numerics["milliseconds"].items():
         fast, slow = min(timings, key=timings.__getitem__), max(timings, key=timings.__getitem__)

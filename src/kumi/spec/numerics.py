@@ -17,7 +17,7 @@ Where kumi has several kernels for an operation, it measures them once per machi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 AUTO_KINDS = ("fp32", "bf16")
@@ -29,6 +29,12 @@ LONG_TOKENS = 1024
 # Triton kernels (`kumi.nn.kernels`). "loss": between the matmuls of the loss head; "experts": tokens to the rows of
 # experts and back; "rotation": rotary position embeddings; "scan": Mamba's recurrence.
 KERNELS = {"loss": ("triton",), "experts": ("triton",), "rotation": ("triton",), "scan": ("mamba-ssm", "triton")}
+
+# Implementation -> the package that it needs, and where that comes from.
+KERNEL_PACKAGES = {
+    "triton": ("triton", "PyTorch for CUDA brings along"),
+    "mamba-ssm": ("mamba-ssm", "its authors build for each version of PyTorch"),
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Numerics:
         if self == REFERENCE:
             return "reference"
         if self.kernels:
-            return f"kernels={','.join(map(':'.join, self.kernels))}"
+            return f"kernels={kernels_text(self.kernels)}"
         kind = f"kind={self.kind} " if self.kind else ""
         return f"{kind}products={self.products} flash={','.join(self.flash) or 'none'}"
 
@@ -80,6 +86,11 @@ def parse_numerics(text: str) -> Numerics:
         if wrong := [word for word in words if word not in allowed]:
             raise ValueError(f"{key}={wrong[0]} is unknown, use one of {', '.join(allowed)}; {_EXAMPLE}")
     return Numerics(given.get("kind", ""), given["products"], tuple(case for case in FLASH_CASES if case in flash))
+
+
+def kernels_text(kernels: Sequence[tuple[str, str]]) -> str:
+    """Return `kernels` as a text: the inverse of `parse_kernels`."""
+    return ",".join(map(":".join, kernels)) or "torch"
 
 
 def parse_kernels(text: str) -> tuple[tuple[str, str], ...]:

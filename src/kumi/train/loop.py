@@ -22,7 +22,7 @@ from kumi.data import BatchSource, Store
 from kumi.errors import OK, DivergedError, NothingTrainedError, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.nn.decoder import Decoder
-from kumi.nn.numerics import use_numerics
+from kumi.nn.numerics import use_kernels, use_numerics
 from kumi.parallel.embedding_noise import use_neftune
 from kumi.parallel.mesh import Mesh, all_reduce_sum, build_mesh, close_distributed, init_distributed
 from kumi.parallel.optim import build_optimizer
@@ -92,6 +92,8 @@ def _train(
     if mesh.device.type == "cpu":
         use_numerics(run.numerics or REFERENCE)
         keep_freed_memory()
+    else:
+        use_kernels((run.numerics or REFERENCE).kernels)
     rank_state, state = _build_and_restore(run, store, mesh, open_source, scorer)
     attempt = _attempt(mesh)
     saver = checkpoint.AsyncSaver(

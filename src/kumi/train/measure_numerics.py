@@ -1,6 +1,6 @@
-"""Measure once per machine which numerics are fastest on its CPU, before ranks start, in a temporary process.
+"""Measure once per machine which numerics are fastest on its CPU or GPU, before ranks start, in a temporary process.
 
-Numerics say how a CPU computes products and attention (see `kumi.spec.numerics`). The result is stored in the cache of
+Numerics say by which kernels a device computes (see `kumi.spec.numerics`). The result is stored in the cache of
 `kumi.config.numerics` and in the run's configuration.
 """
 
@@ -17,26 +17,30 @@ from typing import Any, cast
 
 from kumi.config import ResolvedRun
 from kumi.config.local_machine import cpu_dtypes
-from kumi.config.numerics import MeasuredNumerics, cache_numerics, numerics_for_cluster, this_processor
+from kumi.config.numerics import MeasuredNumerics, cache_numerics, numerics_for_cluster, this_gpu, this_processor
 from kumi.config.resolve import with_numerics_key
 from kumi.spec.numerics import REFERENCE, Numerics, parse_numerics
 
 # A measurement takes about a second; a process that hangs is killed after this time.
 _TIMEOUT_SECONDS = 30.0
+# A GPU's kernels take up to 20 seconds, most of them the compiler's, and torch's import some more.
+_GPU_TIMEOUT_SECONDS = 90.0
 
 
 def with_measured_numerics(run: ResolvedRun) -> ResolvedRun:
     """Return `run` with its numerics decided: measure them unless this machine has a stored measurement."""
     if run.numerics is not None:
         return run
-    return with_numerics(run, measure_here(run.cluster.devices_per_node).numerics)
+    device = run.cluster.device
+    measured = measure_here(run.cluster.devices_per_node) if device.kind == "cpu" else measure_gpu(device.name)
+    return with_numerics(run, measured.numerics)
 
 
 def with_numerics(run: ResolvedRun, numerics: Numerics) -> ResolvedRun:
     """Return `run` with the given `numerics`."""
     if run.numerics == numerics:
         return run
-    return with_numerics_key(run, str(numerics_for_cluster(numerics, run.config.cluster)))
+    return with_numerics_key(run, numerics_for_cluster(numerics, run.config.cluster))
 
 
 def measure_here(ranks: int) -> MeasuredNumerics:
@@ -57,6 +61,23 @@ def measure_here(ranks: int) -> MeasuredNumerics:
         cache_numerics(processor, measured)
     else:
         print("numerics   the machine is busy or slow: numerics not measured in time stay at the reference", flush=True)
+    return measured
+
+
+def measure_gpu(name: str) -> MeasuredNumerics:
+    """Compare and time the kernels of this machine's GPU, called `name`, and store the choice in the cache.
+
+    Return the reference, PyTorch's operations, if the measuring process dies or hangs.
+    """
+    command = [sys.executable, "-m", "kumi.nn.fastest_kernels", "cuda"]
+    record = _run_measurement(command, _GPU_TIMEOUT_SECONDS)
+    if record is None:
+        print("kernels    this GPU's kernels could not be compared; using PyTorch's operations", flush=True)
+        return MeasuredNumerics(REFERENCE, {})
+    measured = MeasuredNumerics(parse_numerics(record["numerics"]), record["seconds"], record["took"])
+    for line in record["notes"]:
+        print(f"kernels    {line}", flush=True)
+    cache_numerics(this_gpu(name), measured)
     return measured
 
 
@@ -95,9 +116,13 @@ def _measure_in_fork(threads: int, kind: str) -> dict[str, Any] | None:
 
 def _measure_in_subprocess(threads: int, kind: str) -> dict[str, Any] | None:
     """Measure in a new Python process; return None if that process dies or hangs."""
-    command = [sys.executable, "-m", "kumi.train.measure_numerics", str(threads), kind]
+    return _run_measurement([sys.executable, "-m", "kumi.train.measure_numerics", str(threads), kind], _TIMEOUT_SECONDS)
+
+
+def _run_measurement(command: list[str], timeout: float) -> dict[str, Any] | None:
+    """Return the JSON that `command` prints; None if it fails or takes longer than `timeout` seconds."""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=_TIMEOUT_SECONDS, check=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=timeout, check=True)
         return cast(dict[str, Any], json.loads(done.stdout))
     except (OSError, ValueError, subprocess.SubprocessError):
         return None

@@ -110,6 +110,7 @@ _CHANGEABLE_KEYS = (
     "comm.bucket_mb",
     "comm.prefetch",
     "precision.numerics",
+    "precision.kernels",
 )
 
 

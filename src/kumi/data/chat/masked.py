@@ -33,7 +33,7 @@ class MaskedSequence:
 class EncodedUnit:
     """Sequences that are packed into the same row: one, or the two sides of a preference.
 
-    label, margin, extra: as in `kumi.data.formats.Example`; `extra` of a prompt has its text, or its messages and tools.
+    label, margin, extra: as in `kumi.data.formats.Example`; `extra` of a prompt has its text, or messages and tools.
     """
 
     sequences: tuple[MaskedSequence, ...]

@@ -1,0 +1,191 @@
+"""Compare and time the kernels of `kumi.spec.numerics.KERNELS` on this device, against PyTorch's operations.
+
+    python -m kumi.nn.fastest_kernels cuda      the choice as JSON, from a process of its own, which may crash
+
+A kernel is used if its results and gradients are near those of PyTorch's operations (`TOLERANCE`) and it is faster by a
+factor of `LEAD`, in the median and in the fastest round. Each other kernel gives a sentence: what failed, differs, is
+slower, or was not measured within `SECONDS`. The times are of forward and backward of one operation with the sizes of a
+model of some billion parameters (`SIZES`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kumi.errors import ConfigError
+from kumi.nn.logprob import weighted_sum
+from kumi.nn.mamba_scan import ScanInputs, scan
+from kumi.nn.moe import gather_weighted, sorted_places, spread
+from kumi.nn.numerics import use_kernels
+from kumi.nn.rope import rotate
+from kumi.spec.numerics import KERNEL_PACKAGES, KERNELS, Numerics
+
+ROUNDS = 5
+LEAD = 1.05
+SECONDS = 20.0
+# Largest distance of a result or gradient from that of PyTorch's operations, as a fraction of its length: of two
+# bfloat16 numbers that are rounded in another order.
+TOLERANCE = 0.02
+
+Function = Callable[[], list[Tensor]]
+
+
+class Sizes(NamedTuple):
+    """Sizes of the operations that are timed, and the dtype of their inputs."""
+
+    tokens: int = 4096
+    hidden: int = 2048
+    vocabulary: int = 65536
+    experts: int = 64
+    choices: int = 8
+    heads: int = 32
+    head: int = 128
+    state: int = 128
+    chunk: int = 256
+    dtype: torch.dtype = torch.bfloat16
+
+
+class KernelChoice(NamedTuple):
+    """The chosen kernels, the median seconds by operation and implementation, and a sentence for each other kernel."""
+
+    numerics: Numerics
+    seconds: dict[str, dict[str, float]]
+    notes: list[str]
+
+
+def measure_kernels(device: torch.device, sizes: Sizes | None = None, seconds: float = SECONDS) -> KernelChoice:
+    """Return the kernels that are right and fastest on `device`. The first implementation that leads is chosen."""
+    torch.manual_seed(0)
+    until, chosen, times, notes = time.perf_counter() + seconds, [], {}, []
+    for operation, function in _operations(device, sizes or Sizes()).items():
+        use_kernels(())
+        expected, times[operation] = function(), {"torch": 0.0}
+        reference = _timed(function, device)
+        times[operation]["torch"] = median(reference)
+        for implementation in KERNELS[operation]:
+            name = f"{operation}:{implementation}"
+            if find_spec(KERNEL_PACKAGES[implementation][0].replace("-", "_")) is None:
+                continue
+            if time.perf_counter() > until:
+                notes.append(f"{name} was not measured within {seconds:g} s, and is not used")
+                continue
+            try:
+                use_kernels(((operation, implementation),))
+                distance = _distance(function(), expected)
+                own = _timed(function, device)
+            except (ConfigError, RuntimeError, ValueError, AssertionError, TypeError) as error:
+                notes.append(f"{name} fails ({type(error).__name__}: {str(error)[:200]}), and is not used")
+                continue
+            times[operation][implementation] = median(own)
+            if not distance <= TOLERANCE:
+                notes.append(f"{name} differs from PyTorch's operations by {distance:.2g} of the result; not used")
+            elif any(statistic(own) * LEAD > statistic(reference) for statistic in (median, min)):
+                share = median(own) / median(reference)
+                notes.append(f"{name} takes {share:.2f} times as long as PyTorch's operations, and is not used")
+            else:
+                chosen.append((operation, implementation))
+                break
+    use_kernels(())
+    return KernelChoice(Numerics(kernels=tuple(chosen)), times, notes)
+
+
+def _timed(function: Function, device: torch.device) -> list[float]:
+    """Return the seconds of each round of `function`."""
+    seconds = []
+    for _ in range(ROUNDS):
+        _wait(device)
+        began = time.perf_counter()
+        function()
+        _wait(device)
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _distance(results: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest distance of a result from the expected one, as a fraction of its length; NaN if it has NaN."""
+    pairs = [(result.double(), reference.double()) for result, reference in zip(results, expected, strict=True)]
+    distances = [(a - b).norm() / b.norm().clamp(min=1e-9) for a, b in pairs]
+    return torch.stack(distances).amax().item()
+
+
+def _operations(device: torch.device, sizes: Sizes) -> Mapping[str, Function]:
+    """Return for each operation of `KERNELS` a function that computes its results and gradients."""
+    tokens, hidden = sizes.tokens, sizes.hidden
+
+    def leaf(*shape: int, dtype: torch.dtype = sizes.dtype) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype).requires_grad_()
+
+    def loss() -> Function:
+        states, weight = leaf(tokens, hidden), leaf(sizes.vocabulary, hidden)
+        labels = torch.randint(0, sizes.vocabulary, (tokens,), device=device)
+        token_weights = torch.full((tokens,), 1 / tokens, device=device)
+
+        def run() -> list[Tensor]:
+            total, log_probs = weighted_sum(states, weight, labels, token_weights)
+            return [log_probs, *torch.autograd.grad(total, (states, weight))]
+
+        return run
+
+    def experts() -> Function:
+        x, weights = leaf(tokens, hidden), leaf(tokens, sizes.choices, dtype=torch.float32)
+        ids = torch.rand(tokens, sizes.experts, device=device).topk(sizes.choices, dim=-1).indices
+        places, grad = sorted_places(ids), torch.randn(tokens, hidden, device=device, dtype=sizes.dtype)
+
+        def run() -> list[Tensor]:
+            out = gather_weighted(spread(x, places), weights, places)
+            return [out, *torch.autograd.grad(out, (x, weights), grad)]
+
+        return run
+
+    def rotation() -> Function:
+        x = leaf(1, tokens, sizes.heads, sizes.head)
+        angles = torch.rand(1, tokens, 1, sizes.head, device=device)
+        cos, sin, grad = angles.cos(), angles.sin(), torch.randn_like(x)
+
+        def run() -> list[Tensor]:
+            out = rotate(x, cos, sin)
+            return [out, *torch.autograd.grad(out, x, grad)]
+
+        return run
+
+    def recurrence() -> Function:
+        shared = (1, tokens, 1, sizes.state)
+        projections = leaf(1, tokens, sizes.heads, sizes.head // 2), leaf(*shared), leaf(*shared)
+        parameters = [leaf(sizes.heads, dtype=torch.float32) for _ in range(3)]
+        leaves = (*projections, leaf(1, tokens, sizes.heads), *parameters)
+        inputs = ScanInputs(*leaves, None, sizes.chunk, 0.0, float("inf"))
+        grad = torch.randn_like(inputs.x)
+
+        def run() -> list[Tensor]:
+            y = scan(inputs)
+            return [y, *torch.autograd.grad(y, leaves, grad)]
+
+        return run
+
+    return {"loss": loss(), "experts": experts(), "rotation": rotation(), "scan": recurrence()}
+
+
+def _print_choice(device: torch.device) -> None:
+    began = time.perf_counter()
+    choice = measure_kernels(device)
+    took = time.perf_counter() - began
+    record = {"numerics": str(choice.numerics), "seconds": choice.seconds, "notes": choice.notes, "took": took}
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    _print_choice(torch.device(sys.argv[1]))

@@ -1,0 +1,51 @@
+"""Mamba-2's recurrence by the package mamba-ssm, whose Triton kernels are those of the paper's authors.
+
+It computes what `kumi.nn.mamba_scan` computes, from the same inputs. Its kernels multiply in the dtype of x. Only the
+inputs are kept for the backward pass, as on the plain path, so that the forward pass runs a second time there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kumi.nn.mamba_scan import ScanInputs
+
+
+def takes(inputs: ScanInputs) -> bool:
+    """Return True if the package can compute `inputs`: chunks must have a power of two of positions, at least 16."""
+    chunk = inputs.chunk
+    return inputs.x.dtype != torch.float64 and chunk >= 16 and chunk & (chunk - 1) == 0
+
+
+def scan(inputs: ScanInputs) -> Tensor:
+    """Return y (B, S, H, P): `kumi.nn.mamba_scan.SCAN`."""
+    x, b, c, dt, dt_bias, a_log, d = inputs[:7]
+    documents = None if inputs.numbers is None else inputs.numbers.int().contiguous()
+    y: Tensor = mamba_chunk_scan_combined(
+        x.contiguous(),
+        dt.contiguous(),
+        -a_log.float().exp(),
+        b.contiguous(),
+        c.contiguous(),
+        inputs.chunk,
+        D=d,
+        dt_bias=dt_bias,
+        seq_idx=documents,
+        dt_softplus=True,
+        dt_limit=(inputs.low, inputs.high),
+    )
+    return y
+
+
+def scan_backward(grad: Tensor, inputs: ScanInputs) -> Sequence[Tensor]:
+    """Return the gradients of x, b, c, dt, dt_bias, a_log and d: `kumi.nn.mamba_scan.SCAN_BACKWARD`."""
+    with torch.enable_grad():
+        leaves = [value.detach().requires_grad_() for value in inputs[:7]]
+        y = scan(inputs._replace(**dict(zip(inputs._fields, leaves))))
+        return torch.autograd.grad(y, leaves, grad)
