@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -15,8 +16,10 @@ from kumi.config.numerics import (
     choose_numerics,
     numerics_from_environment,
     read_cached_numerics,
+    this_gpu,
     this_processor,
 )
+from kumi.config.stored_config import EARLIER_VALUES
 from kumi.errors import ConfigError
 from kumi.spec.numerics import REFERENCE, Numerics
 from small_llama import SMALL_LLAMA
@@ -136,7 +139,9 @@ def test_gpus_have_no_numerics():
 
 def test_a_variable_that_says_something_else_is_refused(monkeypatch):
     monkeypatch.setenv("KUMI_NUMERICS", "fast")
-    with pytest.raises(ConfigError, match=r"^KUMI_NUMERICS: 'fast' must be one of kind=, products= and flash="):
+    with pytest.raises(
+        ConfigError, match=r"^KUMI_NUMERICS: 'fast' must be one of kind=, products=, flash= and kernels="
+    ):
         choose_numerics(load(RUN), cluster_spec(ClusterSection(source="auto")))
     with pytest.raises(ConfigError, match=r"^precision.numerics: 'fast' must be one of"):
         load(RUN, {"precision.numerics": "fast"})
@@ -150,3 +155,63 @@ def test_the_cache_can_be_read_by_people(tmp_path):
     written = json.loads((tmp_path / "kumi/numerics" / this_processor(1).file).read_text())
     assert written["numerics"] == "kind=fp32 products=default flash=fp32-long"
     assert set(written) == {"cpu", "torch", "threads", "numerics", "seconds"}
+
+
+LOSS = (("loss", "triton"),)
+ON_GPU = MeasuredNumerics(Numerics(kernels=LOSS), {"loss": {"torch": 2.0, "triton": 1.0}})
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with one GPU; return its name."""
+    cluster = cluster_spec(ClusterSection(source="h100-sxm"))
+    here = replace(cluster, nodes=1, devices_per_node=1, device=replace(cluster.device, name="a GPU"))
+    monkeypatch.setattr("kumi.config.jobs.cluster_spec", lambda section: here)
+    return "a GPU"
+
+
+def test_kernels_of_a_gpu_are_measured_unless_something_chooses_them(gpu, monkeypatch):
+    """The run file before the run folder, the variable and the cache."""
+    assert open_run(load(RUN)).numerics is None
+    assert open_run(load(RUN)).config.precision.kernels == "auto"
+    cache_numerics(this_gpu(gpu), ON_GPU)
+    assert open_run(load(RUN)).numerics == ON_GPU.numerics
+    assert open_run(load(RUN)).config.precision.kernels == "loss:triton"
+    monkeypatch.setenv("KUMI_NUMERICS", "kernels=scan:triton")
+    assert open_run(load(RUN)).numerics.kernels == (("scan", "triton"),)
+    os.mkdir("run")
+    with open("run/config.toml", "w") as file:
+        file.write(dump(load(RUN, {"precision.kernels": "experts:triton"})))
+    assert open_run(load(RUN)).numerics.kernels == (("experts", "triton"),)
+    assert open_run(load(RUN, {"precision.kernels": "torch"})).numerics == REFERENCE
+    assert open_run(load(RUN)).config.precision.numerics == "auto"  # a key of CPUs
+
+
+def test_an_earlier_run_goes_on_with_pytorch(gpu):
+    cache_numerics(this_gpu(gpu), ON_GPU)
+    os.mkdir("run")
+    stored = dump(load(RUN)).replace('kernels = "auto"\n', "")
+    assert "kernels" not in stored
+    with open("run/config.toml", "w") as file:
+        file.write(stored)
+    assert EARLIER_VALUES["precision.kernels"] == {"precision.kernels": "torch"}
+    assert open_run(load(RUN)).numerics == REFERENCE
+
+
+def test_kernels_are_not_measured_for_other_clusters():
+    """A measurement here says nothing of the GPUs that a file describes."""
+    run = resolve(load(RUN, {"cluster.source": "h100-sxm"}))
+    assert run.numerics == REFERENCE
+    assert run.config.precision.kernels == "torch"
+
+
+def test_a_measurement_holds_for_a_gpu_and_its_packages(gpu, monkeypatch):
+    cache_numerics(this_gpu(gpu), ON_GPU)
+    assert read_cached_numerics(this_gpu("another")) is None
+    monkeypatch.setattr("kumi.config.numerics.version", lambda package: "1.0")
+    assert read_cached_numerics(this_gpu(gpu)) is None
+
+
+def test_wrong_kernels_are_refused():
+    with pytest.raises(ConfigError, match=r"precision.kernels: .*'loss:magic' is unknown; write 'torch', or some of"):
+        load(RUN, {"precision.kernels": "loss:magic"})

@@ -12,7 +12,7 @@ from tests.train.conftest import back_to, losses, run_file
 
 from kumi.cli import main
 from kumi.config import load, resolve
-from kumi.config.numerics import read_cached_numerics, this_processor
+from kumi.config.numerics import read_cached_numerics, this_gpu, this_processor
 from kumi.spec.numerics import REFERENCE, Numerics
 from kumi.train import measure_numerics, start
 
@@ -156,3 +156,31 @@ def test_the_other_ranks_of_a_launcher_compute_as_rank_0_says(folder, monkeypatc
         assert (launched[-1].numerics, launched[-1].precision.compute) == (numerics, "bfloat16")
     assert start._follow(run, Meeting(json.dumps(word | {"finished": True}))) == 0
     assert len(launched) == 2
+
+
+RECORD = {
+    "numerics": "kernels=loss:triton",
+    "seconds": {"loss": {"torch": 2.0, "triton": 1.0}, "scan": {"torch": 1.0, "triton": 1.5}},
+    "notes": ["scan:triton takes 1.50 times as long as PyTorch's operations, and is not used"],
+    "took": 9.0,
+}
+
+
+def test_the_kernels_of_a_gpu_are_measured_once(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    commands = []
+    monkeypatch.setattr(measure_numerics, "_run_measurement", lambda command, _: commands.append(command) or RECORD)
+    measured = measure_numerics.measure_gpu("a GPU")
+    assert measured.numerics == Numerics(kernels=(("loss", "triton"),))
+    assert commands[0][1:] == ["-m", "kumi.nn.fastest_kernels", "cuda"]
+    assert capsys.readouterr().out == f"kernels    {RECORD['notes'][0]}\n"
+    assert read_cached_numerics(this_gpu("a GPU")) == measured
+
+
+def test_a_gpu_whose_measurement_dies_computes_by_pytorch(monkeypatch, tmp_path, capsys):
+    """The process may crash: the run starts all the same, and the next start measures again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measure_numerics.sys, "executable", "false")
+    assert measure_numerics.measure_gpu("a GPU").numerics == REFERENCE
+    assert "could not be compared; using PyTorch's operations" in capsys.readouterr().out
+    assert read_cached_numerics(this_gpu("a GPU")) is None

@@ -177,8 +177,8 @@ class PrecisionSection(Section):
 
     kernels: Text = Field(
         "auto",
-        description="Kernels of a GPU beside PyTorch's operations: 'auto' compares and times them once per machine, and "
-        "a run keeps its first choice; 'torch' uses none; or operations with their implementations, such as "
+        description="Kernels of a GPU beside PyTorch's operations: 'auto' compares and times them once per machine, "
+        "and a run keeps its first choice; 'torch' uses none; or operations with their implementations, such as "
         "'loss:triton,scan:mamba-ssm'. Losses are equal up to rounding.",
     )
 
