@@ -35,10 +35,10 @@ _VARIABLE = "KUMI_NUMERICS"
 class Processor:
     """The conditions for which a measurement is valid.
 
-    `name`: the model of the CPU.
-    `flags`: a digest of its features.
+    `name`: the model of the CPU or GPU.
+    `flags`: a digest of the CPU's features; for a GPU, the versions of packages with kernels.
     `torch`: the version of torch.
-    `threads`: the threads of a process.
+    `threads`: the threads of a process; 0 for a GPU.
     """
 
     name: str
@@ -169,7 +169,7 @@ def read_cached_numerics(processor: Processor) -> MeasuredNumerics | None:
 def cache_numerics(processor: Processor, measured: MeasuredNumerics) -> None:
     """Write `measured` to the cache. If that fails, the next start measures again."""
     entry = {
-        "cpu": processor.name,
+        "cpu" if processor.threads else "gpu": processor.name,
         "torch": processor.torch,
         "threads": processor.threads,
         "numerics": str(measured.numerics),
