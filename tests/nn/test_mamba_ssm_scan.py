@@ -46,11 +46,11 @@ def _package(monkeypatch):
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_equal_to_the_plain_path(documents):
+def test_equal_to_the_plain_path(documents, monkeypatch):
     random = torch.Generator().manual_seed(0)
 
     def leaf(*sizes):
-        return torch.randn(sizes, generator=random).requires_grad_()
+        return torch.randn(sizes, generator=random, dtype=torch.float64).requires_grad_()
 
     numbers = torch.randint(0, 2, (ROWS, LENGTH), generator=random).cumsum(1) if documents else None
     projections = leaf(ROWS, LENGTH, HEADS, CHANNELS), *(leaf(ROWS, LENGTH, GROUPS, STATE) for _ in range(2))
@@ -60,9 +60,11 @@ def test_equal_to_the_plain_path(documents):
     expected = scan(given)
     grads = torch.autograd.grad(expected.square().sum(), given[:7])
     use_kernels((("scan", "mamba-ssm"),))
+    # In float64, which the package does not compute, only the rate is rounded to float32.
+    monkeypatch.setattr(sys.modules["kumi.nn.kernels.mamba_ssm_scan"], "takes", lambda inputs: True)
     result = scan(given)
-    torch.testing.assert_close(result, expected)
-    torch.testing.assert_close(torch.autograd.grad(result.square().sum(), given[:7]), grads, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(result.square().sum(), given[:7]), grads, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("chunk", "dtype"), [(8, torch.float32), (24, torch.float32), (16, torch.float64)])

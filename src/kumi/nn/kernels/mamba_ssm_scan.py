@@ -7,14 +7,12 @@ inputs are kept for the backward pass, as on the plain path, so that the forward
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kumi.nn.mamba_scan import ScanInputs
+from kumi.nn.mamba_scan import ScanInputs
 
 
 def takes(inputs: ScanInputs) -> bool:
@@ -47,5 +45,5 @@ def scan_backward(grad: Tensor, inputs: ScanInputs) -> Sequence[Tensor]:
     """Return the gradients of x, b, c, dt, dt_bias, a_log and d: `kumi.nn.mamba_scan.SCAN_BACKWARD`."""
     with torch.enable_grad():
         leaves = [value.detach().requires_grad_() for value in inputs[:7]]
-        y = scan(inputs._replace(**dict(zip(inputs._fields, leaves))))
+        y = scan(ScanInputs(*leaves, *inputs[7:]))
         return torch.autograd.grad(y, leaves, grad)

@@ -308,6 +308,7 @@ def _prepare(inputs: ScanInputs) -> _Decays:
 
 
 def _constants(inputs: ScanInputs) -> dict[str, Any]:
+    """Return the constants of the kernels that compute tiles, and how Triton compiles them."""
     channels, size = inputs.x.shape[3], inputs.b.shape[3]
     return {
         "P": channels,
@@ -317,6 +318,9 @@ def _constants(inputs: ScanInputs) -> dict[str, Any]:
         "CHUNK": inputs.chunk,
         "BLOCK": min(BLOCK, max(16, triton.next_power_of_2(inputs.chunk))),
         "PRECISION": "ieee" if inputs.x.dtype == torch.float32 else "tf32",
+        # A tile and its accumulators in the registers of eight warps, and one load ahead of the products.
+        "num_warps": 8,
+        "num_stages": 2,
     }
 
 
