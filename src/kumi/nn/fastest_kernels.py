@@ -163,11 +163,11 @@ def _operations(device: torch.device, sizes: Sizes) -> Mapping[str, Function]:
         return run
 
     def recurrence() -> Function:
-        shared = (1, tokens, 1, sizes.state)
-        projections = leaf(1, tokens, sizes.heads, sizes.head // 2), leaf(*shared), leaf(*shared)
-        parameters = [leaf(sizes.heads, dtype=torch.float32) for _ in range(3)]
-        leaves = (*projections, leaf(1, tokens, sizes.heads), *parameters)
-        inputs = ScanInputs(*leaves, None, sizes.chunk, 0.0, float("inf"))
+        x, dt = leaf(1, tokens, sizes.heads, sizes.head // 2), leaf(1, tokens, sizes.heads)
+        b, c = (leaf(1, tokens, 1, sizes.state) for _ in range(2))
+        dt_bias, a_log, d = (leaf(sizes.heads, dtype=torch.float32) for _ in range(3))
+        inputs = ScanInputs(x, b, c, dt, dt_bias, a_log, d, None, sizes.chunk, 0.0, float("inf"))
+        leaves = x, b, c, dt, dt_bias, a_log, d
         grad = torch.randn_like(inputs.x)
 
         def run() -> list[Tensor]:

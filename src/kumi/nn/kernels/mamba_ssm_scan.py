@@ -7,12 +7,14 @@ inputs are kept for the backward pass, as on the plain path, so that the forward
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
 
-from kumi.nn.mamba_scan import ScanInputs
+if TYPE_CHECKING:
+    from kumi.nn.mamba_scan import ScanInputs
 
 
 def takes(inputs: ScanInputs) -> bool:
@@ -45,5 +47,6 @@ def scan_backward(grad: Tensor, inputs: ScanInputs) -> Sequence[Tensor]:
     """Return the gradients of x, b, c, dt, dt_bias, a_log and d: `kumi.nn.mamba_scan.SCAN_BACKWARD`."""
     with torch.enable_grad():
         leaves = [value.detach().requires_grad_() for value in inputs[:7]]
-        y = scan(ScanInputs(*leaves, *inputs[7:]))
+        x, b, c, dt, dt_bias, a_log, d = leaves
+        y = scan(inputs._replace(x=x, b=b, c=c, dt=dt, dt_bias=dt_bias, a_log=a_log, d=d))
         return torch.autograd.grad(y, leaves, grad)
