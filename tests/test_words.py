@@ -39,6 +39,8 @@ TABLES = {
         "stop",
         "log_command",
     },
+    # Implementations of Mamba's recurrence.
+    "nn": {"scan", "scan_backward", "takes"},
     "spec": {"ARCHITECTURE", "KEYS", "WEIGHTS", "from_hf", "to_hf", "SCHEDULE", "bubble", "in_flight", "program"},
 }
 

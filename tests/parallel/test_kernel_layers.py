@@ -54,10 +54,10 @@ def test_operators_agree_with_their_fakes_and_schemas():
     head = rows, torch.tensor([0, 1, 2, 3, 4, -1]), torch.zeros(4, 6), 9, 1.0, 2.0
     experts, loss = kernel("experts"), kernel("loss")
     calls = [
-        (experts.spread, (x, places)),
-        (experts.weighted_sum, (rows, weights, places)),
-        (experts.weighted_sum, (rows, None, places)),
-        (experts.weighted_sum_backward, (x, rows, weights, places)),
+        (experts.to_experts, (x, places)),
+        (experts.from_experts, (rows, weights, places)),
+        (experts.from_experts, (rows, None, places)),
+        (experts.from_experts_backward, (x, rows, weights, places)),
         (kernel("rotation").rotated, (heads, angles, angles, False, True)),
         (loss.scores_, (*head, True)),
         (loss.errors_, head),

@@ -160,7 +160,7 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
         if (kernels := _kernels(x)) is not None:
-            spread_rows: Tensor = kernels.spread(x, places)
+            spread_rows: Tensor = kernels.to_experts(x, places)
             return spread_rows
         rows = x.new_empty(places.numel(), x.shape[1])
         for column in places.unbind(1):
@@ -183,7 +183,7 @@ class _GatherWeighted(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weights, places = ctx.saved_tensors
         if (kernels := _kernels(rows)) is not None:
-            return *kernels.weighted_sum_backward(grad, rows, weights, places), None
+            return *kernels.from_experts_backward(grad, rows, weights, places), None
         grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
         for index, column in enumerate(places.unbind(1)):
             grad_rows[column] = (grad * weights[:, index, None]).to(rows.dtype)
@@ -194,7 +194,7 @@ class _GatherWeighted(torch.autograd.Function):
 def _sum(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
     """Return for each token the weighted sum of its rows, accumulated in float32 or wider; no weights mean 1."""
     if (kernels := _kernels(rows)) is not None:
-        tokens: Tensor = kernels.weighted_sum(rows, weights, places)
+        tokens: Tensor = kernels.from_experts(rows, weights, places)
         return tokens
     total = rows.new_zeros(len(places), rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
     for index, column in enumerate(places.unbind(1)):

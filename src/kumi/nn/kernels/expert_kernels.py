@@ -19,7 +19,7 @@ from torch import Tensor
 from kumi.nn.custom_ops import define_op
 
 # Numbers of a tile: a program has the k rows of a token in registers, as many columns of them as fit.
-TILE = 4096
+_TILE = 4096
 
 
 @triton.jit
@@ -91,11 +91,11 @@ def sum_rows_backward(
 def _blocks(places: Tensor, size: int) -> dict[str, int]:
     """Return the constants of all kernels for `places` (T, k) and rows of `size` numbers."""
     lanes = triton.next_power_of_2(places.shape[1])
-    block = min(max(TILE // lanes, 64), triton.next_power_of_2(size))
+    block = min(max(_TILE // lanes, 64), triton.next_power_of_2(size))
     return {"CHOICES": places.shape[1], "LANES": lanes, "BLOCK": block}
 
 
-def _spread(x: Tensor, places: Tensor) -> Tensor:
+def _to_experts(x: Tensor, places: Tensor) -> Tensor:
     rows, blocks = x.new_empty(places.numel(), x.shape[1]), _blocks(places, x.shape[1])
     if rows.numel():
         grid = len(places), triton.cdiv(x.shape[1], blocks["BLOCK"])
@@ -103,7 +103,7 @@ def _spread(x: Tensor, places: Tensor) -> Tensor:
     return rows
 
 
-def _weighted_sum(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
+def _from_experts(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
     size, blocks = rows.shape[1], _blocks(places, rows.shape[1])
     out = rows.new_empty(len(places), size)
     if out.numel():
@@ -113,7 +113,7 @@ def _weighted_sum(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tenso
     return out
 
 
-def _weighted_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def _from_experts_backward(grad: Tensor, rows: Tensor, weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     rows, weights = rows.contiguous(), weights.contiguous()
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     if rows.numel():
@@ -123,21 +123,21 @@ def _weighted_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor, places: 
     return grad_rows, grad_weights
 
 
-spread = define_op(
-    "expert_spread",
+to_experts = define_op(
+    "to_experts",
     "(Tensor x, Tensor places) -> Tensor",
-    _spread,
+    _to_experts,
     lambda x, places: x.new_empty(places.numel(), x.shape[1]),
 )
-weighted_sum = define_op(
-    "expert_sum",
+from_experts = define_op(
+    "from_experts",
     "(Tensor rows, Tensor? weights, Tensor places) -> Tensor",
-    _weighted_sum,
+    _from_experts,
     lambda rows, weights, places: rows.new_empty(places.shape[0], rows.shape[1]),
 )
-weighted_sum_backward = define_op(
-    "expert_sum_backward",
+from_experts_backward = define_op(
+    "from_experts_backward",
     "(Tensor grad, Tensor rows, Tensor weights, Tensor places) -> (Tensor, Tensor)",
-    _weighted_sum_backward,
+    _from_experts_backward,
     lambda grad, rows, weights, places: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
 )

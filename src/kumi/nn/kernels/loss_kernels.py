@@ -19,7 +19,7 @@ from torch import Tensor
 from kumi.nn.custom_ops import define_op
 
 # Columns of the product that a program has in registers at a time.
-BLOCK = 4096
+_COLUMNS = 4096
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def _errors(product: Tensor, rows: Tensor, numbers: Tensor, columns: int, scale:
 
 
 def _block(product: Tensor) -> int:
-    return int(min(BLOCK, triton.next_power_of_2(product.shape[1])))
+    return int(min(_COLUMNS, triton.next_power_of_2(product.shape[1])))
 
 
 _ARGUMENTS = "Tensor rows, {} numbers, int columns, float scale, float softcap"

@@ -14,7 +14,7 @@ from torch import Tensor
 from kumi.nn.custom_ops import define_op
 
 # Numbers of a tile: some heads of one token.
-TILE = 4096
+_TILE = 4096
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool, inverse: boo
         raise ValueError(f"angles of shape {tuple(cos.shape)} do not fit tokens of shape {tuple(x.shape)}")
     if out.numel():
         lanes = triton.next_power_of_2(size)
-        at_once = min(max(TILE // lanes, 1), triton.next_power_of_2(heads))
+        at_once = min(max(_TILE // lanes, 1), triton.next_power_of_2(heads))
         flags = {"INTERLEAVE": interleave, "INVERSE": inverse, "HEADS": at_once, "LANES": lanes}
         rotate_heads[rows * length, triton.cdiv(heads, at_once)](
             x, cos.contiguous(), sin.contiguous(), out, angle_rows, heads, x.stride(1), x.stride(2),

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from kumi.nn.mamba_scan import ScanInputs
 
 # Positions of a tile.
-BLOCK = 64
+_POSITIONS = 64
 # Numbers of a state that a program of `pass_states` has.
-STATE_BLOCK = 1024
+_STATE_NUMBERS = 1024
 
 
 @triton.jit
@@ -316,7 +316,7 @@ def _constants(inputs: ScanInputs) -> dict[str, Any]:
         "P_LANES": max(16, triton.next_power_of_2(channels)),
         "N_LANES": max(16, triton.next_power_of_2(size)),
         "CHUNK": inputs.chunk,
-        "BLOCK": min(BLOCK, max(16, triton.next_power_of_2(inputs.chunk))),
+        "BLOCK": min(_POSITIONS, max(16, triton.next_power_of_2(inputs.chunk))),
         "PRECISION": "ieee" if inputs.x.dtype == torch.float32 else "tf32",
         # A tile and its accumulators in the registers of eight warps, and one load ahead of the products.
         "num_warps": 8,
@@ -334,7 +334,7 @@ def _states(
     states = through.new_empty(rows, chunks, heads, channels, size)
     sum_outer[chunks, heads, rows](values, factors, keys, states, length, heads, groups, **constants)
     numbers = channels * size
-    block = min(STATE_BLOCK, triton.next_power_of_2(numbers))
+    block = min(_STATE_NUMBERS, triton.next_power_of_2(numbers))
     grid = heads, rows, triton.cdiv(numbers, block)
     pass_states[grid](states, through, chunks, heads, numbers, REVERSE=reverse, BLOCK=block)
     return states
