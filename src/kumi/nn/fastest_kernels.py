@@ -2,10 +2,10 @@
 
     python -m kumi.nn.fastest_kernels cuda      the choice as JSON, from a process of its own, which may crash
 
-A kernel is used if its results and gradients are near those of PyTorch's operations (`TOLERANCE`) and it is faster by a
+A kernel is used if its results and gradients are near those of PyTorch's operations (`_TOLERANCE`) and it is faster by a
 factor of `LEAD`, in the median and in the fastest round. Each other kernel gives a sentence: what failed, differs, is
-slower, or was not measured within `SECONDS`. The times are of forward and backward of one operation with the sizes of a
-model of some billion parameters (`SIZES`).
+slower, or was not measured within `_SECONDS`. The times are of forward and backward of one operation with the sizes of a
+model of some billion parameters (`Sizes`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kumi.errors import ConfigError
+from kumi.nn.fastest_numerics import LEAD
 from kumi.nn.logprob import weighted_sum
 from kumi.nn.mamba_scan import ScanInputs, scan
 from kumi.nn.moe import gather_weighted, sorted_places, spread
@@ -29,12 +30,11 @@ from kumi.nn.numerics import use_kernels
 from kumi.nn.rope import rotate
 from kumi.spec.numerics import KERNEL_PACKAGES, KERNELS, Numerics
 
-ROUNDS = 5
-LEAD = 1.05
-SECONDS = 20.0
+_ROUNDS = 5
+_SECONDS = 20.0
 # Largest distance of a result or gradient from that of PyTorch's operations, as a fraction of its length: of two
 # bfloat16 numbers that are rounded in another order.
-TOLERANCE = 0.02
+_TOLERANCE = 0.02
 
 Function = Callable[[], list[Tensor]]
 
@@ -62,7 +62,7 @@ class KernelChoice(NamedTuple):
     notes: list[str]
 
 
-def measure_kernels(device: torch.device, sizes: Sizes | None = None, seconds: float = SECONDS) -> KernelChoice:
+def measure_kernels(device: torch.device, sizes: Sizes | None = None, seconds: float = _SECONDS) -> KernelChoice:
     """Return the kernels that are right and fastest on `device`. The first implementation that leads is chosen."""
     torch.manual_seed(0)
     until, chosen, times, notes = time.perf_counter() + seconds, [], {}, []
@@ -86,7 +86,7 @@ def measure_kernels(device: torch.device, sizes: Sizes | None = None, seconds: f
                 notes.append(f"{name} fails ({type(error).__name__}: {str(error)[:200]}), and is not used")
                 continue
             times[operation][implementation] = median(own)
-            if not distance <= TOLERANCE:
+            if not distance <= _TOLERANCE:
                 notes.append(f"{name} differs from PyTorch's operations by {distance:.2g} of the result; not used")
             elif any(statistic(own) * LEAD > statistic(reference) for statistic in (median, min)):
                 share = median(own) / median(reference)
@@ -101,7 +101,7 @@ def measure_kernels(device: torch.device, sizes: Sizes | None = None, seconds: f
 def _timed(function: Function, device: torch.device) -> list[float]:
     """Return the seconds of each round of `function`."""
     seconds = []
-    for _ in range(ROUNDS):
+    for _ in range(_ROUNDS):
         _wait(device)
         began = time.perf_counter()
         function()
