@@ -2,10 +2,10 @@
 
     python -m kumi.nn.fastest_kernels cuda      the choice as JSON, from a process of its own, which may crash
 
-A kernel is used if its results and gradients are near those of PyTorch's operations (`_TOLERANCE`) and it is faster by a
-factor of `LEAD`, in the median and in the fastest round. Each other kernel gives a sentence: what failed, differs, is
-slower, or was not measured within `_SECONDS`. The times are of forward and backward of one operation with the sizes of a
-model of some billion parameters (`Sizes`).
+A kernel is used if its results and gradients are near those of PyTorch's operations (`_TOLERANCE`) and it is faster by
+a factor of `LEAD`, in the median and in the fastest round. Each other kernel gives a sentence: what failed, differs, is
+slower, or was not measured within `_SECONDS`. The times are of forward and backward of one operation with the sizes of
+a model of some billion parameters (`Sizes`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ The decays are computed by PyTorch: a number for each position and head, where x
 for inputs of float32, else in TF32, whose 10 bits are more than bfloat16's 7.
 
 Bytes moved, forward: x twice, y, b and c for each head, and four times the states, of 4 P N / Q bytes for each position
-and head, where the plain path also writes and reads Q scores of 4 bytes for each position and head, six times.
+and head. The plain path also reads or writes Q numbers of 4 bytes for each position and head twelve times: its scores.
 """
 
 from __future__ import annotations
