@@ -40,9 +40,16 @@ def spread_tokens(x, places, rows, size, CHOICES: tl.constexpr, LANES: tl.conste
 
 @triton.jit
 def sum_rows(
-    rows, weights, places, out, size, WEIGHTED: tl.constexpr,
-    CHOICES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    rows,
+    weights,
+    places,
+    out,
+    size,
+    WEIGHTED: tl.constexpr,
+    CHOICES: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Write to `out` (T, size) each token's sum of its rows of `rows`, times `weights` (T, CHOICES) if WEIGHTED.
 
     The sum is in float32. Other arguments as in `spread_tokens`.
@@ -62,9 +69,17 @@ def sum_rows(
 
 @triton.jit
 def sum_rows_backward(
-    grad, rows, weights, places, grad_rows, grad_weights, size,
-    CHOICES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    grad,
+    rows,
+    weights,
+    places,
+    grad_rows,
+    grad_weights,
+    size,
+    CHOICES: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Write the gradients of `sum_rows`, given `grad` (T, size). A program computes one token.
 
     `grad_rows` of a row: its weight times the token's gradient. `grad_weights` (T, CHOICES): the dot product of the

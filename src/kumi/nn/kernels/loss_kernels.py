@@ -27,16 +27,27 @@ def _shaped(product, scale, softcap, CAPPED: tl.constexpr):
     """Return the logits of a part of the product, in float32."""
     logits = product.to(tl.float32) * scale
     if CAPPED:
-        # softcap * tanh(x), by tanh(x) = 2 * sigmoid(2 x) - 1
-        logits = softcap * (2 * tl.sigmoid(2 * logits / softcap) - 1)
+        # softcap * tanh(x), with tanh(|x|) = (1 - exp(-2 |x|)) / (1 + exp(-2 |x|))
+        power = tl.exp(-2 * tl.abs(logits / softcap))
+        capped = softcap * (1 - power) / (1 + power)
+        logits = tl.where(logits < 0, -capped, capped)
     return logits
 
 
 @triton.jit
 def score_rows(
-    product, rows, numbers, width, spacing, columns, scale, softcap,
-    CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    product,
+    rows,
+    numbers,
+    width,
+    spacing,
+    columns,
+    scale,
+    softcap,
+    CAPPED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Write four numbers for each token. A program computes one token.
 
     `product` (tokens, width): the first `columns` columns are logits before `_shaped`.

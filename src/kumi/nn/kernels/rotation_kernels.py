@@ -19,10 +19,21 @@ _TILE = 4096
 
 @triton.jit
 def rotate_heads(
-    x, cos, sin, out, angle_rows, heads, token_stride, head_stride,
-    SIZE: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVE: tl.constexpr, INVERSE: tl.constexpr,
-    HEADS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    x,
+    cos,
+    sin,
+    out,
+    angle_rows,
+    heads,
+    token_stride,
+    head_stride,
+    SIZE: tl.constexpr,
+    ROTATED: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    INVERSE: tl.constexpr,
+    HEADS: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Write to `out` (T, heads, SIZE) the heads of `x`, the first ROTATED numbers of each head rotated.
 
     `x`: T tokens, `token_stride` numbers apart, of heads that are `head_stride` apart.
@@ -63,9 +74,18 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool, inverse: boo
         at_once = min(max(_TILE // lanes, 1), triton.next_power_of_2(heads))
         flags = {"INTERLEAVE": interleave, "INVERSE": inverse, "HEADS": at_once, "LANES": lanes}
         rotate_heads[rows * length, triton.cdiv(heads, at_once)](
-            x, cos.contiguous(), sin.contiguous(), out, angle_rows, heads, x.stride(1), x.stride(2),
-            SIZE=size, ROTATED=cos.shape[-1], **flags,
-        )  # fmt: skip
+            x,
+            cos.contiguous(),
+            sin.contiguous(),
+            out,
+            angle_rows,
+            heads,
+            x.stride(1),
+            x.stride(2),
+            SIZE=size,
+            ROTATED=cos.shape[-1],
+            **flags,
+        )
     return out
 
 

@@ -82,10 +82,21 @@ def _decays(sums_high, sums_low, documents, query, key, chunk, head, heads, CHUN
 
 @triton.jit
 def sum_outer(
-    values, factors, keys, out, length, heads, groups,
-    P: tl.constexpr, N: tl.constexpr, P_LANES: tl.constexpr, N_LANES: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    values,
+    factors,
+    keys,
+    out,
+    length,
+    heads,
+    groups,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    P_LANES: tl.constexpr,
+    N_LANES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Write to `out` (B, M, heads, P, N) the sum over each chunk of factor * value key^T. A program: a chunk and head.
 
     `values` (B, length, heads, P), `factors` (B, M, CHUNK, heads), `keys` (B, length, groups, N).
@@ -125,10 +136,29 @@ def pass_states(states, through, chunks, heads, size, REVERSE: tl.constexpr, BLO
 
 @triton.jit
 def scan_chunks(
-    x, b, c, d, steps, sums_high, sums_low, from_start, documents, states, out, length, heads, groups, chunks,
-    P: tl.constexpr, N: tl.constexpr, P_LANES: tl.constexpr, N_LANES: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x,
+    b,
+    c,
+    d,
+    steps,
+    sums_high,
+    sums_low,
+    from_start,
+    documents,
+    states,
+    out,
+    length,
+    heads,
+    groups,
+    chunks,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    P_LANES: tl.constexpr,
+    N_LANES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Write y to `out` (B, length, heads, P). A program computes BLOCK positions of a chunk and head."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     tiles = tl.cdiv(CHUNK, BLOCK)
@@ -159,11 +189,30 @@ def scan_chunks(
 
 @triton.jit
 def query_gradients(
-    grad, x, b, c, steps, sums_high, sums_low, from_start, documents, states, grad_c, grad_sums,
-    length, heads, groups, chunks,
-    P: tl.constexpr, N: tl.constexpr, P_LANES: tl.constexpr, N_LANES: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    grad,
+    x,
+    b,
+    c,
+    steps,
+    sums_high,
+    sums_low,
+    from_start,
+    documents,
+    states,
+    grad_c,
+    grad_sums,
+    length,
+    heads,
+    groups,
+    chunks,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    P_LANES: tl.constexpr,
+    N_LANES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Write the gradient of c to `grad_c` (B, length, groups, N), and a part of that of the sums.
 
     `grad` (B, length, heads, P): the gradient of y. `grad_sums` (B, M, CHUNK, heads): the contributions of each
@@ -207,11 +256,33 @@ def query_gradients(
 
 @triton.jit
 def key_gradients(
-    grad, x, b, c, d, steps, sums_high, sums_low, to_end, documents, grad_states, grad_x, grad_b, dots,
-    length, heads, groups, chunks, spacing,
-    P: tl.constexpr, N: tl.constexpr, P_LANES: tl.constexpr, N_LANES: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    grad,
+    x,
+    b,
+    c,
+    d,
+    steps,
+    sums_high,
+    sums_low,
+    to_end,
+    documents,
+    grad_states,
+    grad_x,
+    grad_b,
+    dots,
+    length,
+    heads,
+    groups,
+    chunks,
+    spacing,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    P_LANES: tl.constexpr,
+    N_LANES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Write the gradients of x (B, length, heads, P) and b (B, length, groups, N), and three dot products.
 
     `grad_states` (B, M, heads, P, N): the gradient of the state after each chunk.
@@ -354,9 +425,22 @@ def scan(inputs: ScanInputs) -> Tensor:
     out = torch.empty_like(x)
     chunks = decays.through.shape[1]
     scan_chunks[_tiles(chunks, constants), heads, rows](
-        x, b, c, inputs.d, decays.steps, *decays.sums, decays.from_start, decays.documents, states, out,
-        length, heads, b.shape[2], chunks, **constants,
-    )  # fmt: skip
+        x,
+        b,
+        c,
+        inputs.d,
+        decays.steps,
+        *decays.sums,
+        decays.from_start,
+        decays.documents,
+        states,
+        out,
+        length,
+        heads,
+        b.shape[2],
+        chunks,
+        **constants,
+    )
     return out
 
 
@@ -372,13 +456,38 @@ def scan_backward(grad: Tensor, inputs: ScanInputs) -> Sequence[Tensor]:
     grad_sums, dots = torch.empty_like(steps), steps.new_empty(3, *steps.shape)
     grid, sizes = (_tiles(chunks, constants), groups, rows), (length, heads, groups, chunks)
     query_gradients[grid](
-        grad, x, b, c, steps, *decays.sums, decays.from_start, decays.documents, states, grad_c, grad_sums,
-        *sizes, **constants,
-    )  # fmt: skip
+        grad,
+        x,
+        b,
+        c,
+        steps,
+        *decays.sums,
+        decays.from_start,
+        decays.documents,
+        states,
+        grad_c,
+        grad_sums,
+        *sizes,
+        **constants,
+    )
     key_gradients[grid](
-        grad, x, b, c, inputs.d, steps, *decays.sums, decays.to_end, decays.documents, grad_states,
-        grad_x, grad_b, dots, *sizes, dots.stride(0), **constants,
-    )  # fmt: skip
+        grad,
+        x,
+        b,
+        c,
+        inputs.d,
+        steps,
+        *decays.sums,
+        decays.to_end,
+        decays.documents,
+        grad_states,
+        grad_x,
+        grad_b,
+        dots,
+        *sizes,
+        dots.stride(0),
+        **constants,
+    )
     grad_steps, written, skipped = dots
     # The gradient of a sum: of the results there, minus what the position contributes elsewhere. The sum at the chunk's
     # end gets what all positions and the state before the chunk contribute to the state after it.
