@@ -21,6 +21,7 @@ from kumi.nn.dtypes import wide
 from kumi.nn.logit_chunks import (
     FULL_VOCABULARY,
     NO_SHAPING,
+    ChunkBuffers,
     Head,
     Shaping,
     Statistic,
@@ -96,9 +97,9 @@ class _LogProbs(torch.autograd.Function):
             _write(scores, part, chunk_scores(buffers, hidden[part], head, labels[part], statistics))
             # On a CPU, whose chunks are small, a single one stays for the backward pass. Elsewhere a pipeline with many
             # microbatches in flight would hold too many.
-            single = len(buffers.probs) == len(hidden if trained is None else trained)
-            if single and shaping.softcap is None and hidden.device.type == "cpu":
-                probs = buffers.probs
+            if isinstance(buffers, ChunkBuffers) and shaping.softcap is None and hidden.device.type == "cpu":
+                single = len(buffers.probs) == len(hidden if trained is None else trained)
+                probs = buffers.probs if single else None
         ctx.save_for_backward(local, weight, labels, trained, probs)
         ctx.mark_non_differentiable(*_present(scores[1:]))
         return scores
