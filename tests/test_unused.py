@@ -53,12 +53,6 @@ ALLOWED = {
     "benchmarks/planner_intervals.py calls it": ["csv_row"],
     "a list of values, for readers of the fields that have them": ["OP_KINDS"],
     "tests read it": ["longest_rank_seconds", "bytes_moved"],
-    "formulas of reinforcement learning, which a loop with a critic calls": [
-        "token_rewards",
-        "gae",
-        "whitened",
-        "ValueLoss",
-    ],
     "a parameter of a protocol, whose implementations use it": ["condition"],
 }
 

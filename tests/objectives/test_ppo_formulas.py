@@ -9,7 +9,7 @@ import torch
 from kumi.errors import ConfigError
 from kumi.objectives import IGNORED
 from kumi.objectives.policy_gradient import PolicyGradient
-from kumi.objectives.ppo import ValueLoss, gae, moments, token_rewards, whitened
+from kumi.objectives.ppo import ValueLoss, explained_variance, gae, moments, token_rewards, whitened
 from reply_rows import make_rows, random_replies_of, row_sums
 
 GAMMA, LAMBDA = 0.9, 0.8
@@ -91,7 +91,10 @@ def _critic_batch():
 @pytest.mark.parametrize("clip", [0.4, None])
 def test_the_critic_s_loss_is_the_larger_of_two_squares(clip):
     batch, objective = _critic_batch(), ValueLoss(value_clip=clip)
-    trained = batch["labels"] != IGNORED
+    # Some replies have no return.
+    batch["returns"] = torch.where(batch["segments"] == 1, torch.nan, batch["returns"])
+    trained = (batch["labels"] != IGNORED) & batch["returns"].isfinite()
+    assert 0 < trained.sum() < (batch["labels"] != IGNORED).sum()
     random = torch.Generator().manual_seed(4)
     values = torch.randn(trained.shape, generator=random, dtype=torch.float64).masked_fill(~trained, 0)
     values.requires_grad_()
@@ -111,6 +114,15 @@ def test_the_critic_s_loss_is_the_larger_of_two_squares(clip):
     assert loss.item() == pytest.approx(total / units, rel=1e-12)
     assert (still > 0) == (clip is not None)
     assert (grads[~trained] == 0).all()
+    assert objective.measure(values.detach(), batch, row_sums).tolist() == [[still, units]]
+
+
+def test_the_explained_variance_is_1_for_the_returns_and_0_for_their_mean():
+    returns = _random(7).ravel()
+    assert explained_variance(returns, returns) == 1
+    assert explained_variance(np.full_like(returns, 3.0), returns) == pytest.approx(0, abs=1e-12)
+    assert explained_variance(-returns, returns) == pytest.approx(-3)
+    assert np.isnan(explained_variance(returns, np.ones_like(returns)))
 
 
 def test_the_policy_s_loss_takes_an_advantage_for_each_token():

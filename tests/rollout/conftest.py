@@ -30,6 +30,11 @@ def same(prompt, reply, row):
     return 0.5
 
 
+def at_times(prompt, reply, row):
+    """Like `letters`, but a reply of a multiple of five characters cannot be scored."""
+    return None if len(reply) % 5 == 0 else letters(prompt, reply, row)
+
+
 def unscored(prompt, reply, row):
     return None
 '''

@@ -132,7 +132,11 @@ REFUSED = {
     "updates": ({"rollout": {"prompts": 4, "updates": 3}}, "updates=3 does not divide prompts=4"),
     "rows": ({"rollout": {"max_new_tokens": 32}}, "leaves no room for a prompt in a row of batch.seq_len=32"),
     "epochs": ({"train": {"epochs": 2, "out": "run"}}, "give train.steps"),
-    "critic": ({"objective": {"kind": "grpo", "advantage": "gae"}}, "'gae' needs a critic"),
+    "critic": ({"critic": {"lr": 1e-3}}, "objective.kind='grpo' trains no critic; remove [critic]"),
+    "group": ({"rollout": {"group_size": 1}}, "'group_std' compares the replies to a prompt with each other"),
+    "dropped by a critic": ({"objective": {"kind": "ppo"}, "rollout": {"dynamic": True}}, "set rollout.dynamic=false"),
+    "discount": ({"objective": {"kind": "ppo", "gamma": 1.5}}, "gamma=1.5 must be at most 1"),
+    "discounts": ({"objective": {"kind": "grpo", "gae_lambda": 0.9}}, "advantage='gae' discounts by it; remove it"),
     "teacher": ({"objective": {"kind": "distill"}}, "set reference.model to the teacher"),
     "dropped": (
         {"objective": {"kind": "distill"}, "reference": {"model": "m"}, "rollout": {"dynamic": True}},

@@ -41,9 +41,9 @@ def run(folder, layout):
     )
 
 
-def killed_run(folder, place, layout):
+def killed_run(folder, place, layout, run=run, kills=KILLS):
     """Run until the process dies at `place`."""
-    owner, name, calls = KILLS[place]
+    owner, name, calls = kills[place]
 
     def die():
         function, left = getattr(owner, name), [calls]

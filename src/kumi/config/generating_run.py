@@ -50,7 +50,7 @@ def generating_keys(config: PlanConfig) -> list[tuple[str, str]]:
 
 def _check_memory(job: Job, layout: Layout, key: str, remedy: str) -> None:
     """Raise LayoutError if the gathered weights do not fit a device beside the states."""
-    states = state_bytes(job.model, layout, 0, job.precision, job.optim).total
+    states = sum(state_bytes(model, layout, 0, job.precision, job.optim).total for model in job.models)
     gathered = gathered_bytes(job.model, layout, job.precision)
     if states + gathered > job.cluster.device.memory:
         raise LayoutError(

@@ -10,7 +10,7 @@ from kumi.config.cluster_source import cluster_spec, cluster_with_nodes
 from kumi.config.document_lengths import document_span
 from kumi.config.generating_run import generating_keys
 from kumi.config.job_sections import LoraSection
-from kumi.config.model_head import read_model
+from kumi.config.model_head import read_critic, read_model
 from kumi.config.model_source import model_name, read_hf_config
 from kumi.config.numerics import choose_numerics
 from kumi.config.optim_section import choose_optim
@@ -61,9 +61,10 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
     """
     cluster = cluster_spec(config.cluster)
     numerics, kind = choose_numerics(config, cluster), config.precision.kind
-    model = read_model(config, read_hf_config(config.model) if hf_config is None else hf_config)
+    hf_config = read_hf_config(config.model) if hf_config is None else hf_config
+    model, lora = read_model(config, hf_config), None if config.lora is None else lora_spec(config.lora)
     return Job(
-        model=model if config.lora is None else with_adapters(model, lora_spec(config.lora)),
+        model=model if lora is None else with_adapters(model, lora),
         cluster=cluster,
         batch=BatchSpec(config.batch.seq_len, config.batch.tokens_per_step, document_span(config)),
         precision=reduce_precision(choose_precision(kind, cluster.device, numerics), comm_spec(config)),
@@ -71,6 +72,7 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
         engine=engine_for(comm_spec(config)),
         passes=loss_passes(config),
         rollout=rollout_spec(config),
+        critic=read_critic(hf_config, lora) if config.objective.trains_critic else None,
         numerics=numerics,
         margin=None if config.plan.margin == "auto" else float(config.plan.margin),
         model_name=model_name(config.model),

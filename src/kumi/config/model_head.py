@@ -7,10 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from kumi.config.schema import PlanConfig
-from kumi.errors import ConfigError
+from kumi.errors import ConfigError, ModelError
 from kumi.objectives import OBJECTIVES
 from kumi.spec import families
+from kumi.spec.lora import Lora
 from kumi.spec.model import ModelSpec
+from kumi.spec.peft import with_adapters
+
+# The name in lora.modules_to_save of the head that a critic does not have.
+_LM_HEAD = "lm_head"
 
 
 def with_objective_head(config: PlanConfig, hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,6 +55,24 @@ def read_model(config: PlanConfig, hf_config: Mapping[str, Any]) -> ModelSpec:
         f"new, and drawn from train.seed"
     )
     return replace(model, notes=(*model.notes, note))
+
+
+def read_critic(hf_config: Mapping[str, Any], lora: Lora | None) -> ModelSpec:
+    """Return the critic of a policy with this config.json and these adapters: the same model with a score head.
+
+    It is trained in full, or has adapters where the policy has them. Raise ConfigError if its family has none.
+    """
+    try:
+        critic = families.from_hf(families.with_score_head(hf_config))
+    except ModelError as error:
+        raise ConfigError(
+            f"objective.advantage='gae' trains a critic, which is the policy with a score head: {error}; or use an "
+            f"advantage of groups, such as 'group_std'"
+        ) from None
+    if lora is None:
+        return critic
+    modules = tuple(module for module in lora.modules if module != _LM_HEAD)
+    return with_adapters(critic, replace(lora, modules=modules))
 
 
 def _architecture(hf_config: Mapping[str, Any]) -> str:

@@ -78,6 +78,7 @@ def hub_sources(config: PlanConfig) -> dict[str, str]:
         "data.tokenizer": config.data and config.data.tokenizer,
         "reference.model": config.reference.model,
         **{key: reward.source for key, reward in model_rewards(config.rewards).items()},
+        "critic.model": config.critic.model,
     }
     return {key: source for key, source in sources.items() if isinstance(source, str)}
 

@@ -28,8 +28,8 @@ class ObjectiveKindSection(KindSection):
         "lm",
         description="'lm' is next-token prediction, 'sft' the same on the replies of examples only; 'dpo', 'orpo', "
         "'simpo' and 'cpo' train on pairs of replies, 'kto' on replies that are desirable or not; 'reward' trains a "
-        "reward model on pairs; 'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'rloo' and 'maxrl' are policy gradients on "
-        "rewards of the policy's own replies, 'distill' on a teacher's log-probs of them: see [rollout].",
+        "reward model on pairs; 'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'rloo', 'ppo' and 'maxrl' are policy "
+        "gradients on rewards of the policy's own replies, 'distill' on a teacher's log-probs of them: see [rollout].",
     )
 
     @property
@@ -57,6 +57,11 @@ class ObjectiveKindSection(KindSection):
     def needs_old_log_probs(self) -> bool:
         """Return True if the objective needs the policy's log-probs before the updates with every rollout batch."""
         return self.build().needs_old_log_probs
+
+    @property
+    def trains_critic(self) -> bool:
+        """Return True if a critic is trained beside the policy."""
+        return self.build().trains_critic
 
     def build(self) -> Objective:
         """Return the objective. Raise ConfigError for options that contradict each other."""

@@ -138,9 +138,17 @@ class ResolvedRun:
     @property
     def reference_folder(self) -> Path | None:
         """The folder of another reference model than the policy before its first step; None without one."""
-        named = self.config.reference.model
-        if "reference.model" in self.snapshots:
-            return self.snapshots["reference.model"].folder
+        return self._folder_of("reference.model", self.config.reference.model)
+
+    @property
+    def critic_folder(self) -> Path | None:
+        """The folder of the model from which a critic begins; None for the policy before its first step."""
+        return self._folder_of("critic.model", self.config.critic.model)
+
+    def _folder_of(self, key: str, named: str | None) -> Path | None:
+        """Return the local folder of the model that `key` names."""
+        if key in self.snapshots:
+            return self.snapshots[key].folder
         return None if named is None else local_folder(named)
 
     @property
@@ -150,6 +158,13 @@ class ResolvedRun:
             reward.name: self.snapshots[key].folder if key in self.snapshots else local_folder(reward.source)
             for key, reward in model_rewards(self.config.rewards).items()
         }
+
+    @property
+    def critic_optim(self) -> Optim:
+        """The optimizer of a critic: that of the policy, with its own learning rate and clip."""
+        section, clip = self.config.critic, self.config.critic.grad_clip
+        rate = section.rate(self.optim.lr)
+        return replace(self.optim, lr=rate, grad_clip=self.optim.grad_clip if clip is None else clip)
 
     @property
     def plan(self) -> RunPlan:
@@ -172,6 +187,7 @@ class ResolvedRun:
             "data": config.data.cross_document,
             "objective": (config.objective, config.reference.kind),
             "rollout": config.rollout,
+            "critic": config.critic,
             "eval": config.eval.model_copy(update={"tasks": [(task.name, task.kind) for task in config.eval.tasks]}),
             "checkpoint": config.checkpoint,
         }

@@ -11,13 +11,17 @@ from kumi.config.objective_section import ObjectiveKindSection, ReferenceSection
 from kumi.config.reward_section import RewardKindSection, reward_specs
 from kumi.config.section import NotNegative, Number, Positive, Section, Switch
 from kumi.errors import ConfigError
+from kumi.objectives.policy_options import TOKEN_ADVANTAGES
 
 
 class RolloutSection(Section):
     """Replies that the model generates for reinforcement learning, with the weights that are trained."""
 
     prompts: Positive = Field(32, description="Prompts of a rollout batch: the groups that `updates` share.")
-    group_size: Annotated[Positive, Field(ge=2)] = Field(8, description="Replies to each prompt, which form a group.")
+    group_size: Positive = Field(
+        8,
+        description="Replies to each prompt, which form a group; 1 is enough for advantages of a teacher or a critic.",
+    )
     max_new_tokens: Positive = Field(256, description="Tokens of the longest reply; longer ones are cut.")
     temperature: Annotated[Number, Field(gt=0)] = Field(
         1.0, description="Sampling temperature. The policy that is trained is that of the temperature, too."
@@ -115,15 +119,16 @@ def check_objective(
     if rollout is None:
         raise ValueError(f"objective.kind={objective.kind!r} trains on replies that the model generates; add [rollout]")
     advantage = getattr(objective.build(), "advantage", None)
-    if advantage == "gae":
+    of_groups = advantage not in TOKEN_ADVANTAGES
+    if rollout.dynamic and not of_groups:
         raise ValueError(
-            "objective.advantage='gae' needs a critic, and [rollout] trains none; use 'group_std' or another "
-            "advantage of groups"
+            f"rollout.dynamic=true drops groups of equal rewards, but objective.advantage={advantage!r} learns from "
+            f"these, too; set rollout.dynamic=false"
         )
-    if advantage == "teacher" and rollout.dynamic:
+    if rollout.group_size == 1 and of_groups:
         raise ValueError(
-            "rollout.dynamic=true drops groups of equal rewards, but objective.advantage='teacher' learns from a "
-            "teacher; set rollout.dynamic=false"
+            f"rollout.group_size=1: objective.advantage={advantage!r} compares the replies to a prompt with each "
+            f"other; set it to 2 or more"
         )
     if advantage == "teacher" and reference.model is None:
         raise ValueError("objective.advantage='teacher' learns from another model; set reference.model to the teacher")

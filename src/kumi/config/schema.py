@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from kumi.config.critic_section import CriticSection
 from kumi.config.data_section import DataSection
 from kumi.config.eval_section import EvalSection, is_task_metric
 from kumi.config.job_sections import (
@@ -45,6 +46,7 @@ class PlanConfig(Section):
     batch: BatchSection
     objective: ObjectiveSection = ObjectiveSection()
     reference: ReferenceSection = ReferenceSection()
+    critic: CriticSection = CriticSection()
     rewards: tuple[RewardSection, ...] = Field(
         (), description="Rewards of replies, each a table [[rewards]], for reinforcement learning."
     )
@@ -111,6 +113,11 @@ class PlanConfig(Section):
     def _check_rollout(self) -> PlanConfig:
         check_rewards(self.rewards, self.objective)
         check_objective(self.rollout, self.objective, bool(self.rewards), self.reference)
+        if self.critic.given and not self.objective.trains_critic:
+            raise ValueError(
+                f"critic: objective.kind={self.objective.kind!r} trains no critic; remove [critic], or set "
+                f"objective.kind='ppo'"
+            )
         if self.rollout is None:
             return self
         if self.rollout.max_new_tokens >= self.batch.seq_len:

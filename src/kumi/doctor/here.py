@@ -67,7 +67,7 @@ def _job(config: RunConfig) -> Job:
 def checkpoint_space(config: RunConfig, job: Job, out: Path) -> int:
     """Return the free bytes that the checkpoints of a run in `out` need."""
     missing = max(1, config.checkpoints_at_most - len(list_complete(checkpoint_root(out))))
-    return checkpoint_bytes(job.model, job.precision, job.optim) * missing
+    return sum(checkpoint_bytes(model, job.precision, job.optim) for model in job.models) * missing
 
 
 def _digests(config: RunConfig) -> dict[str, str]:

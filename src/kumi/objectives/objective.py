@@ -60,6 +60,11 @@ class Objective(ABC):
         because advantages depend on them."""
         return False
 
+    @property
+    def trains_critic(self) -> bool:
+        """Return True if a second model, a critic, is trained beside the policy (see `kumi.objectives.ppo`)."""
+        return False
+
     @abstractmethod
     def count(self, batch: Mapping[str, Any]) -> float:
         """Return the number of units in `batch`, or the sum of their weights."""

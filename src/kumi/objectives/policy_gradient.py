@@ -113,6 +113,10 @@ class PolicyGradient(PolicyOptions, TokenObjective):
         """True if advantages depend on the log-probs of the policy that began the batch."""
         return self.advantage == "teacher" or self.kl == "reward"
 
+    @property
+    def trains_critic(self) -> bool:
+        return self.advantage == "gae"
+
     def count(self, batch: Mapping[str, Any]) -> float:
         """Return the number of trained tokens in `batch`, or of replies, or of replies times the constant."""
         if self.average == "tokens":

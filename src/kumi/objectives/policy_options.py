@@ -8,8 +8,9 @@ from kumi.errors import ConfigError
 from kumi.objectives.options import check_not_negative, check_option, check_positive
 from kumi.spec.field_docs import described
 
-# "teacher" and "gae" give each token its own advantage, the others each reply.
-ADVANTAGES = ("group_std", "group", "batch_std", "leave_one_out", "mean", "teacher", "gae")
+# Those that give each token its own advantage; the others compare the replies to a prompt.
+TOKEN_ADVANTAGES = ("teacher", "gae")
+ADVANTAGES = ("group_std", "group", "batch_std", "leave_one_out", "mean", *TOKEN_ADVANTAGES)
 RATIOS = ("token", "sequence", "sequence_sum", "none")
 CLIPS = ("ratio", "cispo", "none")
 AVERAGES = ("tokens", "sequences", "constant")
@@ -83,13 +84,21 @@ class PolicyOptions:
         "more than this than by the policy.",
         None,
     )
+    gamma: float | None = described(
+        "advantage = 'gae' discounts the rewards of later tokens by this; by default 1.", None
+    )
+    gae_lambda: float | None = described(
+        "advantage = 'gae' discounts what later tokens add to an advantage by this: 0 trusts the critic, 1 the "
+        "rewards; by default 0.95.",
+        None,
+    )
 
     def __post_init__(self) -> None:
         for option in fields(PolicyOptions):
             value, choices = getattr(self, option.name), option.metadata["choices"]
             if choices:
                 check_option(value is None or value in choices, option.name, value, f"one of {', '.join(choices)}")
-            elif value is not None and option.name in ("beta", "correction_low", "negative_limit"):
+            elif value is not None and option.name in ("beta", "correction_low", "negative_limit", "gae_lambda"):
                 check_not_negative(**{option.name: value})
             elif value is not None:
                 check_positive(**{option.name: value})
@@ -98,6 +107,10 @@ class PolicyOptions:
         self._check_clip()
         self._check_sequences()
         self._check_used("constant", self.average == "constant", "average='constant' divides by it")
+        for name in ("gamma", "gae_lambda"):
+            self._check_used(name, self.advantage == "gae", "advantage='gae' discounts by it")
+            value = getattr(self, name)
+            check_option(value is None or value <= 1, name, value, "at most 1, because it is a discount")
         self._check_correction()
 
     @property
@@ -113,6 +126,11 @@ class PolicyOptions:
             low if self.correction_low is None else self.correction_low,
             high if self.correction_high is None else self.correction_high,
         )
+
+    @property
+    def discounts(self) -> tuple[float, float]:
+        """Return gamma and lambda of advantage = 'gae'."""
+        return (1.0 if self.gamma is None else self.gamma, 0.95 if self.gae_lambda is None else self.gae_lambda)
 
     @property
     def is_of_sequences(self) -> bool:

@@ -1,6 +1,6 @@
 """Policy gradients by name: settings of `PolicyGradient`, which a run file may change one by one.
 
-None needs a reference model but RLOO, whose divergence from it is a part of the reward; the others use one if `kl` and
+None needs a reference model but RLOO and PPO, whose rewards have the divergence from it; the others use one if `kl` and
 `beta` say so. Learning rates and corrections of the sampler's log-probs are those of `PolicyGradient`.
 """
 
@@ -79,6 +79,20 @@ class Rloo(PolicyGradient):
 
 
 @dataclass(frozen=True)
+class Ppo(PolicyGradient):
+    """PPO, Schulman et al., 2017, arXiv:1707.06347, eq. 7, with a critic: see `kumi.objectives.ppo`. Its clip, its
+    discounts and its beta are those of TRL's former PPO trainer."""
+
+    unit: ClassVar[str] = "tokens"
+    advantage: str = _default("advantage", "gae")
+    clip_high: float = _default("clip_high", 0.2)
+    kl: str = _default("kl", "reward")
+    beta: float = _default("beta", 0.05)
+    gamma: float | None = _default("gamma", 1.0)
+    gae_lambda: float | None = _default("gae_lambda", 0.95)
+
+
+@dataclass(frozen=True)
 class MaxRl(PolicyGradient):
     """MaxRL, Tajwar et al., 2026, arXiv:2602.02710: the advantages are divided by the share of successes, so that the
     expected gradient approaches that of the log-likelihood of success. The rest is as in DAPO."""
@@ -108,6 +122,7 @@ POLICY_GRADIENTS: dict[str, type[PolicyGradient]] = {
     "gspo": Gspo,
     "cispo": Cispo,
     "rloo": Rloo,
+    "ppo": Ppo,
     "maxrl": MaxRl,
     "distill": OnPolicyDistillation,
 }

@@ -11,7 +11,8 @@ The reward of a reply is that of its last token, and every token has -beta k1 of
 (Ziegler et al., 2019, arXiv:1909.08593, eq. 2). Tokens that are not trained, such as observations between two turns and
 padding at the end, are no step: the values and advantages after them count for the token before them.
 
-The loss of the policy is `PolicyGradient(advantage="gae")` on whitened advantages, that of the critic `ValueLoss`.
+The loss of the policy is `PolicyGradient(advantage="gae")` on whitened advantages, that of the critic `ValueLoss`. A
+reply that could not be scored has no returns, and no loss.
 Arrays are (N, T), a row for each reply, in float64.
 """
 
@@ -25,9 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kumi.objectives.advantages import Array
-from kumi.objectives.objective import IGNORED, Objective, SegmentSums
+from kumi.objectives.objective import IGNORED, SegmentSums, TokenObjective
 from kumi.objectives.options import check_positive
-from kumi.spec.field_docs import described
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,40 +84,67 @@ def whitened(advantages: Array, trained: Mask, step: Array) -> Array:
     return np.where(trained, (advantages - mean) / np.sqrt(variance + _VARIANCE_EPS), 0.0)
 
 
+def explained_variance(values: Array, returns: Array) -> float:
+    """Return the share of the variance of `returns` (n,) that `values` (n,) explain; nan if the returns are equal.
+
+    It is 1 for a perfect critic, 0 for one that predicts the mean, and negative for a worse one.
+    """
+    variance = returns.var() if len(returns) else 0.0
+    return float(1 - (returns - values).var() / variance) if variance > 0 else float("nan")
+
+
 @dataclass(frozen=True)
-class ValueLoss(Objective):
+class ValueLoss(TokenObjective):
     """The loss of a critic, the mean over trained tokens of
 
         max((V - return)^2, (clip(V, old V - c, old V + c) - return)^2) / 2
 
     so that a value that moved too far in the right direction has no gradient. Without a clip, (V - return)^2 / 2.
 
-    Columns, 0 at tokens that are not trained: returns (B, S) and old_values (B, S), the values with which the returns
-    were computed. The "log-probs" of its methods are values: a score head gives one at each label.
+    Columns, 0 at tokens that are not trained: returns (B, S), nan in replies without one, and old_values (B, S), the
+    values with which the returns were computed. The "log-probs" of its methods are values: a score head gives one at
+    each label. `value_clip`: c; None for no clip.
     """
 
-    value_clip: float | None = described("How far a value may move from that which began the batch; c above.", 0.2)
+    value_clip: float | None = 0.2
 
     head: ClassVar[Literal["lm", "score"]] = "score"
     columns: ClassVar[Mapping[str, Literal["token", "row"]]] = {"returns": "token", "old_values": "token"}
+    metrics: ClassVar[tuple[str, ...]] = ("clipped",)
 
     def __post_init__(self) -> None:
         if self.value_clip is not None:
             check_positive(value_clip=self.value_clip)
 
     def count(self, batch: Mapping[str, Any]) -> float:
-        """Return the number of trained tokens in `batch`."""
-        return self.tokens(batch)
+        """Return the number of trained tokens in `batch` that have a return."""
+        labels, returns = np.asarray(batch["labels"]), np.asarray(batch["returns"])
+        return int(((labels != IGNORED) & np.isfinite(returns)).sum())
 
     def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor], units: float, sums: SegmentSums) -> Tensor:
         import torch
 
-        values, returns = log_probs.double(), batch["returns"].double()
-        losses = (values - returns).square()
-        if self.value_clip is not None:
-            old = batch["old_values"].double()
-            near = torch.clamp(values, old - self.value_clip, old + self.value_clip)
-            losses = torch.maximum(losses, (near - returns).square())
-        trained = (batch["labels"] != IGNORED).double()
-        rows = sums(losses * trained / 2, torch.zeros_like(batch["labels"]), 1)
+        plain, clipped, trained = self._squares(log_probs, batch)
+        losses = torch.maximum(plain, clipped) * trained / 2
+        rows = sums(losses, torch.zeros_like(batch["labels"]), 1)
         return (rows.sum() / units).to(log_probs.dtype)
+
+    def measure(self, log_probs: Tensor, batch: Mapping[str, Tensor], sums: SegmentSums) -> Tensor:
+        """Return the sum and the number of `metrics`. clipped: whether a trained token's value moved so far that it has
+        no gradient."""
+        import torch
+
+        plain, clipped, trained = self._squares(log_probs, batch)
+        zeros = torch.zeros_like(batch["labels"])
+        totals = [sums(column, zeros, 1).sum() for column in ((clipped > plain) * trained, trained)]
+        return torch.stack(totals)[None]
+
+    def _squares(self, values: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (V - return)^2, the same of the clipped V, and 1.0 for trained tokens, else 0.0, (B, S) float64."""
+        import torch
+
+        values, returns, old = values.double(), batch["returns"].double(), batch["old_values"].double()
+        trained = (batch["labels"] != IGNORED) & returns.isfinite()
+        returns = returns.nan_to_num()
+        near = values if self.value_clip is None else torch.clamp(values, old - self.value_clip, old + self.value_clip)
+        return (values - returns).square(), (near - returns).square(), trained.double()

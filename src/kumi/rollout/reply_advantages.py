@@ -1,4 +1,4 @@
-"""The advantage of each reply token of a rollout batch, as the objective's options say."""
+"""The advantage of each reply token of a rollout batch, as the objective's options say, and a critic's returns."""
 
 from __future__ import annotations
 
@@ -7,25 +7,67 @@ import numpy as np
 from kumi.data.binfile import Array
 from kumi.objectives.advantages import group_advantages, rewards_with_kl, teacher_advantages
 from kumi.objectives.policy_gradient import PolicyGradient
-from kumi.rollout.rollout_batch import RolloutBatch, spread_over_tokens
+from kumi.objectives.ppo import gae, moments, token_rewards, whitened
+from kumi.rollout.rollout_batch import RolloutBatch, TokenTargets, spread_over_tokens
 
 
-def token_advantages(objective: PolicyGradient, batch: RolloutBatch) -> Array:
-    """Return the advantage of each reply token of `batch`, float64 (tokens,).
+def token_targets(objective: PolicyGradient, batch: RolloutBatch) -> TokenTargets:
+    """Return what the updates with `batch` train each reply token for.
 
-    `batch` has old log-probs if the objective's `needs_old_log_probs`, and those of the reference if it reads them.
+    `batch` has old log-probs if the objective's `needs_old_log_probs`, those of the reference if it reads them, and
+    values if it trains a critic.
     """
+    if objective.trains_critic:
+        return _critic_targets(objective, batch)
+    return TokenTargets(_advantages(objective, batch))
+
+
+def _advantages(objective: PolicyGradient, batch: RolloutBatch) -> Array:
+    """Return the advantages (tokens,) of a teacher, or of groups of replies."""
     if objective.advantage == "teacher":
-        assert batch.reference is not None, "the reference model is the teacher"
-        assert batch.old is not None, "the objective needs old log-probs"
-        return np.asarray(teacher_advantages(batch.reference, batch.old))
+        old, reference = _old_and_reference(batch)
+        return np.asarray(teacher_advantages(reference, old))
     rewards = batch.rewards
     if objective.kl == "reward":
-        assert batch.reference is not None, "the objective has a reference"
-        assert batch.old is not None, "the objective needs old log-probs"
-        old, reference = _reply_sums(batch.old, batch), _reply_sums(batch.reference, batch)
+        old, reference = (_reply_sums(values, batch) for values in _old_and_reference(batch))
         rewards = rewards_with_kl(rewards, old, reference, objective.beta)
     return spread_over_tokens(group_advantages(rewards, objective.advantage), batch.groups)
+
+
+def _critic_targets(objective: PolicyGradient, batch: RolloutBatch) -> TokenTargets:
+    """Return the generalised advantages, whitened over the trained tokens of `batch`, and the returns.
+
+    All ranks have all replies, so that the mean and the variance are those of the step on every layout. A reply that
+    cannot be scored, or that no update trains, has advantages of 0, no return, and no part in them.
+    """
+    assert batch.values is not None, "the run has a critic"
+    lengths = np.array([len(sequence.reply) for sequence in batch.sequences])
+    places = np.arange(lengths.max()) < lengths[:, None]
+    rewards = batch.rewards.ravel()
+    counts = np.isfinite(rewards)
+    counts &= np.isin(np.arange(len(lengths)), np.concatenate(batch.trained))
+    trained = places & counts[:, None]
+
+    def padded(values: Array) -> Array:
+        rows = np.zeros(places.shape)
+        rows[places] = values
+        return rows
+
+    k1 = np.zeros(places.shape)
+    if objective.kl == "reward":
+        old, reference = _old_and_reference(batch)
+        k1 = padded(old - reference)
+    token = token_rewards(rewards, k1, trained, objective.beta)
+    advantages, returns = gae(token, padded(batch.values), trained, *objective.discounts)
+    white = whitened(advantages, trained, moments(advantages, trained))
+    return TokenTargets(white[places], np.where(trained, returns, np.nan)[places])
+
+
+def _old_and_reference(batch: RolloutBatch) -> tuple[Array, Array]:
+    """Return the log-probs of all reply tokens by the policy before the updates, and by the reference model."""
+    assert batch.old is not None, "the objective needs old log-probs"
+    assert batch.reference is not None, "the objective has a reference"
+    return batch.old, batch.reference
 
 
 def _reply_sums(values: Array, batch: RolloutBatch) -> Array:

@@ -44,8 +44,20 @@ class RowSettings:
     multiple: int
 
 
-# (sequences, the rows of each update) -> the log-prob of each reply token by a model of the run, float64 (tokens,)
+# (sequences, the rows of each update) -> the log-prob of each reply token by a model of the run, float64 (tokens,); its
+# value by a critic
 LogProbs = Callable[[Sequence[ReplySequence], Sequence[RowPlan]], Array]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTargets:
+    """What the updates with a rollout batch train each reply token for, float64 (tokens,).
+
+    advantages: of the policy. returns: of the critic, nan at tokens without one; None in a run without a critic.
+    """
+
+    advantages: Array
+    returns: Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +66,7 @@ class RolloutBatch:
 
     prompts: that of each group. old, reference: log-probs of all reply tokens by the policy before its first update
     with this batch, and by the reference model, float64 (tokens,); None where the objective needs none.
+    values: those of all reply tokens by the critic before the first update, float64 (tokens,); None without a critic.
     """
 
     version: int
@@ -63,6 +76,7 @@ class RolloutBatch:
     rows: RowSettings
     old: Array | None = None
     reference: Array | None = None
+    values: Array | None = None
 
     @cached_property
     def sequences(self) -> list[ReplySequence]:
@@ -114,22 +128,34 @@ class RolloutBatch:
             plans.append(RowPlan([[numbers[index] for index in row] for row in plan.rows], plan.length))
         return plans
 
-    def batch(self, update: int, rank: int, advantages: Array) -> Batch:
-        """Return the rows of data-parallel rank number `rank` for the part `update`.
-
-        advantages: one for each reply token, float64 (tokens,).
-        """
-        columns = {"advantages": advantages, "sampler_log_probs": self.sampler}
-        for name, values in (("old_log_probs", self.old), ("reference_log_probs", self.reference)):
-            if values is not None:
-                columns[name] = values
+    def batch(self, update: int, rank: int, targets: TokenTargets) -> Batch:
+        """Return the rows of data-parallel rank number `rank` for the part `update`, with the columns of the policy's
+        loss and of a critic's."""
+        columns = {"advantages": targets.advantages, "sampler_log_probs": self.sampler}
+        optional = {
+            "old_log_probs": self.old,
+            "reference_log_probs": self.reference,
+            "returns": targets.returns,
+            "old_values": self.values,
+        }
+        columns |= {name: values for name, values in optional.items() if values is not None}
         plan = self.plans[update]
         return fill_rows(self.sequences, plan.rows[rank :: self.rows.ranks], plan.length, columns)
 
-    def teaches(self, update: int, advantages: Array) -> bool:
+    def teaches(self, update: int, targets: TokenTargets) -> bool:
         """Return True if a token that the part `update` trains has an advantage other than 0."""
+        return bool(np.any(targets.advantages[self.token_places(update)] != 0))
+
+    def returns(self, update: int, targets: TokenTargets) -> int:
+        """Return the number of tokens with a return that the part `update` trains, of all ranks."""
+        if targets.returns is None:
+            return 0
+        return int(np.isfinite(targets.returns[self.token_places(update)]).sum())
+
+    def token_places(self, update: int) -> Array:
+        """Return the places of the tokens that the part `update` trains, in arrays of all reply tokens."""
         parts = (self.sequences[number] for number in self.trained[update])
-        return any(np.any(advantages[part.first : part.first + len(part.reply)] != 0) for part in parts)
+        return np.concatenate([np.arange(part.first, part.first + len(part.reply)) for part in parts])
 
 
 def spread_over_tokens(values: Array, groups: Sequence[Group]) -> Array:

@@ -5,7 +5,8 @@ over groups of the standard deviation), rollout/learnable (share of groups with 
 rollout/length, rollout/longest, rollout/truncated (share of replies that were cut), rollout/entropy (mean negative
 log-prob of the sampled tokens, an estimate of the policy's entropy), rollout/stale (share of replies that earlier
 weights generated), rollout/rounds, rollout/dropped, rollout/spares, rollout/next_prompt, rollout/tokens_per_s;
-time/generate_s, time/score_s, time/log_probs_s.
+time/generate_s, time/score_s, time/log_probs_s. With a critic, critic/value and critic/return (means over tokens before
+the updates), critic/explained_variance (the share of the variance of the returns that these values explain).
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kumi.objectives.ppo import explained_variance
 from kumi.rollout.collect_groups import Collected
 from kumi.rollout.group import Group
-from kumi.rollout.rollout_batch import RolloutBatch
+from kumi.rollout.rollout_batch import RolloutBatch, TokenTargets
 
 
 def batch_metrics(batch: RolloutBatch, collected: Collected, log_probs_s: float) -> dict[str, float]:
@@ -51,6 +53,17 @@ def batch_metrics(batch: RolloutBatch, collected: Collected, log_probs_s: float)
     if collected.generated:
         values["rollout/tokens_per_s"] = collected.generated / max(collected.generate_s, 1e-9)
     return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def critic_metrics(batch: RolloutBatch, targets: TokenTargets) -> dict[str, float]:
+    """Return the metrics of the critic before the updates with `batch`; {} without one, or without any return."""
+    if targets.returns is None or batch.values is None or not np.isfinite(targets.returns).any():
+        return {}
+    scored = np.isfinite(targets.returns)
+    values, returns = batch.values[scored], targets.returns[scored]
+    explained = explained_variance(values, returns)
+    means = {"critic/value": float(values.mean()), "critic/return": float(returns.mean())}
+    return means if math.isnan(explained) else means | {"critic/explained_variance": explained}
 
 
 def _function_means(groups: Sequence[Group]) -> dict[str, float]:

@@ -24,10 +24,10 @@ from kumi.data.row_source import Batch
 from kumi.errors import NothingTrainedError, RefusedError
 from kumi.rollout.collect_groups import Collected, GroupCollector
 from kumi.rollout.group import Group, as_text, numbers, read_group
-from kumi.rollout.rollout_batch import LogProbs, RolloutBatch, RowSettings, UpdateSettings
+from kumi.rollout.rollout_batch import LogProbs, RolloutBatch, RowSettings, TokenTargets, UpdateSettings
 from kumi.rollout.rollout_estimates import RolloutEstimates
 from kumi.rollout.rollout_history import append_history, truncate_history
-from kumi.rollout.rollout_metrics import batch_metrics, nothing_learned
+from kumi.rollout.rollout_metrics import batch_metrics, critic_metrics, nothing_learned
 from kumi.rollout.sample_page import write_sample_page
 
 # The name of this module's data in a checkpoint's metadata.
@@ -41,13 +41,15 @@ class Trainer:
     old_log_probs: a pass of the policy. reference_log_probs: one of the reference model; None without one.
     always_old: advantages depend on old log-probs. Else a batch with one update needs none: those of its update are
         the same.
-    advantages: the advantage of each reply token of a batch, float64 (tokens,).
+    values: a pass of the critic; None without one.
+    targets: what the updates with a batch aim at.
     """
 
     old_log_probs: LogProbs
     reference_log_probs: LogProbs | None
     always_old: bool
-    advantages: Callable[[RolloutBatch], Array]
+    values: LogProbs | None
+    targets: Callable[[RolloutBatch], TokenTargets]
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class RolloutSource:
         self._rank, self._out, self._is_first = rank, out, collector.mesh.rank == 0
         self._batches, self._next_prompt, self._spares = 0, 0, list[Group]()
         self._batch: RolloutBatch | None = None
-        self._advantages = np.zeros(0)
+        self._targets = TokenTargets(np.zeros(0))
         # Updates in a row without an advantage, before the batch's first one.
         self._idle = 0
         self._metrics: dict[str, float] = {}
@@ -110,11 +112,15 @@ class RolloutSource:
         idle, limit = self._idle_before(step + 1), self._settings.stop_after
         if limit and idle >= limit:
             raise NothingTrainedError(nothing_learned(step + 1, idle, batch))
-        return batch.batch(self._part(step), self._rank, self._advantages)
+        return batch.batch(self._part(step), self._rank, self._targets)
 
     def teaches(self, step: int) -> bool:
         """Return True if a token of `step`, whose batch is there, has an advantage other than 0."""
-        return self._current.teaches(self._part(step), self._advantages)
+        return self._current.teaches(self._part(step), self._targets)
+
+    def returns(self, step: int) -> int:
+        """Return the number of tokens of `step`, whose batch is there, from whose returns a critic learns."""
+        return self._current.returns(self._part(step), self._targets)
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Return the metrics of `step`: its estimates, and those of the batch that `at(step)` collected, if it did."""
@@ -141,8 +147,7 @@ class RolloutSource:
                 "version": batch.version,
                 "idle_at_version": self._idle,
                 "groups": [group.plain() for group in batch.groups],
-                "old": None if batch.old is None else as_text(batch.old),
-                "reference": None if batch.reference is None else as_text(batch.reference),
+                **{name: None if values is None else as_text(values) for name, values in _passes(batch).items()},
             }
         return {STATE: state}
 
@@ -191,9 +196,9 @@ class RolloutSource:
         batch = self._complete(self._new_batch(version, collected.groups))
         log_probs_s = time.perf_counter() - started
         self._batch, self._idle = batch, idle
-        self._advantages = self._trainer.advantages(batch)
+        self._targets = self._trainer.targets(batch)
         self._next_prompt, self._spares = collected.next_prompt, collected.spares
-        self._metrics = batch_metrics(batch, collected, log_probs_s)
+        self._metrics = batch_metrics(batch, collected, log_probs_s) | critic_metrics(batch, self._targets)
         if self._is_first:
             self._metrics |= self._settings.estimates.begin(batch, collected, self._collector.sampler)
         self._notes += collected.notes
@@ -210,7 +215,8 @@ class RolloutSource:
         trainer, passes = self._trainer, (batch.sequences, batch.plans)
         old = trainer.old_log_probs(*passes) if batch.settings.steps > 1 or trainer.always_old else None
         reference = None if trainer.reference_log_probs is None else trainer.reference_log_probs(*passes)
-        return replace(batch, old=old, reference=reference)
+        values = None if trainer.values is None else trainer.values(*passes)
+        return replace(batch, old=old, reference=reference, values=values)
 
     def _write(self, batch: RolloutBatch, collected: Collected) -> None:
         """Write the batch's lines of the history, and its page of samples if one is due."""
@@ -231,13 +237,22 @@ class RolloutSource:
                 return
             batch = self._new_batch(int(state["version"]), [read_group(group) for group in state["groups"]])
             self._idle = int(state["idle_at_version"])
-            old, reference = (None if state[name] is None else numbers(state[name]) for name in ("old", "reference"))
-            if any(values is not None and len(values) != batch.tokens for values in (old, reference)):
+            # Earlier versions of kumi had no critics.
+            passes = {name: state.get(name) for name in ("old", "reference", "values")}
+            read = {name: None if text is None else numbers(text) for name, text in passes.items()}
+            if any(values is not None and len(values) != batch.tokens for values in read.values()):
                 raise ValueError("it has other numbers of tokens and log-probs")
+            if (read["values"] is None) != (self._trainer.values is None):
+                raise ValueError("it has values of a critic if the run trains none, or none if it trains one")
         except (KeyError, TypeError, ValueError) as error:
             raise RefusedError(
                 f"{self._out}: the rollouts in the last checkpoint are damaged or missing ({error}); remove that "
                 f"checkpoint, or start a new run in another train.out"
             ) from None
-        self._batch = replace(batch, old=old, reference=reference)
-        self._advantages = self._trainer.advantages(self._batch)
+        self._batch = replace(batch, old=read["old"], reference=read["reference"], values=read["values"])
+        self._targets = self._trainer.targets(self._batch)
+
+
+def _passes(batch: RolloutBatch) -> dict[str, Array | None]:
+    """Return the results of the passes of the trainer's models over `batch`, by their names in a checkpoint."""
+    return {"old": batch.old, "reference": batch.reference, "values": batch.values}

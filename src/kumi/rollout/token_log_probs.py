@@ -1,4 +1,5 @@
-"""The trainer's log-probs of reply tokens: those of the policy before its updates ("old"), and of the reference."""
+"""The trainer's log-probs of reply tokens: those of the policy before its updates ("old"), and of the reference; and a
+critic's values of them."""
 
 from __future__ import annotations
 
@@ -32,6 +33,8 @@ def reply_log_probs(
     model: nn.Module, mesh: Mesh, settings: PassSettings, sequences: Sequence[ReplySequence], plans: Sequence[RowPlan]
 ) -> Array:
     """Return the log-prob of each reply token by `model`, float64 (tokens,), the same on all ranks.
+
+    Of a critic, whose head gives scores, return the score of the state before each token: its value.
 
     plans: rows of the updates; replies in none of them have log-probs of 0. Every
     rank calls this. The passes are those of training, over the same rows, so that equal weights give equal log-probs.

@@ -23,6 +23,7 @@ class Job:
 
     - `passes`: the passes of the loss beside one forward and one backward.
     - `rollout`: the replies that a run of reinforcement learning generates; None for other runs.
+    - `critic`: the model that is trained beside a policy, on the same layout and with the same optimizer; None without.
     - `numerics`: the choice among the kernels of a CPU (`kumi.spec.numerics`); None before they are measured.
     - `margin`: share of device memory that a plan must leave free; None for the default (`plan.uncertainty.margin`).
     - `model_name`: the name that the user gave the model; "" if it has none.
@@ -37,10 +38,22 @@ class Job:
     engine: Engine = KUMI
     passes: LossPasses = ONE_PASS
     rollout: RolloutSpec | None = None
+    critic: ModelSpec | None = None
     numerics: Numerics | None = None
     margin: float | None = None
     model_name: str = field(default="", compare=False)
     cluster_of_nodes: Callable[[int], ClusterSpec] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def models(self) -> tuple[ModelSpec, ...]:
+        """The models that are trained: the model, and its critic."""
+        return (self.model,) if self.critic is None else (self.model, self.critic)
+
+    @property
+    def of_critic(self) -> Job:
+        """The training of the critic alone, with the pass that computes the values before the updates."""
+        assert self.critic is not None, "the run trains no critic"
+        return replace(self, model=self.critic, critic=None, rollout=None, passes=LossPasses(forwards=1))
 
     @property
     def itemsize(self) -> int:

@@ -14,6 +14,8 @@ from kumi.spec.optim_states import states_of
 from kumi.spec.weight_rules import PLAIN
 
 MODEL_PREFIX, OPTIM_PREFIX = "model/", "optim/"
+# Before the names of a critic's tensors, of model and optimizer.
+CRITIC_PREFIX = "critic/"
 
 
 def model_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -31,6 +33,14 @@ def optimizer_shapes(spec: ModelSpec, optim: Optim) -> dict[str, tuple[int, ...]
         for param in trained
         for state in states_of(optim, param)
     }
+
+
+def run_shapes(spec: ModelSpec, optim: Optim, critic: ModelSpec | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the global shape, by name, of every tensor in the checkpoint of a run that trains the model `spec`, and a
+    `critic` with the same kind of optimizer."""
+    of_critic = {} if critic is None else run_shapes(critic, optim)
+    own = model_shapes(spec) | optimizer_shapes(spec, optim)
+    return own | {CRITIC_PREFIX + name: shape for name, shape in of_critic.items()}
 
 
 def model_digest(spec: ModelSpec) -> str:

@@ -36,6 +36,7 @@ from kumi.train.best_checkpoint import BestSoFar, best_of_run, rewrite_best
 from kumi.train.callbacks import Callbacks, Listener
 from kumi.train.check_reference import check_reference
 from kumi.train.compare_ranks import check_agreement
+from kumi.train.critic import build_critic
 from kumi.train.evaluate import evaluate
 from kumi.train.export_probe import probe_ids, write_probe
 from kumi.train.metrics import Metrics, truncate_metrics
@@ -310,7 +311,10 @@ def _build_and_restore(
     cross = run.config.data.cross_document
     mixture = run_mixture(run.config, store, references)
     meta = None if saved is None else saved.meta
-    rollouts = None if run.config.rollout is None else open_rollouts(run, store, mesh, model, scorer, meta)
+    critic = build_critic(run, mesh, folder / "critic", None if saved is None else saved.read)
+    rollouts = None
+    if run.config.rollout is not None:
+        rollouts = open_rollouts(run, store, mesh, model, None if critic is None else critic.model, scorer, meta)
     source: BatchSource = rollouts or open_source(run, mixture, run.layout.dp_index(mesh.rank), meta)
     validation = None
     if store.validation_tokens and rollouts is None:  # held-out prompts have no loss
@@ -318,8 +322,9 @@ def _build_and_restore(
         form = run.config.objective.rows
         validation = store.sweep(run.batch.seq_len, cross_document=cross, form=form, **options)
     tasks = RunTasks(run, model, mesh) if run.config.eval.tasks else None
-    ids = probe_ids(mixture)
-    return RankState(run, mesh, model, optimizer, source, validation, store, ids, tasks, rollouts), state
+    # Under sequence parallelism, ranks of tp have equal parts of a row.
+    ids = probe_ids(mixture, run.layout.tp if run.layout.sequence_parallel else 1)
+    return RankState(run, mesh, model, optimizer, source, validation, store, ids, tasks, rollouts, critic), state
 
 
 def _attempt(mesh: Mesh) -> str:

@@ -30,7 +30,7 @@ from kumi.rewards import RewardScorer
 from kumi.rollout.collect_groups import CollectSettings, GroupCollector, GroupScorer
 from kumi.rollout.own_engine import OwnEngine
 from kumi.rollout.prompt_sampler import PromptSampler
-from kumi.rollout.reply_advantages import token_advantages
+from kumi.rollout.reply_advantages import token_targets
 from kumi.rollout.reward_models import RewardModels
 from kumi.rollout.rollout_batch import LogProbs, RowSettings, UpdateSettings
 from kumi.rollout.rollout_estimates import RolloutEstimates
@@ -67,10 +67,17 @@ def open_scorer(run: ResolvedRun, mesh: Mesh) -> Iterator[GroupScorer | None]:
 
 
 def open_rollouts(
-    run: ResolvedRun, store: Store, mesh: Mesh, model: nn.Module, scorer: GroupScorer | None, saved: Saved
+    run: ResolvedRun,
+    store: Store,
+    mesh: Mesh,
+    model: nn.Module,
+    critic: nn.Module | None,
+    scorer: GroupScorer | None,
+    saved: Saved,
 ) -> RolloutSource:
     """Return the batches of `run`, from the checkpoint's metadata `saved` on. Every rank calls this together.
 
+    critic: the model with the values of the advantages; None without one.
     scorer: that of rank 0, None on others.
     """
     section, objective = run.config.rollout, run_objective(run)
@@ -101,7 +108,8 @@ def open_rollouts(
         partial(reply_log_probs, model, mesh, _passes(run)),
         _reference_pass(run, mesh, model) if objective.reads_reference else None,
         objective.needs_old_log_probs,
-        partial(token_advantages, objective),
+        None if critic is None else partial(reply_log_probs, critic, mesh, PassSettings(layout.microbatch)),
+        partial(token_targets, objective),
     )
     settings = SourceSettings(
         UpdateSettings(section.updates, section.passes, section.mask_truncated),

@@ -16,12 +16,12 @@ from kumi.data import Store
 from kumi.errors import KumiError, RefusedError
 from kumi.parallel.grad_norm import LossScale
 from kumi.spec import families
-from kumi.spec.saved_tensors import model_digest, model_shapes, optimizer_shapes
+from kumi.spec.saved_tensors import model_digest, run_shapes
 from kumi.storage import checkpoint
 from kumi.storage.checkpoint import Checkpoint
 from kumi.storage.folders import checkpoint_root
 from kumi.train.reward_model_files import REWARD_MODELS, reward_model_identities
-from kumi.train.train_state import TrainState, adapter_base, cpu_arithmetic
+from kumi.train.train_state import TrainState, adapter_base, cpu_arithmetic, critic_meta
 
 _OR_NEW_RUN = "or start a new run in another train.out"
 
@@ -42,7 +42,7 @@ def last_checkpoint(run: ResolvedRun) -> Checkpoint | None:
             f"{folder}: has optimizer states of {stored!r}, but optim.kind is {kind!r}; set optim.kind={stored}, "
             f"{_OR_NEW_RUN}"
         )
-    if difference := saved.difference(model_shapes(run.model) | optimizer_shapes(run.model, run.optim)):
+    if difference := saved.difference(run_shapes(run.model, run.optim, run.job.critic)):
         raise RefusedError(f"{folder}: {difference}; restore the run's model, {_OR_NEW_RUN}")
     return saved
 
@@ -172,12 +172,12 @@ def restore_state(saved: Checkpoint, store: Store, run: ResolvedRun) -> TrainSta
             f"{folder}: was trained on the data with digest {meta['data'][:12]}, but {store.folder} has "
             f"{store.content[:12]}; restore the data files, {_OR_NEW_RUN}"
         )
-    base = adapter_base(run)
-    if meta.get("base_digest") != base.get("base_digest"):
-        raise RefusedError(
-            f"{folder}: has adapters of the base model that was in {meta.get('base')}, but {base.get('base')} has "
-            f"another model now; restore that model, {_OR_NEW_RUN}"
-        )
+    for was, base in ((meta, adapter_base(run)), (meta.get("critic", {}), critic_meta(run).get("critic", {}))):
+        if was.get("base_digest") != base.get("base_digest"):
+            raise RefusedError(
+                f"{folder}: has adapters of the base model that was in {was.get('base')}, but {base.get('base')} has "
+                f"another model now; restore that model, {_OR_NEW_RUN}"
+            )
     scale = LossScale(
         meta["loss_scale"],
         meta["loss_scale_good_steps"],

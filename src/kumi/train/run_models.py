@@ -1,8 +1,9 @@
-"""Build the models of a run: the policy, from its initial weights or a checkpoint, and its reference."""
+"""Build the models of a run: the policy and its critic, from initial weights or a checkpoint, and the reference."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -13,6 +14,7 @@ from kumi.convert.hf.adapter_read import adapters_reader
 from kumi.parallel.build import build
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.state_tensors import PieceReader
+from kumi.spec.model import ModelSpec
 
 
 def build_policy(run: ResolvedRun, mesh: Mesh, saved: PieceReader | None = None) -> nn.Module:
@@ -21,7 +23,7 @@ def build_policy(run: ResolvedRun, mesh: Mesh, saved: PieceReader | None = None)
     if saved is not None:
         adapters = saved
         weights = weights if run.model.lora is not None else saved
-    return _build(run, mesh, weights, adapters)
+    return _build(run, run.model, mesh, weights, adapters)
 
 
 def build_reference(run: ResolvedRun, mesh: Mesh) -> nn.Module:
@@ -32,7 +34,26 @@ def build_reference(run: ResolvedRun, mesh: Mesh) -> nn.Module:
     weights, adapters = initial_weights(run)
     if run.reference_folder is not None:
         weights, adapters = weights_reader(run.reference_folder, run.base), run.config.train.seed
-    return _build(run, mesh, weights, adapters)
+    return _build(run, run.model, mesh, weights, adapters)
+
+
+def build_critic_model(run: ResolvedRun, mesh: Mesh, saved: PieceReader | None = None) -> nn.Module:
+    """Return the critic of `run`: from the tensors `saved` of a checkpoint, or before the first step.
+
+    It begins as the model that critic.model names, or as the policy, whose head is then replaced by one drawn from
+    train.seed. Adapters begin without effect.
+    """
+    critic, seed = run.job.critic, run.config.train.seed
+    assert critic is not None, "the run trains a critic"
+    weights: int | PieceReader = seed
+    folder = run.critic_folder or (run.source if run.config.model.init == "pretrained" else None)
+    if folder is not None:
+        weights = weights_reader(folder, replace(critic, lora=None), seed)
+    adapters: int | PieceReader = seed
+    if saved is not None:
+        adapters = saved
+        weights = weights if critic.lora is not None else saved
+    return _build(run, critic, mesh, weights, adapters)
 
 
 def initial_weights(run: ResolvedRun) -> tuple[int | PieceReader, int | PieceReader]:
@@ -46,13 +67,9 @@ def initial_weights(run: ResolvedRun) -> tuple[int | PieceReader, int | PieceRea
     return weights, adapters
 
 
-def _build(run: ResolvedRun, mesh: Mesh, weights: int | PieceReader, adapters: int | PieceReader) -> nn.Module:
+def _build(
+    run: ResolvedRun, model: ModelSpec, mesh: Mesh, weights: int | PieceReader, adapters: int | PieceReader
+) -> nn.Module:
     return build(
-        run.model,
-        mesh,
-        run.precision,
-        weights=weights,
-        compile=run.config.train.compile,
-        comm=run.comm,
-        adapters=adapters,
+        model, mesh, run.precision, weights=weights, compile=run.config.train.compile, comm=run.comm, adapters=adapters
     )

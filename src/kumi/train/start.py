@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,11 +28,13 @@ from kumi.launch.early_failure import telling_others
 from kumi.launch.launchers import pick_launcher
 from kumi.launch.local import rank_environment, run_node_ranks
 from kumi.launch.standing import LaunchedRank, Standing, find_standing, launched_rank
+from kumi.paths import looked_for
 from kumi.remote.addresses import is_url
 from kumi.remote.cache_folder import local_run_folder
 from kumi.report.reading_lines import describe_reading, reading_lines
 from kumi.report.run_description import describe_resolved, make_console, render_description
 from kumi.spec.families import check_trainable
+from kumi.spec.model import ModelSpec
 from kumi.spec.numerics import parse_numerics
 from kumi.spec.schedules import FULL_BACKWARD
 from kumi.spec.sharding import checkpoint_bytes
@@ -131,7 +134,8 @@ def _lead(
         for line in lines:
             print(line, flush=True)
         if is_url(run.config.train.out):
-            reserve_disk(run, checkpoint_bytes(run.model, run.precision, run.optim))
+            models = run.job.models
+            reserve_disk(run, sum(checkpoint_bytes(model, run.precision, run.optim) for model in models))
         store = prepare_data(run)
         print(_data_line(store, run.config.objective.kind), flush=True)
         if run.config.checkpoint.best is not None:
@@ -189,11 +193,12 @@ def _fetch_weights(run: ResolvedRun) -> None:
     if "model.source" in run.snapshots and run.config.model.init == "pretrained":
         hub.fetch_weights(run.snapshots["model.source"])
     rewards = model_rewards(run.config.rewards)
-    for key in ("reference.model", *rewards):
+    for key in ("reference.model", "critic.model", *rewards):
         if key in run.snapshots:
             hub.fetch_weights(run.snapshots[key])
     fetch_url_weights(run.config.model.source if run.config.model.init == "pretrained" else None)
-    for source in (run.config.reference.model, *(reward.source for reward in rewards.values())):
+    others = (run.config.reference.model, run.config.critic.model)
+    for source in (*others, *(reward.source for reward in rewards.values())):
         fetch_url_weights(source)
 
 
@@ -211,6 +216,8 @@ def check_run(run: ResolvedRun) -> None:
     if run.config.model.init == "pretrained":
         _check_weights(run)
     check_reward_models(run)
+    if run.job.critic is not None and run.critic_folder is not None:
+        _check_critic(run.job.critic, run.critic_folder)
     check_free_space(checkpoint_root(run.out), checkpoint_space(run.config, run.job, run.out))
 
 
@@ -305,6 +312,18 @@ def _check_weights(run: ResolvedRun) -> None:
             f"model.source: {run.source} has no .safetensors or .bin file; add the weights, or set model.init=random"
         )
     read_folder.locate_params_by_headers(run.source, read_folder.spec_of_folder(run.source, run.base))
+
+
+def _check_critic(critic: ModelSpec, folder: Path) -> None:
+    """Raise ModelError unless the weight files in `folder` fit the critic, but for its head."""
+    from kumi.convert.hf import read_folder
+
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"critic.model: {looked_for(str(folder))} has no config.json; name a Hugging Face model folder"
+        )
+    spec = read_folder.spec_of_folder(folder, replace(critic, lora=None))
+    read_folder.locate_params_by_headers(folder, spec)
 
 
 def _is_trained(run: ResolvedRun) -> bool:

@@ -22,6 +22,7 @@ from kumi.parallel.pipeline_trace import gather_timeline, start_trace
 from kumi.parallel.run_microbatches import MetricSums, forward_backward
 from kumi.parallel.stage_modules import unwrap
 from kumi.train import expert_balance
+from kumi.train.critic import CriticStep, update_critic
 from kumi.train.expert_balance import ExpertBalance
 from kumi.train.pipeline_timeline import write_pipeline_timeline
 from kumi.train.train_state import RankState, TrainState
@@ -41,6 +42,7 @@ class StepResult:
     experts: ExpertBalance | None = None
     scale: LossScale | None = None  # after the step; None unless the run is float16
     rollouts: Mapping[str, float] = field(default_factory=dict)  # metrics of the rollout batch that begins with it
+    critic: CriticStep | None = None  # the update of the critic; None without one
 
 
 def as_tensors(batch: Batch) -> dict[str, Tensor]:
@@ -58,13 +60,18 @@ def train_step(
     begin_dropout_step(unwrap(rank_state.model), run.config.train.seed, state.step)
     begin_noise_step(rank_state.model, mesh, run.config.train.seed, state.step, len(step_batch.batch["input_ids"]))
     record = start_trace(mesh) if state.step + 1 == run.config.train.trace_step else None
-    microbatches = map(as_tensors, _microbatches(step_batch.batch, run.layout.microbatch))
     metrics = MetricSums(rank_state.objective, mesh)
     # The head may compute its gradient in the forward pass, so the token weights must include the loss scale.
     with at_temperature(rank_state.model, 1.0 if run.config.rollout is None else run.config.rollout.temperature):
         loss = (
             forward_backward(
-                rank_state.model, mesh, rank_state.objective, microbatches, step_batch.units / scale, record, metrics
+                rank_state.model,
+                mesh,
+                rank_state.objective,
+                _microbatches(step_batch.batch, run.layout.microbatch),
+                step_batch.units / scale,
+                record,
+                metrics,
             )
             / scale
         )
@@ -74,13 +81,25 @@ def train_step(
         before_update()
     norm, lr = _update(rank_state, state, learns=step_batch.learns)
     experts = expert_balance.balance_experts(rank_state.model, run, mesh, scale)
+    critic = _update_critic(rank_state, state, step_batch, scale)
+    if run.precision.loss_scaling:
+        state.scale = state.scale.after(norm if critic is None else norm + critic.grad_norm)
     state.step += 1
     state.tokens += step_batch.tokens
     scaling = state.scale if run.precision.loss_scaling else None
     sums = all_reduce_sum(torch.cat([loss.reshape(1), metrics.sums.flatten().to(loss.dtype)]), mesh)
     measured = sums[1:].view(-1, 2)
     rest = (step_batch.tokens, step_batch.data_s, measured, experts, scaling, step_batch.rollouts)
-    return StepResult(state.step, sums[0], norm, lr, *rest)
+    return StepResult(state.step, sums[0], norm, lr, *rest, critic)
+
+
+def _update_critic(rank_state: RankState, state: TrainState, step_batch: StepBatch, scale: float) -> CriticStep | None:
+    """Train the critic on the rows of the step; return None without one, or if no token of the step has a return."""
+    critic, run = rank_state.critic, rank_state.run
+    if critic is None or not step_batch.returns:
+        return None
+    microbatches = _microbatches(step_batch.batch, run.layout.microbatch)
+    return update_critic(critic, run, rank_state.mesh, microbatches, state.step, step_batch.returns, scale)
 
 
 def _update(rank_state: RankState, state: TrainState, *, learns: bool) -> tuple[Tensor, float]:
@@ -97,8 +116,6 @@ def _update(rank_state: RankState, state: TrainState, *, learns: bool) -> tuple[
     # A float16 gradient that overflowed is useless: skip the update and lower the loss scale.
     if learns and (not scaling or bool(torch.isfinite(norm))):
         rank_state.optimizer.step()
-    if scaling:
-        state.scale = state.scale.after(norm)
     clear_grads(rank_state.model, rank_state.optimizer)
     return norm, lr
 
@@ -114,6 +131,7 @@ class StepBatch:
     data_s: float  # seconds to read or collect the batch
     learns: bool = True  # False if all advantages of a step of reinforcement learning are 0
     rollouts: Mapping[str, float] = field(default_factory=dict)  # metrics of a rollout batch that begins here
+    returns: int = 0  # tokens in the sequences of all ranks with a return, from which a critic learns
 
 
 def read_step(rank_state: RankState, state: TrainState, signal: int | None) -> StepBatch:
@@ -138,7 +156,7 @@ def read_step(rank_state: RankState, state: TrainState, signal: int | None) -> S
     if rollouts is None:
         return StepBatch(batch, units, tokens, signal, data_s)
     learns, metrics = rollouts.teaches(state.step), rollouts.metrics(state.step)
-    return StepBatch(batch, units, tokens, signal, data_s, learns, metrics)
+    return StepBatch(batch, units, tokens, signal, data_s, learns, metrics, rollouts.returns(state.step))
 
 
 def _agree(units: float, tokens: int, signal: int | None, mesh: Mesh) -> tuple[float, int, int | None]:
@@ -162,6 +180,6 @@ def _nothing_trained(rank_state: RankState, step: int, tokens: int) -> str:
     )
 
 
-def _microbatches(batch: Batch, size: int) -> Iterator[Batch]:
+def _microbatches(batch: Batch, size: int) -> Iterator[dict[str, Tensor]]:
     for first in range(0, len(batch["input_ids"]), size):
-        yield {name: column[first : first + size] for name, column in batch.items()}
+        yield as_tensors({name: column[first : first + size] for name, column in batch.items()})

@@ -9,11 +9,13 @@ from typing import Any, NoReturn
 
 from kumi.errors import DivergedError
 from kumi.evaluation.task_result import TaskResult
+from kumi.objectives.ppo import ValueLoss
 from kumi.parallel.grad_norm import LossScale
 from kumi.parallel.run_microbatches import LEAST_IGNORED_SHARE
 from kumi.plan.estimates import bytes_as_measured
 from kumi.train.callbacks import Listener
 from kumi.train.cpu_contention import CpuWait
+from kumi.train.critic import CriticStep
 from kumi.train.evaluate import Evaluation, means_of
 from kumi.train.metrics import Metrics
 from kumi.train.process_memory import peak_memory
@@ -135,12 +137,27 @@ class Reporter:
             self._check_scale(result, result.scale)
         # A float16 update with an overflowed gradient was skipped; any other non-finite gradient has changed the
         # weights.
+        self._check_critic(result)
         if not math.isfinite(loss) or not (math.isfinite(norm) or run.precision.loss_scaling):
             finite_loss = f"a gradient is not finite, although the loss is {loss:.4g}"
             self._diverged(
                 result,
                 finite_loss if math.isfinite(loss) else f"the loss is {loss}",
                 f"with a lower rate: kumi train RUN.toml optim.lr={run.optim.lr / 2:.2g} --allow-change optim.lr",
+            )
+
+    def _check_critic(self, result: StepResult) -> None:
+        """Raise DivergedError if the loss or a gradient of the critic is not finite, as for the policy."""
+        critic, run = result.critic, self._rank_state.run
+        if critic is None:
+            return
+        loss, norm = float(critic.loss), float(critic.grad_norm)
+        if not math.isfinite(loss) or not (math.isfinite(norm) or run.precision.loss_scaling):
+            self._diverged(
+                result,
+                f"the critic's loss is {loss:.4g} and its gradient norm {norm:.3g}",
+                f"with a lower rate: kumi train RUN.toml critic.lr={run.critic_optim.lr / 2:.2g} --allow-change "
+                f"critic.lr",
             )
 
     def _check_scale(self, result: StepResult, scale: LossScale) -> None:
@@ -189,6 +206,7 @@ class Reporter:
             "train/lr": result.lr,
             **{f"train/{name}": value for name, value in metrics.items()},
             **result.rollouts,
+            **_critic_entry(result.critic),
             **experts,
             **scaling,
             "perf/step_s": step_s,
@@ -200,6 +218,19 @@ class Reporter:
             "mem/peak_bytes": peak_memory(self._rank_state.mesh.device) - self._memory_before,
             "mem/estimated_bytes": self._estimated_memory(),
         }
+
+
+def _critic_entry(critic: CriticStep | None) -> dict[str, float]:
+    """Return the metrics of an update of the critic; {} without one."""
+    if critic is None:
+        return {}
+    means = means_of(critic.metrics.flatten().tolist(), ValueLoss.metrics)
+    return {
+        "critic/loss": float(critic.loss),
+        "critic/grad_norm": float(critic.grad_norm),
+        "critic/lr": critic.lr,
+        **{f"critic/{name}": value for name, value in means.items()},
+    }
 
 
 def model_flops_utilisation(rank_state: RankState, step_s: float, trained: int | None = None) -> float | None:

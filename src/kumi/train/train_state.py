@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,15 @@ from kumi.objectives import Objective
 from kumi.parallel.grad_norm import LossScale
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optim.optimizer import Optimizer
-from kumi.parallel.state_tensors import model_pieces, optimizer_pieces, owned_pieces, parameter_name
+from kumi.parallel.state_tensors import model_pieces, optimizer_pieces, owned_pieces, parameter_name, spec_of
 from kumi.rollout.rollout_source import RolloutSource
+from kumi.spec import families
 from kumi.spec.ledger import trained_names
+from kumi.spec.model import ModelSpec
 from kumi.spec.numerics import REFERENCE
-from kumi.spec.saved_tensors import model_digest
+from kumi.spec.saved_tensors import CRITIC_PREFIX, model_digest
 from kumi.storage.checkpoint import Piece
+from kumi.train.critic import Critic
 from kumi.train.prepare_data import tokenizer_folder
 from kumi.train.reward_model_files import REWARD_MODELS
 from kumi.train.run_objective import run_objective
@@ -58,6 +62,7 @@ class RankState:
     probe_ids: npt.NDArray[np.int64]  # (3, S): tokens for the comparison of export and model, the same on all ranks
     tasks: RunTasks | None = None  # the tasks of [eval]; None without any
     rollouts: RolloutSource | None = None  # `data`, if the run generates it; else None
+    critic: Critic | None = None  # trained beside the model, if the advantages need one; else None
 
     @cached_property
     def objective(self) -> Objective:
@@ -66,13 +71,25 @@ class RankState:
 
 
 def checkpoint_pieces(rank_state: RankState) -> list[Piece]:
-    """Return the pieces of model and optimizer that this rank saves; with adapters, the frozen weights are left out."""
-    model = model_pieces(rank_state.model, rank_state.mesh)
-    if rank_state.run.model.lora is not None:
-        trained = trained_names(rank_state.run.model)
-        model = [piece for piece in model if parameter_name(piece.name) in trained]
-    pieces = [*model, *optimizer_pieces(rank_state.model, rank_state.optimizer, rank_state.mesh)]
-    return owned_pieces(pieces, rank_state.model, rank_state.mesh, rank_state.run.optim)
+    """Return the pieces that this rank saves: of model and optimizer, and of a critic with its optimizer.
+
+    With adapters, the frozen weights are left out.
+    """
+    pieces, critic = _saved_pieces(rank_state.model, rank_state.optimizer, rank_state.mesh), rank_state.critic
+    if critic is not None:
+        of_critic = _saved_pieces(critic.model, critic.optimizer, rank_state.mesh)
+        pieces += [piece._replace(name=CRITIC_PREFIX + piece.name) for piece in of_critic]
+    return pieces
+
+
+def _saved_pieces(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[Piece]:
+    """Return the pieces of a model and its optimizer that this rank saves."""
+    pieces, spec = model_pieces(model, mesh), spec_of(model)
+    if spec.lora is not None:
+        trained = trained_names(spec)
+        pieces = [piece for piece in pieces if parameter_name(piece.name) in trained]
+    pieces = [*pieces, *optimizer_pieces(model, optimizer, mesh)]
+    return owned_pieces(pieces, model, mesh, optimizer.optim)
 
 
 def checkpoint_meta(state: TrainState, rank_state: RankState) -> dict[str, Any]:
@@ -101,6 +118,7 @@ def checkpoint_meta(state: TrainState, rank_state: RankState) -> dict[str, Any]:
         "tokenizer": str(tokenizer_folder(run).resolve()),
         **adapter_base(run),
         REWARD_MODELS: {} if rank_state.rollouts is None else dict(rank_state.rollouts.reward_models),
+        **critic_meta(run),
     }
 
 
@@ -113,9 +131,21 @@ def cpu_arithmetic(run: ResolvedRun) -> dict[str, str]:
 
 def adapter_base(run: ResolvedRun) -> dict[str, Any]:
     """Return the adapters' settings, and the folder and digest of the frozen base model; {} without adapters."""
-    if run.model.lora is None or run.source is None:
+    return _adapter_base(run.model, run.source)
+
+
+def critic_meta(run: ResolvedRun) -> dict[str, Any]:
+    """Return what a checkpoint says about the critic of `run` to those that export it; {} without one."""
+    if run.job.critic is None:
         return {}
-    return {"lora": asdict(run.model.lora), "base": str(run.source.resolve()), "base_digest": base_digest(run.source)}
+    base = _adapter_base(run.job.critic, run.critic_folder or run.source)
+    return {"critic": {"hf_config": families.with_score_head(run.hf_config), **base}}
+
+
+def _adapter_base(model: ModelSpec, base: Path | None) -> dict[str, Any]:
+    if model.lora is None or base is None:
+        return {}
+    return {"lora": asdict(model.lora), "base": str(base.resolve()), "base_digest": base_digest(base)}
 
 
 def passthrough_source(run: ResolvedRun) -> str | None:

@@ -1,0 +1,44 @@
+"""The section [critic] of a run file: the second model of PPO, which predicts the returns of replies."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from kumi.config.section import Number, Section, Text
+
+# The learning rate of a critic that has none of its own, as a multiple of the policy's: its head is new, and its loss
+# is that of a regression. OpenRLHF and verl have 18 and 10.
+_RATE = 10
+
+
+class CriticSection(Section):
+    """The critic of objective.advantage = 'gae', which 'ppo' has: a model of the policy's shape with a value head.
+
+    It is trained beside the policy on the same layout, with the settings of [optim] but for those given here.
+    """
+
+    model: Text | None = Field(
+        None,
+        description="A Hugging Face folder or hub id from which the critic begins, of the policy's shape: a reward "
+        "model, or a language model that gets a new value head; by default the policy before its first step.",
+    )
+    lr: Annotated[Number, Field(gt=0)] | None = Field(
+        None, description=f"Peak learning rate of the critic; by default {_RATE} times optim.lr."
+    )
+    grad_clip: Annotated[Number, Field(ge=0)] | None = Field(
+        None, description="Largest gradient norm of the critic; 0 does not clip; by default optim.grad_clip."
+    )
+    value_clip: Annotated[Number, Field(ge=0)] = Field(
+        0.2, description="How far an update may move a value from that before the batch; 0 does not clip."
+    )
+
+    @property
+    def given(self) -> bool:
+        """Return True if a key has another value than by default: a run's stored configuration has all keys."""
+        return self != CriticSection()
+
+    def rate(self, of_policy: float) -> float:
+        """Return the peak learning rate of the critic, given that of the policy."""
+        return _RATE * of_policy if self.lr is None else self.lr
