@@ -21,9 +21,13 @@ PROBE_FILE = "probe.safetensors"
 _SEQUENCES, _LENGTH = 3, 32
 
 
-def probe_ids(mixture: Mixture) -> npt.NDArray[np.int64]:
-    """Return the probe's tokens (3, S): the beginnings of the first sequences of `mixture`."""
-    return np.ascontiguousarray(mixture.batch(0, _SEQUENCES)["input_ids"][:, :_LENGTH])
+def probe_ids(mixture: Mixture, multiple: int = 1) -> npt.NDArray[np.int64]:
+    """Return the probe's tokens (3, S): the beginnings of the first sequences of `mixture`.
+
+    S is a `multiple`, with zeros at the end where prompts have another number of positions.
+    """
+    ids = mixture.batch(0, _SEQUENCES)["input_ids"][:, :_LENGTH]
+    return np.ascontiguousarray(np.pad(ids, ((0, 0), (0, -ids.shape[1] % multiple))))
 
 
 @torch.no_grad()
