@@ -21,6 +21,7 @@ from kumi.errors import LayoutError
 from kumi.parallel import init_adamw, unwrap
 from kumi.parallel.build import assemble, with_ddp
 from kumi.parallel.stage_modules import local_shard
+from kumi.plan.memory.device_memory import rank_training_memory
 from kumi.spec import families
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.layout import Layout
@@ -28,6 +29,7 @@ from kumi.spec.ledger import decayed_names
 from kumi.spec.model import MLP, Attention, LayerSpec
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import OPTIM_KINDS
+from kumi.spec.rollout import RolloutSpec
 from kumi.spec.sharding import state_bytes
 from planned import job_of
 from steps import LENGTH, SEQUENCES, SPECS, mesh_of, spec_of
@@ -78,6 +80,22 @@ def _really(layout: Layout, family: str):
     for message, count in tracker.messages.items():
         sent[message.kind, message.bytes] += count
     return tracker.peak(), tracker.flops.total(), sent
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero=3), Layout(dp_replicate=2), Layout(tp=2)], ids=str)
+def test_a_critic_and_a_reference_are_in_memory_with_the_planned_bytes(layout):
+    plain = _job("llama", layers=1)
+    critic, layout = replace(plain.model, head="score", tie_word_embeddings=False), replace(layout, microbatch=6)
+    rollout = RolloutSpec(4, 4, 8, 4, 1, 1, 8.0, 8, 8.0, reference=True)
+    job = replace(plain, critic=critic, rollout=rollout)
+    # The plan is that of the rank with the largest shard: rank 0 has the row of the score head.
+    measured, planned = dry_step(job, layout, 0), rank_training_memory(job, layout)
+    states = state_bytes(critic, layout, 0, job.precision, job.optim)
+    assert planned.critic == states.total - (0 if layout.zero == 0 < layout.dp - 1 else states.grads)
+    assert (measured.memory["critic"], measured.memory["reference"]) == (planned.critic, planned.reference)
+    alone = dry_step(plain, layout, 0)
+    assert measured.peak == alone.peak + planned.critic + planned.reference
+    assert measured.messages == alone.messages
 
 
 @pytest.mark.parametrize("kind", OPTIM_KINDS)

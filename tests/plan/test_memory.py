@@ -240,7 +240,7 @@ def test_many_layouts_at_once_are_each_by_itself(model, engine):
     part = rank_stages(model, x, np.zeros(len(x), np.int64), num_microbatches(job, x))
     result, hosts = stage_memory(job, x, part), host_memory(job, x, part)
     # The other kinds are those of runs with rollouts.
-    assert set(result) == set(asdict(MemoryEstimate(*[0] * 7))) - {"reference", "cache", "reward_models"}
+    assert set(result) == set(asdict(MemoryEstimate(*[0] * 7))) - {"reference", "critic", "cache", "reward_models"}
     for index, layout in enumerate(layouts):
         alone, alone_share = share_of(job, layout)
         assert {kind: size[index] for kind, size in result.items()} == {

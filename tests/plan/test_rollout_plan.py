@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 
 from kumi.errors import FitError
-from kumi.plan.estimate import estimate, estimate_many
+from kumi.plan.estimate import estimate, estimate_many, rank_share
 from kumi.plan.inference.inference_job import inference_job
 from kumi.plan.inference.rollout_time import prefill_seconds, rollout_time
 from kumi.plan.layout_batch import CHOICES, batch_layouts
 from kumi.plan.memory.device_memory import (
+    host_memory,
     invariant_memory,
     num_microbatches,
     rank_generation_memory,
+    rank_memory,
+    rank_training_memory,
     rollout_moments,
     usable_memory,
 )
@@ -26,7 +29,7 @@ from kumi.plan.time.generation_time import BatchLengths, expected_lengths, gener
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cache_state import cache_bytes
 from kumi.spec.cluster import ClusterSpec, Device, Link
-from kumi.spec.families import from_hf
+from kumi.spec.families import from_hf, with_score_head
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import params
@@ -34,18 +37,18 @@ from kumi.spec.loss_passes import LossPasses
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS, Precision
 from kumi.spec.rollout import RolloutSpec
+from kumi.spec.sharding import state_bytes
 
-MODEL = from_hf(
-    {
-        "model_type": "llama",
-        "vocab_size": 32000,
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 16,
-        "max_position_embeddings": 8192,
-    }
-)
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 8192,
+}
+MODEL, CRITIC = from_hf(CONFIG), from_hf(with_score_head(CONFIG))
 DEVICE = Device(
     "made up",
     "cuda",
@@ -250,6 +253,83 @@ def test_reward_models_take_a_pass_over_the_batch():
     assert "scoring" not in dict(estimate(_job(), layout).time)
 
 
+def _with_critic(job, critic=CRITIC):
+    return replace(job, critic=critic)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_replicate=4),
+        Layout(dp_shard=4, zero=1),
+        Layout(dp_shard=4, zero=2),
+        Layout(dp_shard=4, zero=3),
+        Layout(tp=2, dp_shard=2, zero=3, sequence_parallel=True),
+    ],
+    ids=["ddp", "zero-1", "zero-2", "zero-3", "tp"],
+)
+def test_a_critic_takes_the_bytes_of_its_states(layout):
+    job = _with_critic(_job(devices=4))
+    plain, planned = rank_training_memory(replace(job, critic=None), layout), rank_training_memory(job, layout)
+    states = state_bytes(CRITIC, layout, 0, job.precision, job.optim)
+    resting = states.total - (0 if layout.zero == 0 else states.grads)
+    assert planned.critic == pytest.approx(resting, rel=1e-5)
+    assert replace(planned, critic=0) == plain
+    assert rank_generation_memory(job, layout).critic == planned.critic
+
+
+def test_the_update_of_the_policy_needs_more_than_that_of_its_critic():
+    """Untied, the policy has the gradient of its head besides; tied, the critic's update has one row more."""
+    tied = {**CONFIG, "tie_word_embeddings": True}
+    for config in (CONFIG, tied):
+        job = replace(_job(devices=2), model=from_hf(config), rollout=None)
+        critic = replace(job, model=from_hf(with_score_head(config)))
+        for layout in (Layout(dp_replicate=2), Layout(dp_shard=2, zero=3), Layout(tp=2)):
+            policy, other = rank_memory(job, layout), rank_memory(critic, layout)
+            transient = policy.total - policy.params - policy.optimizer
+            assert other.total - other.params - other.optimizer < transient
+
+
+def test_a_critic_offloads_what_the_policy_does():
+    job = _with_critic(_job(devices=2, prompts=2))
+    layout = Layout(dp_shard=2, zero=3)
+    whole = rank_training_memory(job, layout).critic
+    optimizer = state_bytes(CRITIC, layout, 0, job.precision, job.optim).optimizer
+    offloaded = replace(layout, offload="optimizer")
+    assert rank_training_memory(job, offloaded).critic == pytest.approx(whole - optimizer, rel=1e-5)
+    assert rank_training_memory(job, replace(layout, offload="states")).critic == 0
+
+
+def test_a_critic_takes_host_memory_where_states_are_offloaded():
+    job, first = _with_critic(_job(devices=2)), np.zeros(1, np.int64)
+
+    def host_bytes(of, offload):
+        rows = batch_layouts([Layout(dp_shard=2, zero=3, offload=offload)])
+        return host_memory(of, rows, rank_share(of, rows, first))[0]
+
+    alone, critic = replace(job, critic=None), job.of_critic
+    for offload in ("optimizer", "states"):
+        assert host_bytes(job, offload) == host_bytes(alone, offload) + host_bytes(critic, offload)
+    assert host_bytes(job, "activations") == host_bytes(alone, "activations")
+
+
+def test_a_critic_takes_the_seconds_of_its_updates_and_of_its_values():
+    plain = _job(forwards=1, updates=2, passes=2)
+    job, layout = _with_critic(plain), Layout(microbatch=2)
+    alone = dict(estimate(job.of_critic, layout).time)
+    values = alone.pop("passes")
+    assert values > 0
+    time, before = dict(estimate(job, layout).time), dict(estimate(plain, layout).time)
+    assert time.pop("critic") == pytest.approx(sum(alone.values()) + values / 2)
+    assert time == pytest.approx(before)
+    lengths = BatchLengths((100,) * 4, ((157, 157),) * 4)
+    ours, theirs = rollout_step(job, layout, lengths), rollout_step(plain, layout, lengths)
+    of_critic = replace(job, batch=BatchSpec(512, 2 * 512, 256.0)).of_critic
+    kinds = dict(estimate(of_critic, layout).time)
+    assert ours.log_probs - theirs.log_probs == pytest.approx(2 * kinds.pop("passes"))
+    assert ours.train[0] - theirs.train[0] == pytest.approx(sum(kinds.values()))
+
+
 def test_the_search_leaves_out_layouts_whose_cache_does_not_fit():
     # Without tp, three quarters of the cache fit beside the states.
     spec = {"slots": 64, "prompts": 64, "group_size": 16, "longest_prompt": 2048, "max_new_tokens": 2048}
@@ -267,8 +347,9 @@ def test_the_search_leaves_out_layouts_whose_cache_does_not_fit():
         plan(tiny, PINS, top=0, front=False)
 
 
-def test_many_layouts_at_once_have_the_bytes_of_each():
-    job = _job(devices=4, reference=True, longest_prompt=4096, max_new_tokens=4096)
+@pytest.mark.parametrize("critic", [None, CRITIC], ids=["alone", "critic"])
+def test_many_layouts_at_once_have_the_bytes_of_each(critic):
+    job = _with_critic(_job(devices=4, reference=True, longest_prompt=4096, max_new_tokens=4096), critic)
     candidates = make_candidates(job, layout_grid(job, PINS))
     none = CHOICES["recompute"].index("none")
     offload = CHOICES["offload"].index("none")

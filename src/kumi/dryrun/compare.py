@@ -9,7 +9,7 @@ from typing import Any
 
 from kumi.dryrun.observed_messages import Message
 from kumi.dryrun.program import Measured
-from kumi.plan.memory.device_memory import rank_memory, usable_memory
+from kumi.plan.memory.device_memory import rank_training_memory, usable_memory
 from kumi.plan.time.traffic import LISTED_AXES, collectives
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -24,7 +24,7 @@ _Key = tuple[str, str, int]
 def compare_rank(job: Job, layout: Layout, rank: int, measured: Measured) -> dict[str, Any]:
     """Return the measurements of `rank` beside the planner's memory and messages and the ledger's FLOPs."""
     pp_rank = layout.coords(rank)["pp"]
-    planned = rank_memory(job, layout, pp_rank)
+    planned = rank_training_memory(job, layout, pp_rank)
     kinds = {kind: size for kind, size in asdict(planned).items() if kind != "reserved"}
     total = sum(kinds.values())
     names = list(dict.fromkeys([*kinds, *measured.memory]))

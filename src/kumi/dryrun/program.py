@@ -1,7 +1,7 @@
 """Run one rank's training step on fake tensors, and measure its memory, FLOPs and messages.
 
 Model, schedule, recomputation, communication and optimizer are those of training. No weights are initialized and no
-data is read.
+data is read. Of a run with rollouts, the step is an update of the policy, with its reference and its critic in memory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kumi.dryrun.fake_kernels import ring_without_attention, use_fake_kernels
 from kumi.dryrun.fake_world import fake_rank
 from kumi.dryrun.observed_messages import Message
 from kumi.dryrun.track import Tracker
+from kumi.nn.decoder import Decoder
 from kumi.nn.nf4 import packed_matrices
 from kumi.objectives import OBJECTIVES, Objective, SegmentSums
 from kumi.parallel import build_optimizer, clip_gradients, tensor_parallel, unwrap
@@ -27,9 +28,10 @@ from kumi.parallel.build import assemble, with_ddp
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optim.optimizer import Optimizer
 from kumi.parallel.run_microbatches import forward_backward
-from kumi.parallel.stage_modules import stages_of
+from kumi.parallel.stage_modules import Stages, stages_of
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.spec.model import ModelSpec
 from kumi.spec.schedules import FORWARDS_FIRST, IN_ROUNDS
 
 
@@ -74,11 +76,13 @@ def dry_step(job: Job, layout: Layout, rank: int) -> Measured:
     """
     with fake_rank(layout, rank) as mesh:
         model = assemble(job.model, mesh, job.precision)
+        others = {kind: assemble(spec, mesh, job.precision) for kind, spec in _others(job).items()}
         mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), Tracker(fake=True)
         tracker.inside |= ring_without_attention(tracker.flops)
         with mode, tracker.resizing():
             # to_empty turns the tensors on the meta device, and only those, into fake tensors.
-            model.to_empty(device=mesh.device)
+            for each in (model, *others.values()):
+                each.to_empty(device=mesh.device)
             mode.allow_non_fake_inputs = False
             tensor_parallel.zero_vocab_padding(model, mesh)
             with tracker:  # DDP allocates its buckets here
@@ -89,7 +93,31 @@ def dry_step(job: Job, layout: Layout, rank: int) -> Measured:
             track_unpacked(wrapped, tracker)
             optimizer = build_optimizer(wrapped, mesh, job.optim)
             track_states(wrapped, optimizer, tracker)
-            return _measure(wrapped, mesh, job, optimizer, tracker)
+            resting = [_track_other(kind, other, job, mesh, tracker) for kind, other in others.items()]
+            measured = _measure(wrapped, mesh, job, optimizer, tracker)
+            del resting  # in memory until then
+            return measured
+
+
+def _others(job: Job) -> dict[str, ModelSpec]:
+    """Return the models beside the policy that are in memory during an update of `job`, by kind."""
+    others = {} if job.critic is None else {"critic": job.critic}
+    return others if job.rollout is None or not job.rollout.reference else others | {"reference": job.model}
+
+
+def _track_other(
+    kind: str, model: Decoder | Stages, job: Job, mesh: Mesh, tracker: Tracker
+) -> tuple[nn.Module, Optimizer | None]:
+    """Return `model` as training has it in memory, and a critic's optimizer; `tracker` counts all of it as `kind`."""
+    states: list[Tensor] = [*model.parameters(), *model.buffers()]
+    if kind == "reference":
+        tracker.track(kind, states)
+        return model, None
+    with tracker, tracker.of(kind):
+        wrapped = with_ddp(model, mesh, job.precision)
+    optimizer = build_optimizer(wrapped, mesh, job.optim)
+    tracker.track(kind, [*states, *(tensor for state in optimizer.state.values() for tensor in state.values())])
+    return wrapped, optimizer
 
 
 def _measure(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, tracker: Tracker) -> Measured:

@@ -30,7 +30,7 @@ from kumi.parallel.stage_modules import local_shard
 from kumi.parallel.token_collectives import IMPLEMENTATIONS
 
 # A storage of one of these kinds never changes its kind.
-STATES = ("params", "grads", "optimizer")
+STATES = ("params", "grads", "optimizer", "reference", "critic")
 # Without autograd, these composite operators reach the dispatcher in one piece; the tracker decomposes them.
 _COMPOSITE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 # In-place matmuls, which PyTorch's FLOP formulas lack -> the operator with the same formula.

@@ -25,6 +25,7 @@ class MemoryEstimate:
     `reserved`: device context, communication library and allocator overhead.
     `reference`: the reference of a run with rollouts, if it is a second model.
     `reward_models`: weights of the reward models of a run with rollouts.
+    `critic`: the states of a critic that is trained beside the model.
     `cache`: keys, values and states of the replies that a run with rollouts generates, if its peak is there.
     """
 
@@ -38,6 +39,7 @@ class MemoryEstimate:
     buffers: int = 0
     reserved: int = 0
     reference: int = 0
+    critic: int = 0
     cache: int = 0
     reward_models: int = 0
 

@@ -2,8 +2,8 @@
 
     generate    replies to the prompts of a batch                                (`kumi.plan.time.generation_time`)
     scoring     forward passes of the reward models over the batch
-    log_probs   forward passes of the policy and of the reference over the batch
-    train       one update: forward and backward over its rows, and the optimizer
+    log_probs   forward passes of the policy, of the reference and of a critic over the batch
+    train       one update: forward and backward over its rows, and the optimizer; the same of a critic
 
 The rows of an update follow from the lengths of its sequences, as `kumi.spec.balanced_rows` packs them. Other rewards
 than models are computed by programs of the user or by other services, whose time no plan has.
@@ -31,7 +31,8 @@ from kumi.spec.layout import Layout
 class RolloutStep:
     """Estimated seconds of a rollout batch and of the updates with it.
 
-    - `generate`, `scoring`, `log_probs`: of a batch. `train`: of the update on each of its parts.
+    - `generate`, `scoring`, `log_probs`: of a batch, the last with a critic's values. `train`: of the update on each of
+      its parts, with the critic's.
     - `passes`: how often the batch is gone through.
     - `rows`, `row_tokens`: rows of the first update over all ranks, and the positions of each.
     - `reply_tokens`: tokens of all replies of a batch.
@@ -150,9 +151,12 @@ def _update_seconds(job: Job, layout: Layout, positions: Sequence[int]) -> tuple
 def _seconds_of_rows(job: Job, layout: Layout, microbatches: int, length: int, span: float) -> tuple[float, float]:
     """Return the seconds of an update and of log-probs, with so many microbatches of rows of `length` positions."""
     rows = microbatches * layout.microbatch * layout.dp
-    update = replace(job, batch=BatchSpec(length, rows * length, min(span, length)), rollout=None)
-    ranks = np.zeros((1, 1), np.int64)
-    kinds = step_times(update, batch_layouts([layout]), ranks, np.ones((1, 1)), layout.stage_layers).kinds
-    seconds = {kind: float(value[0]) for kind, value in kinds.items()}
-    log_probs = seconds.pop("passes", 0.0)
-    return sum(seconds.values()), log_probs
+    update = replace(job, batch=BatchSpec(length, rows * length, min(span, length)))
+    train = log_probs = 0.0
+    for each in (replace(update, critic=None, rollout=None), *(() if job.critic is None else (update.of_critic,))):
+        ranks = np.zeros((1, 1), np.int64)
+        kinds = step_times(each, batch_layouts([layout]), ranks, np.ones((1, 1)), layout.stage_layers).kinds
+        seconds = {kind: float(value[0]) for kind, value in kinds.items()}
+        log_probs += seconds.pop("passes", 0.0)
+        train += sum(seconds.values())
+    return train, log_probs

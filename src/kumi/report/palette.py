@@ -18,12 +18,13 @@ MEMORY_COLOURS = {
     "head": PURPLE,
     "buffers": YELLOW,
     "reference": BLUE,
+    "critic": PURPLE,
     "cache": YELLOW,
     "reward_models": ORANGE,
     "reserved": GREY,
 }
 # Kinds that are hatched: they share a colour with another kind, or look like it in black and white.
-HATCHED = ("gathered", "grads", "activations", "reference", "cache", "reward_models", "reserved")
+HATCHED = ("gathered", "grads", "activations", "reference", "critic", "cache", "reward_models", "reserved")
 
 TIME_COLOURS = {
     "forward": BLUE,
@@ -33,6 +34,7 @@ TIME_COLOURS = {
     "passes": SKY,
     "rollout": PURPLE,
     "scoring": YELLOW,
+    "critic": ORANGE,
     "optimizer": GREEN,
     "offload": PURPLE,
     "host": YELLOW,

@@ -32,7 +32,7 @@ def rollout_data(job: Job, estimate: Estimate) -> dict[str, Any] | None:
     seconds: see `kumi.plan.rollout_step.RolloutStep`; None if the device's speed is unknown. positions: of all rows of
         the first update, which batch.tokens_per_step should be close to.
     memory: bytes of a rank while it generates: weights (with ZeRO also gathered ones), gradients that stay, optimizer
-        states, reference, reward models, cache, the rest. critic: 0, since no run of kumi with rollouts trains one.
+        states, reference, reward models, states of the critic, cache, the rest.
     """
     spec = job.rollout
     if spec is None:
@@ -44,7 +44,7 @@ def rollout_data(job: Job, estimate: Estimate) -> dict[str, Any] | None:
         "optimizer": memory.optimizer,
         "reference": memory.reference,
         "reward models": memory.reward_models,
-        "critic": 0,
+        "critic": memory.critic,
         "cache": memory.cache,
     }
     return {

@@ -158,6 +158,18 @@ def _objective(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
         "lr": job.optim.lr,
         "usual_lr": usual_rate(section.kind, config.model.init, adapters=config.lora is not None),
         "rollout": None if rollout is None else rollout.model_dump(),
+        **({} if job.critic is None else {"critic": _critic(config, job)}),
+    }
+
+
+def _critic(config: PlanConfig, job: Job) -> dict[str, Any]:
+    """Return the model from which a critic begins, its learning rate and clips."""
+    section = config.critic
+    return {
+        "from": section.model or "the policy before step 1",
+        "lr": section.rate(job.optim.lr),
+        "grad_clip": job.optim.grad_clip if section.grad_clip is None else section.grad_clip,
+        "value_clip": section.value_clip,
     }
 
 
@@ -274,7 +286,17 @@ def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _objective_rows(objective: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of an objective other than language modelling."""
-    own = ("kind", "reference", "reference_seconds", "head_again", "forward_passes", "lr", "usual_lr", "rollout")
+    own = (
+        "kind",
+        "reference",
+        "reference_seconds",
+        "head_again",
+        "forward_passes",
+        "lr",
+        "usual_lr",
+        "rollout",
+        "critic",
+    )
     options = ", ".join(f"{name} {value}" for name, value in objective.items() if name not in own)
     if objective["kind"] == "lm":
         return []
@@ -288,6 +310,9 @@ def _objective_rows(objective: dict[str, Any]) -> list[tuple[str, str]]:
         if seconds is not None:
             text += f", one pass over the data before step 1: about {format_seconds(seconds)} a million tokens"
         rows.append(("reference", text))
+    if "critic" in objective:
+        critic = objective["critic"]
+        rows.append(("critic", f"a second model that is trained, from {critic['from']}; lr {critic['lr']:.3g}"))
     if objective["usual_lr"] is not None:
         rows.append(("lr", _rate_text(objective["kind"], objective["lr"], objective["usual_lr"])))
     if objective["rollout"] is not None:

@@ -10,6 +10,7 @@ backward pass. The estimate is the largest of the three.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +77,7 @@ class InvariantMemory(NamedTuple):
     `buffers`: bytes of communication buffers.
     `libraries`: bytes outside the allocator.
     `rewards`: bytes of the reward models of a run with rollouts.
+    `critic`: as `states`, of a critic; None without one.
     """
 
     params: RankParams
@@ -86,6 +88,7 @@ class InvariantMemory(NamedTuple):
     buffers: Floats
     libraries: Floats
     rewards: RewardModelBytes
+    critic: dict[str, Floats] | None = None
 
 
 def invariant_memory(
@@ -102,7 +105,13 @@ def invariant_memory(
         _buffers(job, layouts),
         _libraries(job, layouts),
         reward_model_bytes(job, layouts),
+        None if job.critic is None else _states_of_critic(job.of_critic, layouts, share),
     )
+
+
+def _states_of_critic(job: Job, layouts: LayoutBatch, share: RankStages) -> dict[str, Floats]:
+    """Return the resident bytes of parameters, gradients and optimizer states of the critic that `job` trains."""
+    return resident_state_bytes(job, layouts, rank_params(job, layouts, share))
 
 
 def stage_memory(
@@ -112,6 +121,21 @@ def stage_memory(
 
     `invariant` is the result of `invariant_memory`, computed here if not given. The peak of a run with rollouts may be
     while it generates or while reward models score.
+    """
+    invariant = invariant or invariant_memory(job, layouts, share)
+    sizes = training_memory(job, layouts, share, invariant)
+    for moment in () if job.rollout is None else rollout_moments(job, layouts, invariant):
+        sizes = _larger(sizes, moment)
+    return sizes
+
+
+def training_memory(
+    job: Job, layouts: LayoutBatch, share: RankStages, invariant: InvariantMemory | None = None
+) -> dict[str, Floats]:
+    """Return what `stage_memory` does, at the peak of an update.
+
+    A critic is trained when the gradients of the policy are freed, and has the same layers without logits, so that the
+    peak is in the policy's update.
     """
     invariant = invariant or invariant_memory(job, layouts, share)
     params, activations = invariant.params, invariant.activations
@@ -130,11 +154,12 @@ def stage_memory(
     if job.rollout is None:
         return sizes
     rewards = np.where(_offloads(layouts, "states"), 0.0, invariant.rewards.weights)
-    sizes |= {"reference": reference_copies(job) * sizes["params"], "cache": np.zeros(len(layouts))}
-    sizes["reward_models"] = rewards
-    for moment in rollout_moments(job, layouts, invariant):
-        sizes = _larger(sizes, moment)
-    return sizes
+    return sizes | {
+        "reference": reference_copies(job) * sizes["params"],
+        "critic": critic_memory(job, layouts, invariant),
+        "cache": np.zeros(len(layouts)),
+        "reward_models": rewards,
+    }
 
 
 def _larger(sizes: dict[str, Floats], others: dict[str, Floats]) -> dict[str, Floats]:
@@ -149,6 +174,13 @@ def reference_copies(job: Job) -> int:
     It is on the same layout, in the same dtype.
     """
     return int(job.rollout is not None and job.rollout.reference)
+
+
+def critic_memory(job: Job, layouts: LayoutBatch, invariant: InvariantMemory) -> Floats:
+    """Return the bytes of a critic's states while it is not trained, (rows,); 0 without one."""
+    if invariant.critic is None:
+        return np.zeros(len(layouts))
+    return np.asarray(sum(_states_at_rest(job, layouts, invariant.critic).values()))
 
 
 def rollout_moments(job: Job, layouts: LayoutBatch, invariant: InvariantMemory) -> list[dict[str, Floats]]:
@@ -171,22 +203,29 @@ def scoring_memory(job: Job, layouts: LayoutBatch, invariant: InvariantMemory) -
     return _between_updates(job, layouts, invariant, kinds)
 
 
+def _states_at_rest(job: Job, layouts: LayoutBatch, states: dict[str, Floats]) -> dict[str, Floats]:
+    """Return the bytes of `states` on the device between updates, by kind, (rows,) each.
+
+    Gradients are freed, unless they have persistent buffers.
+    """
+    no_optimizer = _offloads(layouts, "states") | _offloads(layouts, "optimizer")
+    return {
+        "params": np.where(_offloads(layouts, "states"), 0.0, states["params"]),
+        "grads": np.where(_persistent_grads(job, layouts), states["grads"], 0.0),
+        "optimizer": np.where(no_optimizer, 0.0, states["optimizer"]),
+    }
+
+
 def _between_updates(
     job: Job, layouts: LayoutBatch, invariant: InvariantMemory, sizes: dict[str, Floats]
 ) -> dict[str, Floats]:
-    """Return `sizes` with the states of training and the other models in memory.
-
-    Gradients are freed between steps unless they have persistent buffers.
-    """
-    states = invariant.states
-    params = np.where(_offloads(layouts, "states"), 0.0, states["params"])
-    no_optimizer = _offloads(layouts, "states") | _offloads(layouts, "optimizer")
+    """Return `sizes` with the states of training and the other models in memory."""
+    states = _states_at_rest(job, layouts, invariant.states)
     transient = sizes["gathered"] + sizes["weights"] + sizes["activations"]
     return {
-        "params": params,
-        "grads": np.where(_persistent_grads(job, layouts), states["grads"], 0.0),
-        "optimizer": np.where(no_optimizer, 0.0, states["optimizer"]),
-        "reference": reference_copies(job) * params,
+        **states,
+        "reference": reference_copies(job) * states["params"],
+        "critic": critic_memory(job, layouts, invariant),
         "reward_models": np.where(_offloads(layouts, "states"), 0.0, invariant.rewards.weights),
         **sizes,
         "reserved": invariant.libraries + allocator_overhead(job) * transient,
@@ -476,6 +515,16 @@ def host_memory(job: Job, layouts: LayoutBatch, share: RankStages, invariant: In
 
     `invariant` is the result of `invariant_memory`, computed here if not given.
     """
+    own = _host_memory(job, layouts, share, invariant)
+    if job.critic is None or not layouts.offload.any():
+        return own
+    # Activations of both models are never offloaded at the same time.
+    of_critic = _host_memory(job.of_critic, layouts, share, None)
+    return np.where(_offloads(layouts, "activations"), np.maximum(own, of_critic), own + of_critic)
+
+
+def _host_memory(job: Job, layouts: LayoutBatch, share: RankStages, invariant: InvariantMemory | None) -> Floats:
+    """Return the bytes of host memory for offloading one model, (rows,)."""
     if not layouts.offload.any():
         return np.zeros(len(layouts))
     offloads_activations = _offloads(layouts, "activations")
@@ -528,8 +577,19 @@ def rank_generation_memory(job: Job, layout: Layout) -> MemoryEstimate:
 
 def rank_memory(job: Job, layout: Layout, pp_rank: int = 0) -> MemoryEstimate:
     """Estimate the memory of the ranks of pipeline rank `pp_rank`."""
+    return _rank_memory(stage_memory, job, layout, pp_rank)
+
+
+def rank_training_memory(job: Job, layout: Layout, pp_rank: int = 0) -> MemoryEstimate:
+    """Estimate the memory of the ranks of pipeline rank `pp_rank` in an update."""
+    return _rank_memory(training_memory, job, layout, pp_rank)
+
+
+def _rank_memory(
+    memory: Callable[[Job, LayoutBatch, RankStages], dict[str, Floats]], job: Job, layout: Layout, pp_rank: int
+) -> MemoryEstimate:
     layouts = batch_layouts([layout])
     microbatches = num_microbatches(job, layouts)
     rank_share = rank_stages(job.model, layouts, np.array([pp_rank]), microbatches, layout.stage_layers)
-    sizes = stage_memory(job, layouts, rank_share)
+    sizes = memory(job, layouts, rank_share)
     return MemoryEstimate(**{kind: round(float(size[0])) for kind, size in sizes.items()})

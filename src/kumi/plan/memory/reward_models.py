@@ -34,7 +34,9 @@ def reward_jobs(job: Job) -> list[Job]:
     dtype = job.precision.compute
     precision = Precision("rewards", dtype, dtype, dtype)
     passes = LossPasses(forwards=1)
-    return [replace(job, model=model, precision=precision, passes=passes, rollout=None) for _, model in models]
+    return [
+        replace(job, model=model, precision=precision, passes=passes, rollout=None, critic=None) for _, model in models
+    ]
 
 
 def reward_model_bytes(job: Job, layouts: LayoutBatch) -> RewardModelBytes:

@@ -17,6 +17,7 @@ from kumi.plan.memory.device_memory import (
     allocator_overhead,
     backward_peak,
     bytes_in_use_of_offloaded_states,
+    critic_memory,
     moments_without_activations,
     recomputed_share,
     reference_copies,
@@ -86,6 +87,7 @@ class TotalMemory:
         self._in_use = bytes_in_use_of_offloaded_states(job, invariant.params)
         self._activations: dict[int, _ActivationBytes] = {}
         self._peaks: dict[tuple[int, int], _Peak] = {}
+        self._critic: dict[int, Floats] = {}
 
     def total(self, recompute: int, layers: int, offload: int) -> Floats:
         """Return the bytes of each rank, (rows,), if `layers` of its layers recompute (-1: all).
@@ -96,8 +98,10 @@ class TotalMemory:
         outside, buffers = self._invariant.libraries, self._invariant.buffers
         if word == "states":
             transient = np.maximum(self._in_use, peak.pick(self._gathered)) + peak.pick(self._head)
-            return outside + (1 + self._overhead) * (transient + peak.activations + buffers)
-        states, activations = peak.states, peak.activations
+            transient = transient + peak.activations + buffers
+            return outside + self._critic_memory(offload) + (1 + self._overhead) * transient
+        states = peak.states + self._critic_memory(offload)
+        activations = peak.activations
         if word == "activations":
             moved = np.maximum(0.0, peak.resident - self._of(recompute).two_layers)
             activations = np.maximum(0.0, activations - moved)
@@ -105,6 +109,13 @@ class TotalMemory:
             states = states - peak.pick(self._optimizer)
         transient = peak.transient + activations + peak.casts + buffers
         return states + outside + (1 + self._overhead) * transient
+
+    def _critic_memory(self, offload: int) -> Floats:
+        """Return the bytes of the states of a critic, (rows,); 0 without one."""
+        if offload not in self._critic:
+            rows = self._layouts.replaced(offload=np.full(len(self._layouts), offload))
+            self._critic[offload] = critic_memory(self._job, rows, self._invariant)
+        return self._critic[offload]
 
     def generation(self, offload: int) -> Floats:
         """Return the bytes of each rank, (rows,), while a run with rollouts generates or scores; 0 for other runs."""

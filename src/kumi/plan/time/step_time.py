@@ -112,11 +112,21 @@ def step_times(
         for one in reward_jobs(job):
             scoring = step_times(one, layouts, ranks, counts).kinds["passes"] / job.rollout.passes
             kinds["scoring"] = kinds.get("scoring", 0.0) + scoring
+    if job.critic is not None:
+        kinds["critic"] = _critic_seconds(job, layouts, ranks, counts, stage_layers)
     update = update_seconds(job, every, rank, rank_share, work.forward, work.backward + work.weight)
     last = np.argmax(np.asarray(sum(update.values())).reshape(ranks.shape), axis=0)
     for kind, seconds in update.items():
         kinds[kind] = kinds.get(kind, 0.0) + pick_per_row(seconds.reshape(ranks.shape), last)
     return StepTimes(np.asarray(sum(kinds.values())), kinds, total)
+
+
+def _critic_seconds(job: Job, layouts: LayoutBatch, ranks: Ints, counts: Floats, stage_layers: Sequence[int]) -> Floats:
+    """Return the seconds of a step that train the critic of `job` and compute its values, (rows,)."""
+    times = step_times(job.of_critic, layouts, ranks, counts, stage_layers)
+    passes = 1 if job.rollout is None else job.rollout.passes
+    # The values are computed once for all passes over a rollout batch.
+    return np.asarray(times.seconds - times.kinds["passes"] * (1 - 1 / passes))
 
 
 def split_idle(layouts: LayoutBatch, length: Floats, busy: Floats, send: Floats) -> tuple[Floats, Floats]:
