@@ -127,6 +127,7 @@ def test_verbs_and_flags_are_frozen():
             "--base",
             "--checkpoint",
             "--config",
+            "--critic",
             "--dtype",
             "--help",
             "--json",

@@ -30,6 +30,7 @@ def add(verbs: Any) -> None:
         help="the format to write; default: hf, or adapter (PEFT's) for a run that trains adapters",
     )
     add_checkpoint_flag(parser)
+    parser.add_argument("--critic", action="store_true", help="of a run with a critic (PPO): write it, not the model")
     parser.add_argument("--config", metavar="FILE", help="the config.json of a Megatron checkpoint that has none")
     parser.add_argument("--base", metavar="FOLDER", help="the base model of adapters to merge, if it has moved")
     parser.add_argument(
@@ -91,7 +92,7 @@ def _convert(arguments: Namespace) -> tuple[str, str, str]:
 
     source = _folder(arguments)
     verify, options = _verifies(arguments), {"dtype": arguments.dtype, "layout": arguments.layout}
-    options |= {"megatron": _megatron(arguments), "base": arguments.base}
+    options |= {"megatron": _megatron(arguments), "base": arguments.base, "critic": arguments.critic}
     if is_run_folder(source):
         if arguments.config is not None:
             raise ConfigError(f"--config {arguments.config}: only Megatron checkpoints need one; leave it out")
@@ -128,6 +129,7 @@ def _gguf(arguments: Namespace) -> int:
     """Write a GGUF file. Return the exit code."""
     others = {"--verify": arguments.verify, "--dtype": arguments.dtype, "--layout": arguments.layout}
     others |= {"--config": arguments.config, "--megatron-local": arguments.megatron_local}
+    others["--critic"] = arguments.critic
     if given := [flag for flag, value in others.items() if value]:
         raise ConfigError(f"convert: {given[0]} has no effect with --to gguf; remove it")
     if arguments.to != "gguf" or arguments.llama_cpp is None:

@@ -43,6 +43,7 @@ def convert(
     megatron: MegatronOptions | None = None,
     base: str | None = None,
     card: CardContents | None = None,
+    critic: bool = False,
 ) -> str:
     """Convert the model in `src` (any format) into the new folder `dst`; return a sentence that describes the result.
 
@@ -56,6 +57,7 @@ def convert(
     megatron   settings of the Megatron-LM that will load the result
     base       base model of adapters, instead of the one that they name
     card       contents of the card of a Hugging Face folder, instead of those of a conversion
+    critic     convert the critic in a checkpoint of kumi, a reward model in form, instead of its model
 
     Adapters are merged into their base, and the logits before and after merging are compared. Raise ConfigError for
     options that do not fit, ModelError or RefusedError for a damaged source or a failed comparison.
@@ -63,6 +65,7 @@ def convert(
     if isinstance(dst, str) and is_url(dst):
         options: dict[str, Any] = {"to": to, "verify": verify, "dtype": dtype, "layout": layout, "base": base}
         options |= {"config": None if config is None else str(config), "megatron": megatron, "card": card}
+        options["critic"] = critic
         request = {"source": str(src), **options, "megatron": repr(megatron), "card": repr(card)}
         return write_to_url(dst, "convert", request, lambda folder: convert(src, folder, **options))
     if to not in FORMATS:
@@ -77,7 +80,7 @@ def convert(
     is_adapter = is_adapter_folder(folder)
     if base is not None and not is_adapter:
         raise ConfigError(f"--base {base}: only adapters have a base model, and {folder} holds none; leave --base out")
-    source = _open_merged(folder, base) if is_adapter else open_source(folder, config)
+    source = _open_merged(folder, base, critic) if is_adapter else open_source(folder, config, critic=critic)
     dtypes, notes = _dtypes(source, dtype), [f"note: {note}" for note in source.spec.notes]
     if to == "hf":
         _write_hf(source, target, dtypes, card)
@@ -89,7 +92,7 @@ def convert(
     if source.passthrough and to != "megatron":
         summary += f", and {len(source.passthrough)} passthrough tensors copied unchanged"
     if is_adapter:
-        difference = _check_merged(folder, base, target)
+        difference = _check_merged(folder, base, target, critic)
         summary += f"; adapters merged, logits within {difference:.1e} of those with unmerged adapters"
     if not verify:
         return "\n".join([summary, *notes])
@@ -103,13 +106,13 @@ def convert(
     return "\n".join([summary, *notes])
 
 
-def _open_merged(folder: Path, base: str | None) -> Source:
+def _open_merged(folder: Path, base: str | None, critic: bool) -> Source:
     from kumi.convert import merge
 
-    return merge.open_merged(folder, base)
+    return merge.open_merged(folder, base, critic=critic)
 
 
-def _check_merged(folder: Path, base: str | None, target: Path) -> float:
+def _check_merged(folder: Path, base: str | None, target: Path, critic: bool) -> float:
     """Return the largest logit difference between merged and unmerged adapters.
 
     If it is too large, remove `target` and raise ModelError.
@@ -117,7 +120,7 @@ def _check_merged(folder: Path, base: str | None, target: Path) -> float:
     from kumi.convert import merge
 
     try:
-        return merge.check_merged(folder, base, open_source(target))
+        return merge.check_merged(folder, base, open_source(target), critic=critic)
     except ModelError:
         shutil.rmtree(target)
         raise

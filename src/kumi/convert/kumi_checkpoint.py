@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -19,14 +19,14 @@ from kumi.convert.files.slices import Dims, flat_index, is_contiguous
 from kumi.convert.files.stream import Job, Move, Reader, Runs, ThreadBuffers, copy_job, write_at
 from kumi.convert.hf import passthrough as passthrough_files
 from kumi.convert.hf import write_folder
-from kumi.errors import ModelError, RefusedError
+from kumi.errors import ConfigError, ModelError, RefusedError
 from kumi.files.output import remove_tree
 from kumi.spec.families._shared import quantization
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import buffers, tensors
 from kumi.spec.model import ModelSpec
+from kumi.spec.saved_tensors import CRITIC_PREFIX, model_shapes
 from kumi.spec.saved_tensors import MODEL_PREFIX as PREFIX
-from kumi.spec.saved_tensors import model_shapes
 from kumi.spec.shard_slices import slices
 from kumi.spec.sharding import rank_params
 from kumi.storage import checkpoint
@@ -78,14 +78,27 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / "meta.json").exists() or (folder / "index.json").exists()
 
 
-def open_saved_model(folder: Path) -> SavedModel:
-    """Open the model in the checkpoint `folder`; raise RefusedError for damage, ModelError for a missing hf_config."""
-    saved = SavedModel(checkpoint.open(folder))
+def open_saved_model(folder: Path, *, critic: bool = False) -> SavedModel:
+    """Open the model in the checkpoint `folder`, or the `critic` of the run that saved it.
+
+    Raise RefusedError for damage, ModelError for a missing hf_config, ConfigError for a missing critic.
+    """
+    saved = SavedModel(_critic_in(checkpoint.open(folder)) if critic else checkpoint.open(folder))
     if not isinstance(saved.checkpoint.meta.get("hf_config"), dict):
         raise ModelError(
             f"{folder}: its meta.json has no hf_config; name a checkpoint that kumi train or kumi convert wrote"
         )
     return saved
+
+
+def _critic_in(saved: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
+    """Return the critic in the checkpoint `saved` as if it were the model of a checkpoint of its own."""
+    about = saved.meta.get("critic")
+    if not isinstance(about, dict):
+        raise ConfigError(f"{saved.folder}: has no critic, as its run trained none; convert its model")
+    stored = saved.tensors.items()
+    tensors = {name.removeprefix(CRITIC_PREFIX): each for name, each in stored if name.startswith(CRITIC_PREFIX)}
+    return replace(saved, meta={**saved.meta, **about}, tensors=tensors)
 
 
 def check_tensors(saved: SavedModel, spec: ModelSpec) -> None:

@@ -65,9 +65,12 @@ def _base_model(config: Mapping[str, Any]) -> str | None:
     return f"{name}@{revision}" if isinstance(name, str) and revision and hub.is_id(name) else name
 
 
-def open_unmerged(folder: Path, base: str | None = None) -> AdaptedModel:
-    """Open the adapters in `folder`, and their base model: `base`, or else the model that the adapters name."""
-    trained = adapters_of_run(folder)
+def open_unmerged(folder: Path, base: str | None = None, *, critic: bool = False) -> AdaptedModel:
+    """Open the adapters in `folder`, and their base model: `base`, or else the model that the adapters name.
+
+    `critic`: the adapters of a run's critic.
+    """
+    trained = adapters_of_run(folder, critic=critic)
     if trained is None:
         base_name = _base_model(adapter_read.read_config(folder)) if base is None else base
     else:
@@ -146,12 +149,12 @@ def lora_settings(meta: Mapping[str, Any]) -> Lora:
     return Lora(**settings | names)
 
 
-def open_merged(folder: Path, base: str | None = None) -> Source:
+def open_merged(folder: Path, base: str | None = None, *, critic: bool = False) -> Source:
     """Return the base model with the adapters in `folder` merged into it while it is read.
 
-    The base model is `base`, or else the model that the adapters name.
+    The base model is `base`, or else the model that the adapters name. `critic`: the adapters of a run's critic.
     """
-    model = open_unmerged(folder, base)
+    model = open_unmerged(folder, base, critic=critic)
     return replace(model.base, folder=folder, reader=_merging_reader(model.base, model.adapters, model.full))
 
 
@@ -199,15 +202,15 @@ def merge_rows(rows: Tensor, adapter: Adapter, first: int = 0) -> Tensor:
     return result
 
 
-def check_merged(folder: Path, base: str | None, written: Source) -> float:
+def check_merged(folder: Path, base: str | None, written: Source, *, critic: bool = False) -> float:
     """Return the largest difference between the float32 logits of `written` and of the base with unmerged adapters.
 
-    `written` is a copy of `open_merged(folder, base)`. Raise ModelError if the difference exceeds `_TOLERANCE`.
+    `written` is a copy of `open_merged(folder, base, critic)`. Raise ModelError if the difference exceeds `_TOLERANCE`.
     """
     with torch.no_grad():
         prompts = sample_prompts(written.spec.vocab_size, min(16, written.spec.max_position_embeddings))
         # The first model is freed before the second is loaded.
-        expected = unmerged_decoder(open_unmerged(folder, base))(prompts)
+        expected = unmerged_decoder(open_unmerged(folder, base, critic=critic))(prompts)
         actual = written.decoder().eval()(prompts)
     difference = float((expected - actual).abs().max())
     names = [name for name in written.dtypes if name.endswith("_proj.weight")]
@@ -221,13 +224,13 @@ def check_merged(folder: Path, base: str | None, written: Source) -> float:
     return difference
 
 
-def check_adapters(folder: Path, written: Path, base: str | None = None) -> float:
+def check_adapters(folder: Path, written: Path, base: str | None = None, *, critic: bool = False) -> float:
     """Return the largest difference between the float32 logits with the adapters in `folder` and those in `written`.
 
-    Both have the base model `base`, or else that of `folder`. Raise ModelError if the difference is larger than
-    rounding.
+    Both have the base model `base`, or else that of `folder`. `critic`: the adapters are those of a run's critic. Raise
+    ModelError if the difference is larger than rounding.
     """
-    source = open_unmerged(folder, base)
+    source = open_unmerged(folder, base, critic=critic)
     spec, place = source.base.spec, str(source.base.folder)
     prompts = sample_prompts(spec.vocab_size, min(16, spec.max_position_embeddings))
     with torch.no_grad():

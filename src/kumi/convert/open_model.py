@@ -13,7 +13,7 @@ from kumi.convert.files.safetensors_read import Span
 from kumi.convert.files.stream import Reader
 from kumi.convert.hf import read_folder
 from kumi.convert.hf.passthrough import passthrough_of_checkpoint, passthrough_tensors
-from kumi.errors import ModelError
+from kumi.errors import ConfigError, ModelError
 from kumi.megatron.checkpoint_files import is_checkpoint
 from kumi.paths import looked_for
 from kumi.spec import families
@@ -75,13 +75,15 @@ class Source:
         return decoder
 
 
-def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
+def open_source(folder: str | Path, config: str | Path | None = None, *, critic: bool = False) -> Source:
     """Open the model in `folder`: a Hugging Face folder, or a checkpoint of kumi or Megatron-Core.
 
-    `config` is a config.json for Megatron checkpoints that do not describe their model. Raise ModelError for any other
-    folder, or if `config` is not needed.
+    `config` is a config.json for Megatron checkpoints that do not describe their model. `critic`: open the critic in a
+    checkpoint of kumi. Raise ModelError for any other folder, or if `config` is not needed.
     """
     folder = Path(folder)
+    if critic and not kumi_checkpoint.is_checkpoint(folder):
+        raise ConfigError(f"{folder}: has no critic, which only the checkpoints of a run have; name a run's folder")
     if is_checkpoint(folder):
         return _open_megatron(folder, config)
     if config is not None:
@@ -91,7 +93,7 @@ def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
     if (folder / "config.json").exists():
         return _open_hf(folder)
     if kumi_checkpoint.is_checkpoint(folder):
-        return _open_kumi(folder)
+        return _open_kumi(folder, critic=critic)
     if (folder / "adapter_config.json").exists():
         raise ModelError(
             f"{folder}: a LoRA adapter, not a complete model; merge it into its base model with "
@@ -110,10 +112,12 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / "adapter_config.json").exists() or adapters_of_run(folder) is not None
 
 
-def adapters_of_run(folder: Path) -> kumi_checkpoint.SavedModel | None:
-    """Return the checkpoint in `folder` if a run saved adapters in it, else None."""
-    saved = kumi_checkpoint.open_saved_model(folder) if kumi_checkpoint.is_checkpoint(folder) else None
-    return saved if saved is not None and "lora" in saved.checkpoint.meta else None
+def adapters_of_run(folder: Path, *, critic: bool = False) -> kumi_checkpoint.SavedModel | None:
+    """Return the checkpoint in `folder`, or the `critic` in it, if a run saved adapters in it, else None."""
+    if not kumi_checkpoint.is_checkpoint(folder):
+        return None
+    saved = kumi_checkpoint.open_saved_model(folder, critic=critic)
+    return saved if "lora" in saved.checkpoint.meta else None
 
 
 def models_in_run(folder: Path) -> str:
@@ -136,8 +140,8 @@ def _open_hf(folder: Path) -> Source:
     )
 
 
-def _open_kumi(folder: Path) -> Source:
-    saved = kumi_checkpoint.open_saved_model(folder)
+def _open_kumi(folder: Path, *, critic: bool) -> Source:
+    saved = kumi_checkpoint.open_saved_model(folder, critic=critic)
     spec = families.from_hf(saved.config)
     kumi_checkpoint.check_tensors(saved, spec)
     passthrough = passthrough_of_checkpoint(folder, spec, saved.passthrough_source)

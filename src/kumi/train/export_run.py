@@ -54,6 +54,7 @@ def export_run(
     layout: str | None = None,
     megatron: MegatronOptions | None = None,
     base: str | None = None,
+    critic: bool = False,
 ) -> RunExport:
     """Write a checkpoint of the run in the folder `run`, with the facts of the run, to the new folder or URL `target`.
 
@@ -61,15 +62,17 @@ def export_run(
         adapters, else "hf". With "hf" adapters are merged.
     checkpoint: as of `kumi.convert.run_checkpoint.choose_model`.
     dtype: that of the run's export by default.
+    critic: write the critic of the run instead of its model.
 
     The other arguments and the errors are those of `kumi.convert.convert`.
     """
     chosen = choose_model(run, checkpoint)
-    saved = _saved(chosen.folder)
+    saved = _saved(chosen.folder, critic=critic)
     has_adapters = saved is not None and "lora" in saved.meta
     to = to or ("adapter" if has_adapters else "hf")
     if isinstance(target, str) and is_url(target):
         options: dict[str, Any] = {"to": to, "verify": verify, "dtype": dtype, "layout": layout, "base": base}
+        options["critic"] = critic
         request = {"source": str(chosen.folder.absolute()), **options, "megatron": repr(megatron)}
 
         def write(folder: Path) -> str:
@@ -84,21 +87,27 @@ def export_run(
         if dtype or layout or megatron:
             raise ConfigError("convert: --dtype, --layout and Megatron's flags have no effect on adapters; remove them")
         contents = contents or CardContents(target.name, {"made by": "kumi convert"})
-        write_run_adapters(target, _adapted_model(saved), saved, _base_name(run, config, saved, base), contents)
-        message = f"{target}: adapters written for PEFT" + (_verify_adapters(saved, target, base) if verify else "")
+        base_name = _base_name(run, config, saved, base, critic=critic)
+        write_run_adapters(target, _adapted_model(saved), saved, base_name, contents)
+        message = f"{target}: adapters written for PEFT" + (
+            _verify_adapters(saved, target, base, critic=critic) if verify else ""
+        )
         return RunExport(to, chosen.words, message)
     if to == "hf" and dtype is None and saved is not None and config is not None and not has_adapters:
         dtype = export_dtype(config, saved.meta["hf_config"])
     options = {"to": to, "verify": verify, "dtype": dtype, "layout": layout, "megatron": megatron}
-    message = convert(chosen.folder, target, base=base, card=contents if to == "hf" else None, **options)
+    card = contents if to == "hf" else None
+    message = convert(chosen.folder, target, base=base, card=card, critic=critic, **options)
     if to == "hf" and saved is not None and saved.meta.get("carried_from"):
         copy_processor(Path(saved.meta["carried_from"]), target)
     return RunExport(to, chosen.words, message)
 
 
-def _saved(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint in `folder`; None for an exported model."""
-    return kumi_checkpoint.open_saved_model(folder).checkpoint if kumi_checkpoint.is_checkpoint(folder) else None
+def _saved(folder: Path, *, critic: bool) -> Checkpoint | None:
+    """Return the checkpoint in `folder`, or the `critic` in it; None for an exported model."""
+    if not kumi_checkpoint.is_checkpoint(folder):
+        return None
+    return kumi_checkpoint.open_saved_model(folder, critic=critic).checkpoint
 
 
 def _config(run: Path) -> RunConfig | None:
@@ -122,13 +131,15 @@ def _contents(config: RunConfig, run: Path, saved: Checkpoint) -> CardContents:
     )
 
 
-def _base_name(run: Path, config: RunConfig | None, saved: Checkpoint, base: str | None) -> str:
-    """Return the base model that adapters name: `base`, or the model that the run began from, as its export does."""
+def _base_name(run: Path, config: RunConfig | None, saved: Checkpoint, base: str | None, *, critic: bool) -> str:
+    """Return the base model that adapters name: `base`, or the model that the run or its `critic` began from."""
     if base is not None:
         return str(model_folder_of(base, "--base").resolve())
-    source = None if config is None else config.model.source
+    key, source = "model.source", None if config is None else config.model.source
+    if critic and config is not None and config.critic.model is not None:
+        key, source = "critic.model", config.critic.model
     repository = None if source is None or Path(source).expanduser().exists() else hub.split(source)
-    commit = None if source is None or repository is None else hub.recorded_commit(run, "model.source", source)
+    commit = None if source is None or repository is None else hub.recorded_commit(run, key, source)
     return str(saved.meta["base"]) if repository is None or commit is None else f"{repository[0]}@{commit}"
 
 
@@ -138,7 +149,7 @@ def _adapted_model(saved: Checkpoint) -> ModelSpec:
     return replace(families.from_hf(saved.meta["hf_config"]), lora=lora_settings(saved.meta))
 
 
-def _verify_adapters(saved: Checkpoint, target: Path, base: str | None) -> str:
+def _verify_adapters(saved: Checkpoint, target: Path, base: str | None, *, critic: bool) -> str:
     """Compare the logits of the base model with the adapters in `target` and with those of `saved`; return the result.
 
     If they differ, remove `target` and raise ModelError.
@@ -146,7 +157,7 @@ def _verify_adapters(saved: Checkpoint, target: Path, base: str | None) -> str:
     from kumi.convert.merge import check_adapters
 
     try:
-        how = f"logits within {check_adapters(saved.folder, target, base):.1e} of the checkpoint's"
+        how = f"logits within {check_adapters(saved.folder, target, base, critic=critic):.1e} of the checkpoint's"
     except ModelError:
         shutil.rmtree(target)
         raise
