@@ -244,16 +244,6 @@ def test_a_critic_of_a_policy_with_adapters_has_adapters(trained, tmp_path, caps
     assert open_source(tmp_path / "merged").spec.head == "score"
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("offload", ["optimizer", "activations"])
-def test_a_critic_offloads_its_states_with_the_results_of_the_device(trained, tmp_path, offload):
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run"))
-    assert train(tmp_path, **SETTINGS, layout={"offload": offload}) == 0
-    for own, other in zip(metrics(tmp_path / "run"), metrics(trained / "run"), strict=True):
-        for name in ("train/loss", "critic/loss", "critic/grad_norm"):
-            assert own[name] == pytest.approx(other[name], rel=1e-9, abs=1e-11)
-
-
 # Tokens of a reply -> updates, and the mean reward over five seeds that PPO reaches. Replies of lowercase letters have
 # the reward 1, and 0.1 more if they begin with the letter of their row, which the prompt does not tell.
 TASKS = {1: (80, 0.95), 4: (100, 0.9)}
