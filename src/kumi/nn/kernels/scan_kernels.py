@@ -31,8 +31,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from kumi.nn.mamba_scan import ScanInputs
 
-# Positions of a tile.
-_POSITIONS = 64
+# Positions of a tile, and of one in the gradients, which have more accumulators: with 64, registers spill.
+_POSITIONS, _GRADIENT_POSITIONS = 64, 32
 # Numbers of a state that a program of `pass_states` has.
 _STATE_NUMBERS = 1024
 
@@ -454,6 +454,7 @@ def scan_backward(grad: Tensor, inputs: ScanInputs) -> Sequence[Tensor]:
     grad_states = _states(grad, decays.from_start, c, decays.through, constants, reverse=True)
     grad_x, grad_b, grad_c = torch.empty_like(x), torch.empty_like(b), torch.empty_like(c)
     grad_sums, dots = torch.empty_like(steps), steps.new_empty(3, *steps.shape)
+    constants["BLOCK"] = min(constants["BLOCK"], _GRADIENT_POSITIONS)
     grid, sizes = (_tiles(chunks, constants), groups, rows), (length, heads, groups, chunks)
     query_gradients[grid](
         grad,
