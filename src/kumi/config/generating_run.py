@@ -43,8 +43,8 @@ def generating_keys(config: PlanConfig) -> list[tuple[str, str]]:
     if sample.prompts and sample.every:
         keys.append((f"sample.every={sample.every}", "set sample.every=0"))
     for task in config.eval.tasks:
-        if task.kind == "exact_match":
-            keys.append((f"task {task.name!r} of eval.tasks, of kind 'exact_match',", "remove the task"))
+        if task.kind in ("exact_match", "reasoning_gym"):
+            keys.append((f"task {task.name!r} of eval.tasks, of kind {task.kind!r},", "remove the task"))
     return keys
 
 

@@ -29,8 +29,8 @@ class RewardKindSection(KindSection):
     kinds = REWARD_KINDS
     kind: RewardKind = Key(
         description="'function' is your own; 'exact', 'number', 'boxed', 'regex' and 'json-schema' compare texts; "
-        "'length' counts tokens; 'model' is a reward model, 'judge' a chat model by HTTP; 'code' runs tests in a "
-        "sandbox.",
+        "'reasoning-gym' is the scorer of a problem's task; 'length' counts tokens; 'model' is a reward model, 'judge' "
+        "a chat model by HTTP; 'code' runs tests in a sandbox.",
         examples=["boxed"],
     )
 

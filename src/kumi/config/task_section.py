@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
 from kumi.config.section import Positive, Section, Switch, Text
+from kumi.rewards.reward_spec import GymReward
+from kumi.spec.data_source import is_gym
 
-TASK_KINDS = ("perplexity", "multiple_choice", "exact_match")
+# What the reward of the same keys says of them.
+_TEXTS = {key.name: key.metadata["text"] for key in fields(GymReward)}
+TASK_KINDS = ("perplexity", "multiple_choice", "exact_match", "reasoning_gym")
 
 # The key of a task -> the kinds that use it.
 _USED_BY = {
@@ -19,9 +24,11 @@ _USED_BY = {
     "choices_key": ("multiple_choice",),
     "answer_key": ("multiple_choice", "exact_match"),
     "separator": ("multiple_choice",),
-    "chat": ("exact_match",),
-    "stop": ("exact_match",),
-    "max_new_tokens": ("exact_match",),
+    "chat": ("exact_match", "reasoning_gym"),
+    "stop": ("exact_match", "reasoning_gym"),
+    "max_new_tokens": ("exact_match", "reasoning_gym"),
+    "tag": ("reasoning_gym",),
+    "after": ("reasoning_gym",),
 }
 
 if TYPE_CHECKING:
@@ -38,11 +45,13 @@ class TaskSection(Section):
     )
     kind: TaskKind = Field(
         description="'perplexity' of texts; 'multiple_choice' by the log-probs of the choices; 'exact_match' of a "
-        "greedy reply with the answer.",
+        "greedy reply with the answer; 'reasoning_gym': the score of a greedy reply by the scorer of its problem.",
         examples=["multiple_choice"],
     )
     path: Text = Field(
-        description="File of the task: JSONL, JSON, parquet, or text for perplexity.", examples=["quiz.jsonl"]
+        description="File of the task: JSONL, JSON, parquet, or text for perplexity; or problems of reasoning-gym, as "
+        "in a data source.",
+        examples=["quiz.jsonl"],
     )
     text_key: Text = Field("text", description="perplexity: column of the text.")
     prompt: Text = Field(
@@ -57,15 +66,19 @@ class TaskSection(Section):
     )
     separator: str = Field(" ", description="multiple_choice: text between the prompt and a choice.")
     chat: Switch = Field(
-        False, description="exact_match: render the prompt as a user's message with the chat template."
+        False,
+        description="exact_match, reasoning_gym: render a prompt that is a text as a user's message with the chat "
+        "template.",
     )
-    stop: tuple[Text, ...] = Field((), description="exact_match: texts that end the reply.")
-    max_new_tokens: Positive = Field(64, description="exact_match: tokens of a reply at most.")
+    stop: tuple[Text, ...] = Field((), description="exact_match, reasoning_gym: texts that end the reply.")
+    max_new_tokens: Positive = Field(64, description="exact_match, reasoning_gym: tokens of a reply at most.")
+    tag: str = Field("answer", description=f"reasoning_gym: {_TEXTS['tag']}")
+    after: str = Field("", description=f"reasoning_gym: {_TEXTS['after']}")
 
     @field_validator("path")
     @classmethod
     def _check_suffix(cls, path: str) -> str:
-        if not Path(path).suffix:
+        if not is_gym(path) and not Path(path).suffix:
             raise ValueError(f"{path!r} has no suffix that names its format; name a file such as quiz.jsonl")
         return path
 

@@ -1,9 +1,9 @@
 """Data sources: expand a source's path to files, and determine the format of each file.
 
 A source's path is a file, a folder, a glob, a URL of one of these (see `kumi.data.remote_sources`), a hub dataset (see
-`kumi.hub.datasets`) or (for `format="indexed"`) the prefix of a .bin/.idx pair. A folder that `datasets` saved gives
-the Arrow files that its state.json lists. `{stdlib}` stands for the standard library of the running interpreter, `~`
-for the home folder, `{a,b}` for alternatives."""
+`kumi.hub.datasets`), problems of reasoning-gym (see `kumi.data.gym_source`) or (for `format="indexed"`) the prefix of a
+.bin/.idx pair. A folder that `datasets` saved gives the Arrow files that its state.json lists. `{stdlib}` stands for
+the standard library of the running interpreter, `~` for the home folder, `{a,b}` for alternatives."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kumi.data.gym_source import gym_file
 from kumi.data.path_patterns import glob_regex, is_skipped
 from kumi.data.remote_sources import fetch_source
 from kumi.errors import ConfigError
@@ -23,7 +24,7 @@ from kumi.files.untrusted import INDEX, brief, inside, read_object
 from kumi.hub.datasets import fetch_dataset, is_dataset
 from kumi.paths import looked_for
 from kumi.remote.addresses import is_url
-from kumi.spec.data_source import FORMATS, Source
+from kumi.spec.data_source import FORMATS, Source, is_gym
 
 COMPRESSIONS = (".gz", ".zst")
 # Files that `datasets` writes with save_to_disk.
@@ -61,6 +62,8 @@ def expand(source: Source) -> list[Path]:
 
     In a folder, names that begin with a dot and `__pycache__` are skipped. Raise DataPathError when no file matches,
     or a file's suffix names no known format."""
+    if is_gym(source.path):
+        return [gym_file(source.path)]
     if is_hub_source(source):
         return _without_excluded(source, list(fetch_dataset(source.path, source.commits.get(source.path)).files))
     if is_url(source.path):
@@ -114,6 +117,7 @@ def would_read(source: Source, path: Path) -> bool:
     """Return True if a file at the absolute `path` would belong to `source`; the file need not exist."""
     if (
         source.format == "indexed"
+        or is_gym(source.path)
         or is_dataset(source.path)
         or is_url(source.path)
         or any(glob_regex(pattern).fullmatch(path.as_posix()) for pattern in source.exclude)

@@ -1,4 +1,4 @@
-"""kumi's own tasks: perplexity of texts, multiple choice, exact match.
+"""kumi's own tasks: perplexity of texts, multiple choice, exact match, problems of reasoning-gym.
 
 task = encode_prompts(open_task(section), chat)     # reads and checks all rows, without a model
 result = run_task(task, model)
@@ -13,11 +13,12 @@ from typing import Any
 from kumi.config.task_section import TaskSection
 from kumi.errors import ConfigError
 from kumi.evaluation.task_result import Metric, TaskResult, mean, perplexities
-from kumi.evaluation.task_rows import answers_of, choices_of, documents, prompt_of, right_choice, rows
+from kumi.evaluation.task_rows import answers_of, choices_of, documents, problem_of, prompt_of, right_choice, rows
 from kumi.evaluation.text_model import TextModel
-from kumi.inference.prompt_encoder import PromptEncoder
+from kumi.inference.prompt_encoder import Prompt, PromptEncoder
 from kumi.inference.sampling import Sampling
 from kumi.rewards.answers import is_answer
+from kumi.rewards.text_rewards import text_after
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class OpenTask:
     """A task with the rows of its file, checked.
 
     rows: for 'perplexity' texts; for 'multiple_choice' (prompt, choices, index of the right one); for 'exact_match'
-    (place in the file, prompt, answers), where the prompt is a text, or the ids of a conversation.
+    (place in the file, prompt, answers) and for 'reasoning_gym' (place in the file, prompt, scorer), where the prompt
+    is a text, or the ids of a conversation.
     stop_ids: ids that end a reply to a conversation.
     """
 
@@ -41,7 +43,7 @@ def open_task(task: TaskSection) -> OpenTask:
 
 
 def encode_prompts(task: OpenTask, chat: PromptEncoder | None) -> OpenTask:
-    """Return `task` with its prompts encoded as messages of a user, if it asks for that.
+    """Return `task` with its prompts encoded as conversations, if it asks for that.
 
     `chat`: None for a model without a chat template, which such a task cannot use. Raise ConfigError for that, and for
     a prompt that the template refuses.
@@ -100,15 +102,30 @@ def _prompts(task: TaskSection) -> list[tuple[str, str, list[str]]]:
 
 def _exact_match(task: OpenTask, model: TextModel) -> Mapping[str, Metric]:
     """`exact_match`: the greedy reply is one of the answers, white space around both left out."""
+    replies = _greedy_replies(task, model)
+    right = [float(is_answer(reply, answers)) for reply, (_, _, answers) in zip(replies, task.rows, strict=True)]
+    return {"exact_match": mean(right)}
+
+
+def _greedy_replies(task: OpenTask, model: TextModel) -> list[str]:
     section = task.section
     sampling = Sampling(max_new_tokens=section.max_new_tokens, temperature=0.0, stop_strings=section.stop)
     prompts = [prompt for _, prompt, _ in task.rows]
     if section.chat:
-        replies = model.replies_to(prompts, replace(sampling, stop_ids=task.stop_ids))
-    else:
-        replies = model.replies(prompts, sampling)
-    right = [float(is_answer(reply, answers)) for reply, (_, _, answers) in zip(replies, task.rows, strict=True)]
-    return {"exact_match": mean(right)}
+        return model.replies_to(prompts, replace(sampling, stop_ids=task.stop_ids))
+    return model.replies(prompts, sampling)
+
+
+def _problems(task: TaskSection) -> list[tuple[str, Prompt, Callable[[str], float]]]:
+    """Return the place, the prompt and the scorer of each row."""
+    return [(place, *problem_of(task, place, row)) for place, row in rows(task)]
+
+
+def _scored_problems(task: OpenTask, model: TextModel) -> Mapping[str, Metric]:
+    """`score`: of the greedy reply by the problem's own scorer. `accuracy`: share of replies with the full score, 1."""
+    texts = [text_after(reply, task.section.after) or "" for reply in _greedy_replies(task, model)]
+    scores = [score(text) for text, (_, _, score) in zip(texts, task.rows, strict=True)]
+    return {"accuracy": mean([float(score >= 1) for score in scores]), "score": mean(scores)}
 
 
 # Kind -> the function that reads its rows, and the one that scores them.
@@ -118,4 +135,5 @@ _KINDS: dict[
     "perplexity": (documents, _perplexity),
     "multiple_choice": (_questions, _multiple_choice),
     "exact_match": (_prompts, _exact_match),
+    "reasoning_gym": (_problems, _scored_problems),
 }

@@ -14,6 +14,7 @@ METRICS_OF_KIND = {
     "perplexity": {"perplexity": False, "word_perplexity": False, "byte_perplexity": False, "bits_per_byte": False},
     "multiple_choice": {"acc": True, "acc_norm": True},
     "exact_match": {"exact_match": True},
+    "reasoning_gym": {"accuracy": True, "score": True},
 }
 HIGHER_IS_BETTER = {name: higher for metrics in METRICS_OF_KIND.values() for name, higher in metrics.items()}
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kumi.config.task_section import TaskSection
+from kumi.data.gym_source import gym_file
+from kumi.data.gym_task import row_scorer
 from kumi.data.records import Fault, read
 from kumi.data.row_files import read_rows
 from kumi.data.sources import file_format
 from kumi.errors import ConfigError
 from kumi.files.untrusted import brief
+from kumi.inference.prompt_encoder import Prompt
 from kumi.paths import looked_for
 from kumi.rewards.answers import answers_in
+from kumi.spec.data_source import is_gym
 
 Row = Mapping[str, Any]
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -42,6 +46,8 @@ def rows(task: TaskSection) -> list[tuple[str, Row]]:
 
 
 def _existing(task: TaskSection) -> Path:
+    if is_gym(task.path):
+        return gym_file(task.path)
     path = Path(task.path).expanduser()
     if not path.is_file():
         raise ConfigError(f"task {task.name}: {looked_for(path)} is not a file; correct its path")
@@ -100,6 +106,19 @@ def right_choice(task: TaskSection, place: str, row: Row, choices: Sequence[str]
         f"task {task.name}: {place}: column {task.answer_key!r} is {brief(value)}, neither an index from 0 to "
         f"{len(choices) - 1} nor one of the choices; correct the row"
     )
+
+
+def problem_of(task: TaskSection, place: str, row: Row) -> tuple[Prompt, Callable[[str], float]]:
+    """Return the prompt of `row`, a problem of reasoning-gym, and its scorer."""
+    prompt = _column(task, place, row, "prompt")
+    if not isinstance(prompt, str) and not task.chat:
+        raise ConfigError(
+            f"task {task.name}: {place}: column 'prompt' is {brief(prompt)}, not a text; set chat=true for messages"
+        )
+    try:
+        return prompt, row_scorer(row, task.tag)
+    except ValueError as error:
+        raise ConfigError(f"task {task.name}: {place}: {error}; correct the row") from None
 
 
 def answers_of(task: TaskSection, place: str, row: Row) -> list[str]:

@@ -3,7 +3,7 @@
 reward_spec     the configured rewards
 scorer          replies of a step in, rewards out: in timed_workers (reward_worker), threads, or the calling process
 text_rewards    answers, numbers (number_text), regular expressions, JSON schemas (json_schema)
-function_reward, length_reward, judge, code_reward (sandbox)
+function_reward, gym_reward, length_reward, judge, code_reward (sandbox)
 """
 
 from __future__ import annotations

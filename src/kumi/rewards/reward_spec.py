@@ -152,6 +152,19 @@ class JsonSchemaReward(RewardSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GymReward(RewardSpec):
+    """The score of a problem of reasoning-gym by the scorer of its task, usually 0 to 1."""
+
+    kind: ClassVar[str] = "reasoning-gym"
+    tag: str = described("Judge the last text between <tag> and </tag>; empty: the whole reply.", "answer")
+    after: str = _AFTER
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return ("reasoning_gym",)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LengthReward(RewardSpec):
     """0 for a short reply, falling to -1 for one of `max_tokens` (DAPO, arXiv:2503.14476, equation 13)."""
 
@@ -321,6 +334,7 @@ REWARD_KINDS: dict[str, type[RewardSpec]] = {
         BoxedReward,
         RegexReward,
         JsonSchemaReward,
+        GymReward,
         LengthReward,
         ModelReward,
         JudgeReward,

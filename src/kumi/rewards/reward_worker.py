@@ -22,6 +22,7 @@ from kumi.rewards.reward_spec import (
     CodeReward,
     ExactReward,
     FunctionReward,
+    GymReward,
     JsonSchemaReward,
     NumberReward,
     RegexReward,
@@ -61,6 +62,11 @@ def build(spec: RewardSpec, folder: Path, sandbox: BwrapSandbox | None) -> Rewar
             return regex_reward(spec)
         case JsonSchemaReward():
             return json_schema_reward(spec, folder)
+        case GymReward():
+            # Late: few runs have problems, and their package takes seconds to import.
+            from kumi.rewards.gym_reward import gym_reward
+
+            return gym_reward(spec)
         case CodeReward():
             return code_reward(spec, sandbox)
     raise AssertionError(f"{spec.kind} does not run in a worker")

@@ -10,9 +10,16 @@ from typing import Any
 from kumi.errors import ConfigError
 from kumi.spec.field_docs import described
 
+# What a path of problems of reasoning-gym begins with; `kumi.data.gym_source` reads the rest.
+GYM_SCHEME = "reasoning-gym:"
 FORMATS = ("auto", "jsonl", "json", "parquet", "arrow", "text", "indexed")
 # Kinds of rows; "auto" goes by the columns.
 ROW_KINDS = ("auto", "text", "chat", "prompt-completion", "instruction", "preference", "feedback", "prompt")
+
+
+def is_gym(path: str) -> bool:
+    """Return True if the data path `path` names problems of reasoning-gym."""
+    return path.startswith(GYM_SCHEME)
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,10 @@ class Source:
         folder, not in its run file.
     """
 
-    path: str = described("A file, folder, glob or hub dataset; {stdlib} is this Python's standard library.")
+    path: str = described(
+        "A file, folder, glob or hub dataset; {stdlib} is this Python's standard library. Problems of reasoning-gym "
+        "are reasoning-gym:TASK?size=N&seed=N."
+    )
     weight: float = described("Share of this source in the training data, relative to the others: `data.shares`.", 1.0)
     text_key: str = described("The field that holds the text, in JSONL and parquet.", "text")
     format: str = described(

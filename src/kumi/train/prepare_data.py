@@ -23,12 +23,14 @@ from kumi.data import (
     would_read,
 )
 from kumi.data.bpe import train as train_tokenizer
+from kumi.data.gym_source import check_scored
 from kumi.data.prompt_rows import PromptRows
 from kumi.data.remote_sources import covers
 from kumi.errors import ConfigError
 from kumi.process_limits import usable_cores
 from kumi.remote.addresses import is_url, join_url
-from kumi.spec.data_source import ChatOptions
+from kumi.rewards.reward_spec import GymReward
+from kumi.spec.data_source import ChatOptions, is_gym
 from kumi.train.dataset_commits import run_sources
 
 
@@ -41,8 +43,11 @@ def data_folder(run: ResolvedRun) -> Path:
 
 def check_data(run: ResolvedRun) -> None:
     """Raise ConfigError unless the data sources exist and the tokenizer fits the model. Write nothing."""
+    is_scored = any(section.kind == GymReward.kind for section in run.config.rewards)
     for source in run_sources(run):
         _refuse_own_files(run, source)
+        if is_scored and is_gym(source.path):
+            check_scored(source.path)
         expand(source)
     if isinstance(run.config.data.tokenizer, str):
         _check_vocabulary(run, load_tokenizer(tokenizer_folder(run)))

@@ -1,0 +1,236 @@
+"""Tasks of reasoning-gym: problems that are made on this machine, each with an answer and a scorer of other answers.
+
+    row = {"prompt": "What is 2 + 3?", "answer": "5", "reasoning_gym": {"task": ..., "answer": "5", "metadata": ...}}
+    row_scorer(row, "answer")("It is <answer>5</answer>.") == 1.0
+
+Problem number n of a task and a seed is the package's own of seed + n. The package is an extra, `pip install
+'kumi[reasoning]'`, and is imported when the first task is opened.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import hashlib
+import inspect
+import json
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from types import FunctionType, ModuleType
+from typing import Any
+
+from kumi.errors import ConfigError
+from kumi.files.untrusted import brief
+
+PACKAGE = "reasoning-gym"
+# The column of a row with what its scorer needs.
+COLUMN = "reasoning_gym"
+# The problems to train on, and those to evaluate on: one in _TEST_SHARE.
+SPLITS = ("train", "test")
+_TEST_SHARE = 10
+# Problems in a row that are repeated, or of the other split, after which a task is taken to have no others.
+_LAST_NEW = 10_000
+# Functions that run a text as Python, by their names in the packages that have them.
+_EVALUATING = {"eval": "builtins", "exec": "builtins", "parse_expr": "sympy", "sympify": "sympy"}
+
+
+def load_package() -> None:
+    """Import the package, which takes seconds. Raise ConfigError if it is not installed."""
+    _package()
+
+
+def package_version() -> str:
+    """Return the version of the installed package, on which problems depend. Raise ConfigError without it."""
+    try:
+        return version(PACKAGE)
+    except PackageNotFoundError:
+        raise ConfigError(
+            f"{PACKAGE} is not installed, and a task of it is asked for; pip install 'kumi[reasoning]'"
+        ) from None
+
+
+def problem_rows(task: str, config: Mapping[str, Any], seed: int, size: int, split: str) -> Iterator[dict[str, Any]]:
+    """Yield the first `size` different problems of `split` as rows: a pure function of the arguments and the package.
+
+    config: keys of the task's configuration in the package. split: a hash of its text decides to which one a problem
+    belongs, so that no problem of "test" is in "train", whatever the seeds. Raise ConfigError for a task or a key that
+    the package lacks, and for a task with fewer problems.
+    """
+    dataset = _dataset(task, _frozen(config), seed)
+    is_checked = evaluating_function(task) is None
+    questions, repeated, number = set[str](), 0, 0
+    while len(questions) < size:
+        problem = _problem(task, dataset, number)
+        number += 1
+        question = problem["question"]
+        if question in questions or split_of(question) != split:
+            repeated += 1
+            if repeated == _LAST_NEW:
+                raise ConfigError(
+                    f"{PACKAGE}:{task}: there are {len(questions)} different problems of split={split!r} with these "
+                    f"keys, and size={size}; lower it, or make the problems more various"
+                )
+            continue
+        repeated = 0
+        questions.add(question)
+        yield _row(task, config, problem, dataset if is_checked else None)
+
+
+def _problem(task: str, dataset: Any, number: int) -> Mapping[str, Any]:
+    """Return problem `number` of `dataset`. Raise ConfigError for keys with which the package cannot make it."""
+    try:
+        problem: Mapping[str, Any] = dataset[number]
+        return problem
+    except Exception as error:
+        raise ConfigError(
+            f"{PACKAGE}:{task}: problem {number} cannot be made ({type(error).__name__}: {error}); correct the keys"
+        ) from None
+
+
+def split_of(question: str) -> str:
+    """Return the split of a problem, by a hash of its text."""
+    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+    return SPLITS[int.from_bytes(digest) % _TEST_SHARE == 0]
+
+
+def _row(task: str, config: Mapping[str, Any], problem: Mapping[str, Any], scorer: Any) -> dict[str, Any]:
+    """Return a row. Raise ConfigError if `scorer`, the task's, needs more of the problem than JSON can hold."""
+    plain = json.loads(json.dumps(problem["metadata"], default=str))
+    answer = problem["answer"]
+    # The answer twice: rewards of other kinds read the column `answer`.
+    column = {"task": task, "config": config, "answer": answer, "metadata": plain}
+    row = {"prompt": problem["question"], "answer": answer, COLUMN: column}
+    if scorer is not None and answer is not None:
+        own = float(scorer.score_answer(answer, problem))
+        if _score(scorer, answer, row) != own:
+            raise ConfigError(
+                f"{PACKAGE}:{task}: its scorer needs metadata that a row of JSON cannot have, so that its own answer "
+                f"gets another score than {own:g}; use another task"
+            )
+    return row
+
+
+def system_prompt(name: str) -> str:
+    """Return the system prompt `name` of the package. Raise ConfigError if there is none."""
+    prompts: Mapping[str, str] = _package().utils.SYSTEM_PROMPTS
+    if name not in prompts:
+        raise ConfigError(f"{PACKAGE}: system={name!r} is none of its system prompts, {', '.join(prompts)}; name one")
+    return prompts[name]
+
+
+def row_scorer(row: Mapping[str, Any], tag: str) -> Callable[[str], float]:
+    """Return the task's own scorer for the problem in `row`: of a reply's last answer between <tag> and </tag>.
+
+    An empty `tag` takes the whole reply; a reply without an answer scores 0. Raise ValueError for a row without a
+    problem, ConfigError for a task that the package lacks, or whose scorer runs replies as Python.
+    """
+    column = row.get(COLUMN)
+    if not isinstance(column, Mapping) or not isinstance(column.get("task"), str):
+        raise ValueError(f"column {COLUMN!r} is {brief(column)}, not a problem of {PACKAGE}")
+    check_scorer(column["task"])
+    scorer = _dataset(column["task"], _frozen(column.get("config") or {}), 0)
+    extract = _package().utils.extract_answer
+
+    def score(reply: str) -> float:
+        answer = extract(reply, tag) if tag else reply.strip()
+        return 0.0 if answer is None else _score(scorer, answer, row)
+
+    return score
+
+
+def _score(scorer: Any, answer: str, row: Mapping[str, Any]) -> float:
+    # No scorer reads the question.
+    problem = {"answer": row[COLUMN].get("answer"), "metadata": row[COLUMN].get("metadata") or {}}
+    return float(scorer.score_answer(answer, problem))
+
+
+def check_scorer(task: str) -> None:
+    """Raise ConfigError if the scorer of `task` runs text of a reply or a row as Python."""
+    function = evaluating_function(task)
+    if function is not None:
+        raise ConfigError(
+            f"{PACKAGE}:{task}: its scorer calls {function}, which runs text of a reply or a row as Python, and kumi "
+            f"runs that only in a sandbox; use another task, or another kind of reward"
+        )
+
+
+@functools.cache
+def evaluating_function(task: str) -> str | None:
+    """Return the function that runs a text as Python which the scorer of `task` may call; None if it calls none."""
+    task_class, _ = _registered(task)
+    return _evaluating_call(task_class.score_answer, task_class, set())
+
+
+def _evaluating_call(function: FunctionType, owner: type, seen: set[FunctionType]) -> str | None:
+    """Return the name of the first call in `function`, a method of `owner`, that runs a text as Python.
+
+    Functions and methods of the package that it calls are looked through, too.
+    """
+    seen.add(function)
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        if not isinstance(node, ast.Call):
+            continue
+        called, name = _called(node.func, function, owner)
+        if (getattr(called, "__module__", None) or "").split(".")[0] == _EVALUATING.get(name):
+            return name
+        if isinstance(called, FunctionType) and called.__module__.startswith("reasoning_gym") and called not in seen:
+            inner = _evaluating_call(called, owner, seen)
+            if inner is not None:
+                return inner
+    return None
+
+
+def _called(written: ast.expr, function: FunctionType, owner: type) -> tuple[Any, str]:
+    """Return the object that a call in `function` calls, None where that is not decided by names, and its name."""
+    if isinstance(written, ast.Name):
+        return function.__globals__.get(written.id, getattr(builtins, written.id, None)), written.id
+    if isinstance(written, ast.Attribute) and isinstance(written.value, ast.Name):
+        holder = owner if written.value.id in ("self", "cls") else function.__globals__.get(written.value.id)
+        return getattr(holder, written.attr, None), written.attr
+    return None, ""
+
+
+@functools.lru_cache(maxsize=64)
+def _dataset(task: str, config: str, seed: int) -> Any:
+    """Return the problems of `task` as the package's dataset. `config`: a result of `_frozen`."""
+    task_class, config_class = _registered(task)
+    keys = json.loads(config)
+    names = [field.name for field in fields(config_class) if field.name not in ("seed", "size")]
+    unknown = next((key for key in keys if key not in names), None)
+    if unknown is not None:
+        raise ConfigError(f"{PACKAGE}:{task}: {unknown} is not a key of this task; its keys are {', '.join(names)}")
+    try:
+        # The size is that of the package's own loop; problems of any number can be asked for.
+        configured = config_class(**keys, seed=seed, size=2**31)
+        configured.validate()
+        return task_class(configured)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(f"{PACKAGE}:{task}: the keys {config} are refused ({error}); correct them") from None
+
+
+def _frozen(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, sort_keys=True)
+
+
+def _registered(task: str) -> tuple[Any, Any]:
+    """Return the classes of `task` and of its configuration. Raise ConfigError if the package has no such task."""
+    tasks = _package().factory.DATASETS
+    if task == "composite":
+        raise ConfigError(f"{PACKAGE}:composite: mixes other tasks; give each its own table [[data.sources]] instead")
+    if task not in tasks:
+        raise ConfigError(f"{PACKAGE}:{task}: there is no such task; the package has {', '.join(sorted(tasks))}")
+    classes: tuple[Any, Any] = tasks[task]
+    return classes
+
+
+@functools.cache
+def _package() -> ModuleType:
+    package_version()
+    import reasoning_gym
+    import reasoning_gym.factory
+    import reasoning_gym.utils
+
+    return reasoning_gym
