@@ -40,7 +40,7 @@ def test_a_recipe_stands_on_its_own_in_an_empty_folder(name, tmp_path, monkeypat
     config = load_plan("run.toml")
     if config.model.source is None:
         resolve(load("run.toml"))
-    elif name != "lora":  # which continues the quickstart's model
+    elif name not in ("lora", "reasoning"):  # which continue the quickstart's model, and that of "format"
         assert (tmp_path / config.model.source / "config.json").is_file()
 
 

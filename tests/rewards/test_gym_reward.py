@@ -65,5 +65,6 @@ def test_without_the_package_it_is_refused_at_the_start(monkeypatch, tmp_path):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(gym_task, "version", missing)
+    gym_task._package.cache_clear()
     with pytest.raises(ConfigError, match=r"pip install 'kumi\[reasoning\]'"):
         gym_reward(spec_from({"kind": "reasoning-gym"}))
