@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,14 @@ from kumi.remote.cache_folder import FILES, copy_of, making
 from kumi.spec.data_source import GYM_SCHEME
 
 _ROWS = "problems.jsonl"
+# Keys that are not the task's -> the values that they take, in words and as a check.
+_OWN_KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "size": ("a number above 0", lambda value: type(value) is int and value > 0),
+    "seed": ("a number from 0 to 2147483647", lambda value: type(value) is int and 0 <= value < 2**31),
+    "split": (f"one of {', '.join(SPLITS)}", lambda value: value in SPLITS),
+    "chat": ("true or false", lambda value: isinstance(value, bool)),
+    "system": ("a name", lambda value: isinstance(value, str)),
+}
 
 
 def check_scored(path: str) -> None:
@@ -88,14 +96,8 @@ def _parse(path: str) -> _Problems:
             reason = "has no value" if not equals else "is given twice"
             raise ConfigError(f"data source {path!r}: {name} {reason}; write it once, as {name}=VALUE")
         keys[name] = _value(unquote(value))
-    own = {name: keys.pop(name) for name in ("size", "seed", "split", "chat", "system") if name in keys}
-    for name, expected, is_right in (
-        ("size", "a number above 0", lambda value: type(value) is int and value > 0),
-        ("seed", "a number from 0 to 2147483647", lambda value: type(value) is int and 0 <= value < 2**31),
-        ("split", f"one of {', '.join(SPLITS)}", lambda value: value in SPLITS),
-        ("chat", "true or false", lambda value: isinstance(value, bool)),
-        ("system", "a name", lambda value: isinstance(value, str)),
-    ):
+    own = {name: keys.pop(name) for name in _OWN_KEYS if name in keys}
+    for name, (expected, is_right) in _OWN_KEYS.items():
         if name in own and not is_right(own[name]):
             raise ConfigError(f"data source {path!r}: {name}={own[name]} is not {expected}; correct it")
     return _Problems(task, keys, **own)

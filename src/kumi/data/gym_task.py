@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from kumi.errors import ConfigError
@@ -227,7 +227,8 @@ def _registered(task: str) -> tuple[Any, Any]:
 
 
 @functools.cache
-def _package() -> ModuleType:
+def _package() -> Any:
+    """Return the module reasoning_gym, which has no types. Raise ConfigError if it is not installed."""
     package_version()
     import reasoning_gym
     import reasoning_gym.factory
