@@ -46,7 +46,6 @@ class PlanConfig(Section):
     batch: BatchSection
     objective: ObjectiveSection = ObjectiveSection()
     reference: ReferenceSection = ReferenceSection()
-    critic: CriticSection = CriticSection()
     rewards: tuple[RewardSection, ...] = Field(
         (), description="Rewards of replies, each a table [[rewards]], for reinforcement learning."
     )
@@ -56,6 +55,7 @@ class PlanConfig(Section):
     )
     data: DataSection | None = None
     optim: OptimSection = OptimSection()
+    critic: CriticSection = CriticSection()
     precision: PrecisionSection = PrecisionSection()
     layout: LayoutSection = LayoutSection()
     plan: PlanSection = PlanSection()

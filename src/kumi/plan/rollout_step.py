@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kumi.plan.layout_batch import batch_layouts
-from kumi.plan.memory.reward_models import reward_jobs
+from kumi.plan.memory.scoring_memory import reward_jobs
 from kumi.plan.time.generation_time import BatchLengths, expected_lengths, generates_at_known_speed, generation_time
 from kumi.plan.time.step_time import step_times
 from kumi.spec.balanced_rows import plan_rows
@@ -122,7 +122,7 @@ def _scoring_seconds(job: Job, layout: Layout, lengths: BatchLengths) -> float:
     """Return the seconds in which the reward models read all prompts with their replies."""
     positions = tuple(prompt + reply for _, prompt, reply in lengths.sequences)
     plain = replace(layout, stage_layers=(), recompute="none", recompute_layers=-1)
-    return sum(_update_seconds(one, plain, positions)[1] for one in reward_jobs(job))
+    return sum(_update_seconds(reward_job, plain, positions)[1] for reward_job in reward_jobs(job))
 
 
 def _multiple(layout: Layout) -> int:

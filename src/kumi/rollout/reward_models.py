@@ -58,23 +58,23 @@ class RewardModels:
         """Return the scores of the `replies` to each of `prompts`, the same on all ranks. Every rank calls this."""
         made = self._sequences(prompts, replies) if self.mesh.rank == 0 else {}
         result = {}
-        for one in self.models:
-            sequences = broadcast_object(made.get(one.name, []), self.mesh)
+        for scorer in self.models:
+            sequences = broadcast_object(made.get(scorer.name, []), self.mesh)
             readable = [ids for ids in sequences if not isinstance(ids, Unscored)]
-            scores = iter(sequence_scores(one.model, self.mesh, self.rows, self.microbatch, readable).tolist())
-            result[one.name] = [ids if isinstance(ids, Unscored) else next(scores) for ids in sequences]
+            scores = iter(sequence_scores(scorer.model, self.mesh, self.rows, self.microbatch, readable).tolist())
+            result[scorer.name] = [ids if isinstance(ids, Unscored) else next(scores) for ids in sequences]
         return result
 
     def _sequences(
         self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]]
     ) -> dict[str, list[list[int] | Unscored]]:
         """Return what each reward model reads of each reply."""
-        result: dict[str, list[list[int] | Unscored]] = {one.name: [] for one in self.models}
+        result: dict[str, list[list[int] | Unscored]] = {scorer.name: [] for scorer in self.models}
         for prompt, own in zip(prompts, replies, strict=True):
             for reply in own:
                 text = self.reply_text(prompt.ids, reply.ids.tolist())
-                for one in self.models:
-                    result[one.name].append(one.sequences.sequence(prompt, reply, text))
+                for scorer in self.models:
+                    result[scorer.name].append(scorer.sequences.sequence(prompt, reply, text))
         return result
 
 

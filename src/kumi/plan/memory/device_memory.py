@@ -21,7 +21,7 @@ from kumi.plan.layout_batch import CHOICES, Bools, Floats, Ints, LayoutBatch, ba
 from kumi.plan.memory.activations import LayerActivations, ModelActivations, model_activations
 from kumi.plan.memory.generation_moment import generation_kinds
 from kumi.plan.memory.process import HEAP_OVERHEAD, process_bytes
-from kumi.plan.memory.reward_models import RewardModelBytes, reward_model_bytes
+from kumi.plan.memory.scoring_memory import RewardModelBytes, reward_model_bytes
 from kumi.plan.memory.states import (
     RankParams,
     UnshardedBytes,

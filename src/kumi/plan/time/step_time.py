@@ -10,7 +10,7 @@ import numpy as np
 
 from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
 from kumi.plan.memory.device_memory import host_memory, num_microbatches, recomputed_share
-from kumi.plan.memory.reward_models import reward_jobs
+from kumi.plan.memory.scoring_memory import reward_jobs
 from kumi.plan.pipeline.closed_forms import closed_form
 from kumi.plan.pipeline.stages import RankStages, embedding_and_head_units, rank_stages
 from kumi.plan.time.generation_time import generation_seconds
@@ -109,8 +109,8 @@ def step_times(
         # A rollout batch is generated once, and has log-probs once, for all updates with it.
         kinds["rollout"] = generation_seconds(job, layouts) / job.rollout.steps
         kinds["passes"] = kinds.get("passes", np.zeros(len(layouts))) / job.rollout.passes
-        for one in reward_jobs(job):
-            scoring = step_times(one, layouts, ranks, counts).kinds["passes"] / job.rollout.passes
+        for reward_job in reward_jobs(job):
+            scoring = step_times(reward_job, layouts, ranks, counts).kinds["passes"] / job.rollout.passes
             kinds["scoring"] = kinds.get("scoring", 0.0) + scoring
     if job.critic is not None:
         kinds["critic"] = _critic_seconds(job, layouts, ranks, counts, stage_layers)

@@ -43,17 +43,17 @@ def reward_model_bytes(job: Job, layouts: LayoutBatch) -> RewardModelBytes:
     """Return the bytes of the reward models of `job`; zeros without any."""
     none = np.zeros(len(layouts))
     result = RewardModelBytes(none, none, none)
-    for one in reward_jobs(job):
+    for reward_job in reward_jobs(job):
         microbatches = np.ones(len(layouts), np.int64)
-        share = rank_stages(one.model, layouts, np.zeros(len(layouts), np.int64), microbatches)
-        params = rank_params(one, layouts, share)
-        unsharded = unsharded_bytes(one, layouts, params, microbatches).params
+        share = rank_stages(reward_job.model, layouts, np.zeros(len(layouts), np.int64), microbatches)
+        params = rank_params(reward_job, layouts, share)
+        unsharded = unsharded_bytes(reward_job, layouts, params, microbatches).params
         # FSDP prefetches the next unit while a layer computes.
         gathered = unsharded + np.where(num_shards(layouts) > 1, params.largest_gathered_bytes, 0.0)
-        activations = _pass_bytes(one, layouts)
+        activations = _pass_bytes(reward_job, layouts)
         larger = gathered + activations > result.gathered + result.activations
         result = RewardModelBytes(
-            result.weights + resident_state_bytes(one, layouts, params)["params"],
+            result.weights + resident_state_bytes(reward_job, layouts, params)["params"],
             np.where(larger, gathered, result.gathered),
             np.where(larger, activations, result.activations),
         )
