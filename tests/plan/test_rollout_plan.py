@@ -244,9 +244,9 @@ def test_reward_models_take_a_pass_over_the_batch():
     job = _scored()
     result, plain = rollout_step(job, layout, lengths), rollout_step(_job(), layout, lengths)
     # Eight sequences of 256 tokens are four rows of 512.
-    one = replace(job, model=REWARD, batch=BatchSpec(512, 4 * 512, 256), rollout=None)
-    one = replace(one, passes=LossPasses(forwards=1), precision=Precision("rewards", *["bfloat16"] * 3))
-    assert result.scoring == pytest.approx(dict(estimate(one, layout).time)["passes"])
+    reward_job = replace(job, model=REWARD, batch=BatchSpec(512, 4 * 512, 256), rollout=None)
+    reward_job = replace(reward_job, passes=LossPasses(forwards=1), precision=Precision("rewards", *["bfloat16"] * 3))
+    assert result.scoring == pytest.approx(dict(estimate(reward_job, layout).time)["passes"])
     assert plain.scoring == 0
     assert result.batch_seconds - plain.batch_seconds == pytest.approx(result.scoring)
     assert dict(estimate(job, layout).time)["scoring"] > 0
