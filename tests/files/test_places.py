@@ -128,6 +128,7 @@ REASONS: dict[str, list[str]] = {
         "train/resume.py resume_notes last_checkpoint",
     ],
     "a record in an archive, in memory, that the door opened": ["convert/megatron/pickles.py _archive"],
+    "a value in a data path that the user wrote": ["data/gym_source.py _value"],
     "kumi's own data in a value of a configuration": ["spec/families/_shared/vision_language.py to_hf"],
     "tool arguments of a row that the door opened": ["data/chat/as_generated.py _check_text"],
     "a copy of what is in memory": [
@@ -135,6 +136,7 @@ REASONS: dict[str, list[str]] = {
         "storage/checkpoint.py save",
         "data/row_path.py _encoder",
         "rewards/scorer.py _content",
+        "data/gym_task.py _row _dataset",
         "data/chat/control_tokens.py without_added_tokens",
     ],
     "a file that was checked just before, mapped into memory": [
