@@ -3,9 +3,9 @@
     pip install 'kumi[reasoning]'
     python benchmarks/reasoning.py [--seeds 1 2 3] [--out runs] [--json benchmarks/results/reasoning.json]
 
-For each seed: accuracy on held-out problems before, during and after reinforcement learning, mean reward of each batch,
-share of well-formed replies of the first batch, clock and CPU seconds of both runs with their ranks. A run that is
-finished is not run again.
+For each seed: accuracy on held-out problems before, during and after reinforcement learning, mean score of the answers
+of each batch, share of well-formed replies of the first batch, clock and CPU seconds of both runs with their ranks. A
+run that is finished is not run again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import machine
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("format", "reasoning")
-ACCURACY = "eval/held-out/accuracy"
+ACCURACY, CORRECT = "eval/held-out/accuracy", "rollout/reward/correct"
 
 
 def train(kind: str, seed: int, out: Path) -> dict[str, float]:
@@ -60,7 +60,7 @@ def figures(seed: int, out: Path) -> dict[str, Any]:
         "seed": seed,
         "well_formed": first["rollout/reward/format"],
         "accuracy": [start, *((entry["step"], entry[ACCURACY]) for entry in entries if ACCURACY in entry)],
-        "reward": [(e["step"], round(e["rollout/reward"], 4)) for e in entries if "rollout/reward" in e],
+        "reward": [(e["step"], round(e[CORRECT], 4)) for e in entries if CORRECT in e],
         "seconds": {kind: train(kind, seed, out) for kind in KINDS},
     }
 

@@ -18,7 +18,7 @@ COLOURS = (palette.BLUE, palette.ORANGE, palette.GREEN)
 
 
 def draw(file: Path) -> str:
-    """Return reward and held-out accuracy over the updates as an SVG document, a colour for each seed."""
+    """Return scores and held-out accuracy over the updates as an SVG document, a colour for each seed."""
     runs = json.loads(file.read_text())["runs"]
     last = max(step for run in runs for step, _ in run["accuracy"])
 
@@ -33,7 +33,11 @@ def draw(file: Path) -> str:
     for step in svg.ticks(last):
         marks.append(svg.text(at(step, 0)[0], BOTTOM + 18, f"{step:g}", anchor="middle"))
     marks += [
-        svg.text(12, TOP - 16, "lines: mean reward of a batch; squares: accuracy on 200 held-out problems, greedy"),
+        svg.text(
+            12,
+            TOP - 16,
+            "lines: mean score of the answers of a batch; squares: accuracy on 200 held-out problems, greedy",
+        ),
         svg.text((LEFT + svg.RIGHT) / 2, BOTTOM + 38, "updates", anchor="middle"),
     ]
     for run, colour in zip(runs, COLOURS, strict=True):

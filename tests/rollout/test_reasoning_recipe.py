@@ -40,7 +40,7 @@ def tree(tmp_path, monkeypatch):
 
 def commands():
     """The kumi commands on the page, as lists of words."""
-    blocks = re.findall(r"^```\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    blocks = re.findall(r"^```\w*\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     return [shlex.split(line) for block in blocks for line in block.splitlines() if line.startswith("kumi ")]
 
 
