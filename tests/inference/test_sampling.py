@@ -9,7 +9,6 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from kumi.errors import ConfigError
-from kumi.inference import noise
 from kumi.inference.noise import log_exponentials, position_key, sequence_key
 from kumi.inference.sampling import Sampling, choose_tokens, filtered
 
@@ -143,13 +142,3 @@ def test_greedy_takes_the_most_probable_token_and_the_first_of_equal_ones():
 def test_values_out_of_range_are_refused(field, value):
     with pytest.raises(ConfigError, match=field):
         Sampling(**{field: value})
-
-
-@pytest.mark.parametrize(("rows", "first", "count"), [(3, 5, 7), (2, 100_000, 70_001), (9, 0, 8192), (0, 0, 4)])
-def test_a_cpu_hashes_as_other_devices_do(rows, first, count):
-    keys = keys_of(rows, seed=11)
-    low, high = (torch.tensor([key >> shift & 0xFFFFFFFF for key in keys]).int()[:, None] for shift in (0, 32))
-    ids = torch.arange(first, first + count, dtype=torch.int32) * noise._signed(noise._GOLDEN)
-    bits = noise._mix(noise._mix(ids ^ low) ^ high) & 0xFFFFFF
-    expected = (bits.float() + 0.5).mul(2.0**-24).neg().log1p().neg().log()
-    assert torch.equal(log_exponentials(keys, first, count, device=torch.device("cpu")), expected)

@@ -173,15 +173,6 @@ def chunks(
         yield part if trained is None else trained[part], buffers.first(part.stop - start)
 
 
-def only_chunk(hidden: Tensor, trained: Tensor | None, probs: Tensor) -> list[tuple[slice | Tensor, ChunkBuffers]]:
-    """Return what `chunks` yields for a single chunk whose probabilities `probs` (T, V) are there.
-
-    There are no logits, so `chunk_gradient` of a softcap cannot use it.
-    """
-    product = probs if probs.dtype == hidden.dtype else torch.empty_like(probs, dtype=hidden.dtype)
-    return [(slice(None) if trained is None else trained, ChunkBuffers(product, probs, probs))]
-
-
 def chunk_scores(
     buffers: ChunkBuffers | KernelBuffers,
     hidden: Tensor,

@@ -1,7 +1,6 @@
 """Log-probabilities of labels from hidden states, in chunks of tokens, so that the full logits are never in memory.
 
-    log_probs(h, W, labels)            (T,) differentiable; the backward pass recomputes each chunk's logits, unless
-                                       there is one chunk, on a CPU
+    log_probs(h, W, labels)            (T,) differentiable; the backward pass recomputes each chunk's logits
     weighted_sum(h, W, labels, w)      sum of w * log_probs, and the log-probs; the forward pass computes the gradient
                                        from the logits of each chunk, and the backward pass only scales it
 
@@ -21,7 +20,6 @@ from kumi.nn.dtypes import wide
 from kumi.nn.logit_chunks import (
     FULL_VOCABULARY,
     NO_SHAPING,
-    ChunkBuffers,
     Head,
     Shaping,
     Statistic,
@@ -30,7 +28,6 @@ from kumi.nn.logit_chunks import (
     chunk_gradient,
     chunk_scores,
     chunks,
-    only_chunk,
 )
 
 
@@ -88,32 +85,25 @@ class _LogProbs(torch.autograd.Function):
         trained: Tensor | None,
         statistics: tuple[Statistic, ...],
     ) -> TokenScores:
+        ctx.save_for_backward(hidden, weight, labels, trained)
         ctx.vocabulary, ctx.shaping = vocabulary, shaping
-        local, hidden = hidden, vocabulary.gather(hidden)
+        hidden = vocabulary.gather(hidden)
         scores = _score_buffers(hidden, statistics)
         head = Head(weight.to(hidden.dtype), vocabulary, shaping)
-        probs = None
         for part, buffers in chunks(hidden, weight, trained):
             _write(scores, part, chunk_scores(buffers, hidden[part], head, labels[part], statistics))
-            # On a CPU, whose chunks are small, a single one stays for the backward pass. Elsewhere a pipeline with many
-            # microbatches in flight would hold too many.
-            if isinstance(buffers, ChunkBuffers) and shaping.softcap is None and hidden.device.type == "cpu":
-                single = len(buffers.probs) == len(hidden if trained is None else trained)
-                probs = buffers.probs if single else None
-        ctx.save_for_backward(local, weight, labels, trained, probs)
         ctx.mark_non_differentiable(*_present(scores[1:]))
         return scores
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, trained, probs = ctx.saved_tensors
+        hidden, weight, labels, trained = ctx.saved_tensors
         hidden = ctx.vocabulary.gather(hidden)
         head = Head(weight.to(hidden.dtype), ctx.vocabulary, ctx.shaping)
         grad_hidden, grad_weight = _gradient_buffers(hidden, weight, trained)
-        for part, buffers in chunks(hidden, weight, trained) if probs is None else only_chunk(hidden, trained, probs):
+        for part, buffers in chunks(hidden, weight, trained):
             h, y = hidden[part], labels[part]
-            if probs is None:
-                chunk_scores(buffers, h, head, y)
+            chunk_scores(buffers, h, head, y)
             _put_rows(grad_hidden, part, chunk_gradient(buffers, grad_weight, h, head, y, grad[part]))
         cast_grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return (ctx.vocabulary.reduce(grad_hidden), cast_grad_weight, *[None] * 5)
