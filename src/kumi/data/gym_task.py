@@ -59,32 +59,36 @@ def problem_rows(task: str, config: Mapping[str, Any], seed: int, size: int, spl
     belongs, so that no problem of "test" is in "train", whatever the seeds. Raise ConfigError for a task or a key that
     the package lacks, and for a task with fewer problems.
     """
-    dataset = _dataset(task, _frozen(config), seed)
+    # Most tasks make any problem when it is asked for; some make all of them at once, and have no further ones.
+    made = (2 if split == "train" else 2 * _TEST_SHARE) * size + 100
+    dataset = _dataset(task, _frozen(config), seed, made)
     is_checked = evaluating_function(task) is None
     questions, repeated, number = set[str](), 0, 0
     while len(questions) < size:
-        problem = _problem(task, dataset, number)
+        problem = _problem(task, dataset, number) if repeated < _LAST_NEW else None
         number += 1
+        if problem is None:
+            raise ConfigError(
+                f"{PACKAGE}:{task}: there are {len(questions)} different problems of split={split!r} with these "
+                f"keys, and size={size}; lower it, or make the problems more various"
+            )
         question = problem["question"]
         if question in questions or split_of(question) != split:
             repeated += 1
-            if repeated == _LAST_NEW:
-                raise ConfigError(
-                    f"{PACKAGE}:{task}: there are {len(questions)} different problems of split={split!r} with these "
-                    f"keys, and size={size}; lower it, or make the problems more various"
-                )
             continue
         repeated = 0
         questions.add(question)
         yield _row(task, config, problem, dataset if is_checked else None)
 
 
-def _problem(task: str, dataset: Any, number: int) -> Mapping[str, Any]:
-    """Return problem `number` of `dataset`. Raise ConfigError for keys with which the package cannot make it."""
+def _problem(task: str, dataset: Any, number: int) -> Mapping[str, Any] | None:
+    """Return problem `number` of `dataset`; None if it has no more. Raise ConfigError if the keys are wrong for it."""
     try:
         problem: Mapping[str, Any] = dataset[number]
         return problem
     except Exception as error:
+        if isinstance(error, IndexError) and number >= len(dataset):
+            return None
         raise ConfigError(
             f"{PACKAGE}:{task}: problem {number} cannot be made ({type(error).__name__}: {error}); correct the keys"
         ) from None
@@ -131,7 +135,7 @@ def row_scorer(row: Mapping[str, Any], tag: str) -> Callable[[str], float]:
     if not isinstance(column, Mapping) or not isinstance(column.get("task"), str):
         raise ValueError(f"column {COLUMN!r} is {brief(column)}, not a problem of {PACKAGE}")
     check_scorer(column["task"])
-    scorer = _dataset(column["task"], _frozen(column.get("config") or {}), 0)
+    scorer = _dataset(column["task"], _frozen(column.get("config") or {}), 0, 1)
     extract = _package().utils.extract_answer
 
     def score(reply: str) -> float:
@@ -194,8 +198,8 @@ def _called(written: ast.expr, function: FunctionType, owner: type) -> tuple[Any
 
 
 @functools.lru_cache(maxsize=64)
-def _dataset(task: str, config: str, seed: int) -> Any:
-    """Return the problems of `task` as the package's dataset. `config`: a result of `_frozen`."""
+def _dataset(task: str, config: str, seed: int, size: int) -> Any:
+    """Return `size` problems of `task` as the package's dataset. `config`: a result of `_frozen`."""
     task_class, config_class = _registered(task)
     keys = json.loads(config)
     names = [field.name for field in fields(config_class) if field.name not in ("seed", "size")]
@@ -203,9 +207,9 @@ def _dataset(task: str, config: str, seed: int) -> Any:
     if unknown is not None:
         raise ConfigError(f"{PACKAGE}:{task}: {unknown} is not a key of this task; its keys are {', '.join(names)}")
     try:
-        # The size is that of the package's own loop; problems of any number can be asked for.
-        configured = config_class(**keys, seed=seed, size=2**31)
-        configured.validate()
+        configured = config_class(**keys, seed=seed, size=size)
+        if hasattr(configured, "validate"):  # of a few tasks it has none
+            configured.validate()
         return task_class(configured)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"{PACKAGE}:{task}: the keys {config} are refused ({error}); correct them") from None
