@@ -35,4 +35,4 @@ def gathered_of(model, layout, kind, microbatches) -> UnshardedBytes:
     job = job_of(model, sequences=layout.dp * layout.microbatch * microbatches, kind=kind)
     x, part = share_of(job, layout)
     sizes = unsharded_bytes(job, x, rank_params(job, x, part), num_microbatches(job, x))
-    return UnshardedBytes(*(int(size[0]) for size in vars(sizes).values()))
+    return UnshardedBytes(*(int(size[0]) for size in sizes))

@@ -65,7 +65,7 @@ def rollout_file(folder, **changes):
     A section that is None is left out.
     """
     sections = {
-        "model": {"init": "random", "config": SMALL_LLAMA},
+        "model": {"init": "random", "config": dict(SMALL_LLAMA)},
         "cluster": {"devices_per_node": 1},
         "batch": {"seq_len": 32, "tokens_per_step": 256},
         "objective": {"kind": "grpo"},

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.rollout.conftest import MODEL
+from small_llama import SMALL_LLAMA
 from tests.rollout.reward_folders import END, PAD, TEMPLATE, copy_tokenizer, oracle, prepared
 
 from kumi.convert import weights_reader
@@ -98,7 +98,7 @@ SEQUENCES = [[5, 6, 7, END], [9] * 17, [5, PAD, 6, PAD, PAD], [PAD, PAD], [8], [
 
 
 def llama():
-    config = transformers.LlamaConfig(**MODEL, num_labels=1, pad_token_id=PAD, initializer_range=0.3)
+    config = transformers.LlamaConfig(**SMALL_LLAMA, num_labels=1, pad_token_id=PAD, initializer_range=0.3)
     return transformers.LlamaForSequenceClassification(config).eval()
 
 

@@ -51,7 +51,7 @@ def run_file(folder, **changes):
     """Write run.toml for use in `folder`, where its data lies, changed by `section={...}` and
     `section__key=value`; its path."""
     sections = {
-        "model": {"init": "random", "config": SMALL_LLAMA},
+        "model": {"init": "random", "config": dict(SMALL_LLAMA)},
         "cluster": {"devices_per_node": 1},
         "batch": {"seq_len": 32, "tokens_per_step": 256},
         "data": {

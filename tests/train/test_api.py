@@ -59,7 +59,7 @@ for module in pkgutil.walk_packages(kumi.__path__, "kumi."):
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
-            if error.name != "lm_eval":  # the extra "eval"
+            if error.name not in ("lm_eval", "triton", "mamba_ssm"):  # extras, and what GPUs have
                 raise
 assert all(getattr(kumi, name) is value for name, value in first.items())
 """

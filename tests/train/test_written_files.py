@@ -76,11 +76,20 @@ def test_a_store_opens_and_has_the_documents_of_its_run(files):
     assert prepared.content == own.content
 
 
+def _with_keys_of(stored, value):
+    """Return `value` without the keys that `stored` lacks: those of later versions, of which kinds of memory are 0."""
+    if isinstance(stored, list):
+        return [_with_keys_of(*pair) for pair in zip(stored, value, strict=True)]
+    if not isinstance(stored, dict):
+        return value
+    return {name: _with_keys_of(stored[name], item) for name, item in value.items() if name in stored}
+
+
 def test_a_stored_plan_is_estimated_as_it_was_and_a_new_search_ties_with_it(files, capsys):
     stored = json.loads((files / "plan.json").read_text())["best"]
     assert main(["plan", "plan.toml", "plan.margin=0.02", "--json"]) == 0
     pinned = json.loads(capsys.readouterr().out)["best"]
-    assert {name: pinned[name] for name in stored if name in pinned} == stored
+    assert _with_keys_of(stored, pinned) == stored
     assert main(["plan", "planned.toml", "plan.margin=0.02", "--json"]) == 0
     chosen = json.loads(capsys.readouterr().out)["best"]
     assert chosen["step_seconds"] <= (1 + TIE_TOLERANCE) * stored["step_seconds"]
