@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from small_llama import SMALL_LLAMA
 from tests.rollout.reward_folders import END, PAD, TEMPLATE, copy_tokenizer, oracle, prepared
 
 from kumi.convert import weights_reader
@@ -22,6 +21,7 @@ from kumi.spec import families
 from kumi.spec.data_source import ChatOptions
 from kumi.spec.layout import Layout
 from kumi.spec.precision import Precision
+from small_llama import SMALL_LLAMA
 from tiny_models import in_float64
 
 MESH = Mesh(Layout(), RankInfo(0, 1, 0, torch.device("cpu")), {})

@@ -77,7 +77,7 @@ def test_a_store_opens_and_has_the_documents_of_its_run(files):
 
 
 def _with_keys_of(stored, value):
-    """Return `value` without the keys that `stored` lacks: those of later versions, of which kinds of memory are 0."""
+    """Return `value` without the keys that `stored` lacks, which later versions have added."""
     if isinstance(stored, list):
         return [_with_keys_of(*pair) for pair in zip(stored, value, strict=True)]
     if not isinstance(stored, dict):
