@@ -4,6 +4,7 @@ parameters in float64."""
 import contextlib
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,14 @@ MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+
+
+@pytest.fixture
+def begun(uninterrupted, tmp_path):
+    """A folder with the data of the module's `uninterrupted`, without its run."""
+    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "run")
+    return tmp_path
 
 
 def write_data(folder):

@@ -1,7 +1,5 @@
 """A killed run of PPO goes on with both models, their optimizers and the values of its batch, on any layout."""
 
-import shutil
-
 import pytest
 from tests.rollout.conftest import history, train, write_data
 from tests.rollout.test_rollout_resume import ONE, TP, TWO, killed_run, rollouts
@@ -37,14 +35,6 @@ def uninterrupted(tmp_path_factory):
     write_data(folder)
     assert run(folder, ONE) == 0
     return folder
-
-
-@pytest.fixture
-def begun(uninterrupted, tmp_path):
-    """A folder with the same data, without a run."""
-    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "run")
-    return tmp_path
 
 
 def critic_numbers(folder):

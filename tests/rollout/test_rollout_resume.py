@@ -1,7 +1,6 @@
 """A run that is killed in collecting, in scoring and in updating goes on as if nothing had happened, on any layout."""
 
 import os
-import shutil
 
 import pytest
 from tests.rollout.conftest import history, train, write_data
@@ -68,14 +67,6 @@ def uninterrupted(tmp_path_factory):
     write_data(folder)
     assert run(folder, ONE) == 0
     return folder
-
-
-@pytest.fixture
-def begun(uninterrupted, tmp_path):
-    """A folder with the same data, without a run."""
-    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "run")
-    return tmp_path
 
 
 def rollouts(folder):
