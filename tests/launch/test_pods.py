@@ -364,7 +364,8 @@ def stand_in(folder, codes):
 @pytest.mark.parametrize(("codes", "condition", "reason", "pods"), ENDS, ids=lambda item: str(item)[:30])
 def test_exit_codes_end_the_job_or_start_a_new_pod(cluster, tmp_path, capsys, codes, condition, reason, pods):
     stand_in(tmp_path, codes)
-    job = launch(cluster, capsys, tmp_path)
+    # A pod that is asked to end before its program listens ends with its grace period only.
+    job = launch(cluster, capsys, tmp_path, save_time="5s")
     cluster.wait_for(lambda: job.condition)
     assert (job.condition, job.reason) == (condition, reason), job.codes()
     assert [len(each) for each in job.codes()] == pods
