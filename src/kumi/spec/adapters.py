@@ -10,6 +10,7 @@ from kumi.errors import ConfigError
 from kumi.spec.lora import ALL_LINEAR, ROUTED_EXPERTS, Lora
 from kumi.spec.op import Activation, Dim, Op, Param
 
+# Endings of the names of an adapter's tensors: A, B and DoRA's magnitude.
 _ENDINGS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 # The kinds of operations that `Lora.modules` may name.
 _TRAINABLE = ("embedding", "positions", "norm", "log_prob", "score")
@@ -29,7 +30,10 @@ def can_adapt(op: Op) -> bool:
 
 
 def _is_target(target: str, op: Op) -> bool:
-    """True if `target`, an entry of `Lora.targets`, selects `op`. Routed experts are selected as "experts" only."""
+    """True if `target`, an entry of `Lora.targets`, selects `op`.
+
+    Only a target with the part "experts", such as "experts" or "experts.down_proj", selects routed experts.
+    """
     if op.experts:
         return ROUTED_EXPERTS in target.split(".") and f".{target}." in f"{op.name}."
     return target == ALL_LINEAR or op.name.endswith(f".{target}")
@@ -42,12 +46,15 @@ def factor_names(op: Op) -> tuple[str, str]:
 
 
 def add_adapters(lora: Lora, ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Return the operations `ops` of a layer with frozen parameters, followed by the operations of its adapters."""
+    """Return the operations `ops` of a layer, followed by those of its adapters.
+
+    The parameters that `lora` does not train are frozen.
+    """
     adapted = [op for op in ops if has_adapter(lora, op)]
     frozen_ops, index = [], 0
     while index < len(ops):
         same = _same_input(ops, index)
-        # An input of matrices without adapters is not saved, because no gradient needs it.
+        # The input of matrices that have no adapters is not saved, because no gradient needs it.
         needed = ops[index].kind != "linear" or any(op in adapted for op in same)
         frozen_ops += [_quantized(lora, freeze_others(lora, op if needed else replace(op, saved=()))) for op in same]
         index += len(same)
@@ -68,7 +75,7 @@ def _same_input(ops: Sequence[Op], index: int) -> Sequence[Op]:
 def freeze_others(lora: Lora, op: Op, *, tied: bool = False) -> Op:
     """Return `op` with frozen parameters unless `lora` trains it in full.
 
-    `tied`: the token table and the head have one weight, so that the name of one is the name of both.
+    `tied`: the token table and the head have one weight, so an entry of `Lora.modules` that names one means both.
     """
     names = _TIED if tied and op.name in _TIED else (op.name,)
     if op.kind in _TRAINABLE and any(_is_module(module, name) for module in lora.modules for name in names):
@@ -111,7 +118,7 @@ def _quantized(lora: Lora, op: Op) -> Op:
 
 
 def _adapter(lora: Lora, op: Op) -> Op:
-    """Return the adapter of `op`; routed experts have one each, in one tensor.
+    """Return the adapter of `op`. For routed experts, A and B have a leading dim: the adapters of all experts.
 
     It saves the output of A, with dropout also the input of A, and with DoRA the product that the magnitude scales.
     """
@@ -120,7 +127,7 @@ def _adapter(lora: Lora, op: Op) -> Op:
     rows = (Dim("routed", round(op.passes)),) if op.experts else ()
     inits = {"default": f"kaiming {op.source.size}", "gaussian": f"normal {1 / lora.r!r}"}
     params = [
-        # ZeRO divides the dim after the experts, and the inputs are more than the rank of the adapter.
+        # ZeRO shards the first dim after the experts: better the input dim, which is larger than the rank.
         Param(a, (*experts, op.source, rank) if experts else (rank, op.source), inits[lora.init]),
         Param(b, (*experts, op.target, rank), "zeros"),
     ]
@@ -161,8 +168,8 @@ def check_targets(lora: Lora, ops: Sequence[Op], family: str) -> None:
             continue
         if any(op.experts and op.name.endswith(f".{target}") for op in ops):
             raise ConfigError(
-                f"lora.target_modules: {target!r} names a matrix of routed experts only, which get adapters by the "
-                f"name of the experts; name {f'{ROUTED_EXPERTS}.{target}'!r}, or some of {_adaptable(ops)}"
+                f"lora.target_modules: {target!r} names a matrix of routed experts only, which is selected by "
+                f"{f'{ROUTED_EXPERTS}.{target}'!r}; write that, or some of {_adaptable(ops)}"
             )
         if ROUTED_EXPERTS in target.split("."):
             raise ConfigError(
@@ -177,7 +184,7 @@ def check_targets(lora: Lora, ops: Sequence[Op], family: str) -> None:
 
 
 def _experts_of(ops: Sequence[Op], family: str) -> str:
-    """Return a sentence with the matrices of the routed experts among `ops`."""
+    """Return a sentence that lists the matrices of routed experts among `ops`, as targets."""
     names = dict.fromkeys(f"{ROUTED_EXPERTS}.{op.name.rpartition('.')[2]}" for op in ops if op.experts)
     if not names:
         return f"this {family} model has no routed experts"

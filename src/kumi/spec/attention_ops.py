@@ -17,7 +17,7 @@ from kumi.spec.op import Activation, Dim, Op, Param, block_norm, linear, norm
 def attention_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
     """Yield the operations of the attention or the Mamba mixer of the layer called `prefix`, in order.
 
-    Yield nothing for a layer without attention and mixer.
+    Yield nothing for a layer that has neither.
     """
     if layer.attention is None:
         return

@@ -20,28 +20,28 @@ class RowPlan:
 
 
 def plan_rows(positions: Sequence[int], longest: int, ranks: int, multiple: int = 1) -> RowPlan:
-    """Return rows for sequences that take `positions`, of about equal sums and at most `longest` positions each.
+    """Return rows for sequences that take `positions`: about equally full, with at most `longest` positions each.
 
     The number of rows is the smallest multiple of `ranks` for which the longest sequence that is left can always go to
-    the emptiest row (Graham, "Bounds on multiprocessing timing anomalies", 1969). `multiple`: a row has a multiple of
-    this many positions. `longest` is one, and no sequence is longer.
+    the emptiest row (Graham, "Bounds on multiprocessing timing anomalies", 1969). The length of a row is a multiple of
+    `multiple`, as `longest` must be. No sequence may be longer than `longest`.
     """
-    order = sorted(range(len(positions)), key=lambda number: (-positions[number], number))
+    order = sorted(range(len(positions)), key=lambda sequence: (-positions[sequence], sequence))
     count = ranks * max(1, -(-sum(positions) // (longest * ranks)))
     while (rows := _balanced(order, positions, count, longest)) is None:
         count += ranks
-    fullest = max(sum(positions[number] for number in row) for row in rows)
+    fullest = max(sum(positions[sequence] for sequence in row) for row in rows)
     return RowPlan(rows, max(multiple, -(-fullest // multiple) * multiple))
 
 
 def _balanced(order: Sequence[int], positions: Sequence[int], count: int, longest: int) -> list[list[int]] | None:
-    """Return `count` rows, each sequence of `order` in the row that was emptiest; None if that row has no room."""
+    """Return `count` rows, to whose emptiest each sequence of `order` goes in turn; None if it has no room there."""
     rows: list[list[int]] = [[] for _ in range(count)]
-    emptiest = [(0, number) for number in range(count)]
+    emptiest = [(0, row) for row in range(count)]
     for sequence in order:
-        used, number = heapq.heappop(emptiest)
+        used, row = heapq.heappop(emptiest)
         if used + positions[sequence] > longest:
             return None
-        rows[number].append(sequence)
-        heapq.heappush(emptiest, (used + positions[sequence], number))
+        rows[row].append(sequence)
+        heapq.heappush(emptiest, (used + positions[sequence], row))
     return rows

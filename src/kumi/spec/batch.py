@@ -15,7 +15,7 @@ class BatchSpec:
 
     `document_span`: the mean over tokens of the number of tokens that a token's document has in its row: the mean of
         the squared lengths of documents over their mean length, after rows cut them. It is `seq_len` if attention
-        crosses the documents of a row, and None if they are not known.
+        crosses the documents of a row, and None if the lengths of the documents are unknown.
     """
 
     seq_len: int
@@ -24,7 +24,7 @@ class BatchSpec:
 
     @property
     def attention_len(self) -> float:
-        """The length of equal rows, each of one document, whose attention costs as much per token."""
+        """The length of equal rows, each of one document, in which attention costs as much per token as here."""
         return self.seq_len if self.document_span is None else self.document_span
 
     @property
@@ -48,8 +48,8 @@ def span_of_documents(mean_tokens: float, seq_len: int) -> float:
     """Return the `BatchSpec.document_span` of documents of `mean_tokens` on average, in rows of `seq_len` tokens.
 
     Lengths are taken to be distributed exponentially, as if every token ended its document with equal probability.
-    A document then has 1 - exp(-x / mean) of its mean before the token at position x of a row, and as much after it
-    at x from the end.
+    Of the document of the token at position x of a row, mean * (1 - exp(-x / mean)) tokens then lie before that token,
+    on average; for those after it, x is the distance from the end of the row.
     """
     share = mean_tokens / seq_len
     return 2 * mean_tokens * (1 - share * (1 - exp(-1 / share)))

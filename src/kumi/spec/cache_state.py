@@ -7,8 +7,8 @@
     none             nothing
 
 Keys are rotated before they are stored. Tensor parallelism shards key-value heads and groups of heads as it shards
-their weights; a latent vector is on every rank. Data-parallel ranks have the caches of their own sequences, and experts
-have none. Plans and the engine that generates both read shapes from here.
+their weights; a latent vector is on every rank. Data-parallel ranks have the caches of their own sequences. Experts
+have no cache. Both plans and the engine that generates read the shapes from here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CacheTensor:
         """Return True if the tensor of a sequence of `length` tokens has all that a token at position `to` needs."""
         if not self.grows:
             return to == length
-        # The token sees the latest window - 1 positions; the place of an earlier one has the one at its end.
+        # The tensor has the positions from length - window on, and the token sees those from to - window + 1 on.
         return self.window is None or length <= self.window or to >= length - 1
 
     def local_dims(self, tp: int = 1) -> tuple[int, ...]:

@@ -23,13 +23,13 @@ class Device:
       pairs; empty if not measured.
     - `matmul`: (dtype, fraction of the peak that large matmuls reach) pairs; "" for all other dtypes.
     - `attention`: fractions of the peak that fused attention reaches in long documents, forward and backward.
-    - `attention_lengths`: (tokens, forward, backward) in increasing order: the speed in documents of so many tokens
-      relative to `attention`; empty if it is not measured.
+    - `attention_lengths`: (tokens, forward, backward) in increasing order of tokens: the speed of attention in
+      documents of this length, relative to `attention`; empty if it is not measured.
     - `processors`: streaming multiprocessors, over which the tiles of a kernel are distributed; 0 if unknown.
     - `launch`: seconds between two kernels if the host is the bottleneck.
     - `reserved`: bytes that the CUDA context and the communication library use outside of the allocator.
-    - `price`: per hour.
-    - `watts`: at full load.
+    - `price`: price per hour; 0 if unknown.
+    - `watts`: power at full load; 0 if unknown.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Host:
 
 @dataclass(frozen=True)
 class MachineRuns:
-    """Runs on these machines, to which their figures were refitted (`kumi plan --calibrate`).
+    """Runs on the machines of a cluster, to which the machines' figures were refitted (`kumi plan --calibrate`).
 
     - `runs`: the number of runs.
     - `time_ratio`, `memory_ratio`: measured / estimated with the refitted figures, the geometric mean of the runs.
@@ -112,7 +112,7 @@ class ClusterSpec:
     - `source`: origin of this description.
     - `links`: from the innermost (inside a node) to the outermost (between sites); empty if unknown.
     - `assumed`: names of figures that are neither measured nor in a data sheet ("device.launch", "NVLink 3: latency").
-    - `measured`: the runs that the figures were refitted to; None without any.
+    - `measured`: the runs to which the figures were refitted; None if there were no such runs.
     """
 
     source: str
@@ -130,7 +130,8 @@ class ClusterSpec:
         return self.nodes * self.devices_per_node
 
     def level(self, stride: int, degree: int) -> int:
-        """Return the index in `links` of the slowest link inside a group of `degree` ranks with distance `stride`."""
+        """Return the index in `links` of the slowest link inside a group of `degree` ranks, each `stride` ranks from
+        the next."""
         for index, link in enumerate(self.links):
             if ranks_within(stride, degree, link.span) >= degree:
                 return index
@@ -138,7 +139,8 @@ class ClusterSpec:
 
 
 def ranks_within(stride: int, degree: int, span: int) -> int:
-    """Return how many of a group's `degree` ranks, with distance `stride`, share an aligned block of `span` ranks."""
+    """Return how many of a group's `degree` ranks, each `stride` ranks from the next, share an aligned block of `span`
+    ranks."""
     if stride >= span:
         return 1
     inside = span // stride if span % stride == 0 else gcd(span, stride * degree) // stride

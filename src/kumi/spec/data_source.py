@@ -10,7 +10,7 @@ from typing import Any
 from kumi.errors import ConfigError
 from kumi.spec.field_docs import described
 
-# What a path of problems of reasoning-gym begins with; `kumi.data.gym_source` reads the rest.
+# The beginning of a path that means problems of reasoning-gym; `kumi.data.gym_source` reads the rest of the path.
 GYM_SCHEME = "reasoning-gym:"
 FORMATS = ("auto", "jsonl", "json", "parquet", "arrow", "text", "indexed")
 # Kinds of rows; "auto" goes by the columns.

@@ -19,7 +19,7 @@ class Engine:
     - `grad_itemsize`: bytes of an accumulated gradient element.
     - `half_grads`: each parameter has a gradient in the compute dtype in addition to the accumulated one.
     - `logit_bytes`: bytes per logit of a microbatch; 0 if logits are computed chunk by chunk.
-    - `cut_logit_bytes`: bytes per logit of a rank if tp shards the vocabulary; 0 if they are `logit_bytes` then, too.
+    - `cut_logit_bytes`: bytes per logit of a rank if tp shards the vocabulary; 0 if this, too, is `logit_bytes`.
     - `whole_logits`: the tp ranks, each with a shard of the vocabulary, all-gather the logits.
     - `dropout`: dropout masks are saved.
     - `autograd`: kinds of element-wise operations that autograd differentiates op by op, so that a "norm" saves float32
@@ -39,10 +39,11 @@ class Engine:
 
     Compute:
 
-    - `kernels`: element-wise operations run op by op ("eager"), in hand-written fused kernels, or compiled.
+    - `kernels`: element-wise operations run op by op ("eager"), in hand-written fused kernels ("fused"), or compiled
+      ("compiled").
     - `attention`: "flash" (Dao, 2023, arXiv:2307.08691), "flash-3" (Shah et al., 2024, arXiv:2407.08608, and other
-      kernels written for their device), "flash-1" (Dao et al., 2022, arXiv:2205.14135), or scores in memory with or
-      without a fused softmax.
+      kernels written for their device), "flash-1" (Dao et al., 2022, arXiv:2205.14135), or the scores in memory, with
+      a fused softmax ("fused-softmax") or without ("eager").
     - `whole_rows`: attention crosses the documents of a row.
     - `dispatch`: time that the host takes per kernel, as a multiple of the device's bare launch interval.
     - `recompute_whole`: a recomputed layer repeats its last collective as well, and the head's input is all-gathered a

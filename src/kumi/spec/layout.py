@@ -22,7 +22,7 @@ class Layout:
     - `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`: degrees; their product is the number of ranks. `dp_replicate` > 1
       with `dp_shard` > 1 is hybrid sharding.
     - `ep`, `expert_tp`: experts are distributed over `ep` groups, and each expert is sharded over `expert_tp` ranks.
-      These ranks are the `dp_shard` x `cp` x `tp` ranks of a replica.
+      The groups consist of the `dp_shard` x `cp` x `tp` ranks of a replica.
     - `zero`: states that the `dp_shard` x `cp` ranks shard (Rajbhandari et al., 2020, arXiv:1910.02054): 0 none,
       1 optimizer states, 2 also gradients, 3 also parameters.
     - `microbatch`: sequences of a microbatch.
@@ -78,7 +78,7 @@ class Layout:
 
     @property
     def words(self) -> str:
-        """The fields with other values than the defaults, as in "dp_shard=2 zero=1 microbatch=4"."""
+        """The fields with other values than the defaults, as in "dp_shard=2 zero=1"; "one rank" if there are none."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return " ".join(f"{name}={value}" for name, value, default in values if value != default) or "one rank"
 
@@ -96,10 +96,10 @@ class Layout:
 
     def rank(self, coords: dict[str, int]) -> int:
         """Return the rank with the coordinates `coords`: the inverse of the method `coords`."""
-        number = 0
+        rank = 0
         for axis, degree in zip(AXES, self.degrees, strict=True):
-            number = number * degree + coords[axis]
-        return number
+            rank = rank * degree + coords[axis]
+        return rank
 
     def dp_index(self, rank: int) -> int:
         """Return the index, in 0 .. dp - 1, of the slice of the global batch that `rank` reads."""

@@ -26,7 +26,8 @@ from kumi.spec.schedules import SCHEDULES
 from kumi.spec.schedules.schedule_record import Schedule
 from kumi.spec.sharding import DIM_TO_AXIS, max_rank_layers, rank_layers, shard_size
 
-_DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", "stages", "microbatch", "tiles")
+# Fields whose value must be 1 or more.
+_POSITIVE = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", "stages", "microbatch", "tiles")
 
 
 def layout_rules(model: ModelSpec, cluster: ClusterSpec, batch: BatchSpec) -> tuple[LayoutRule, ...]:
@@ -64,7 +65,7 @@ def tensor_rules(model: ModelSpec) -> Iterator[LayoutRule]:
 
 def _field_rules() -> Iterator[LayoutRule]:
     """Yield the rules for the value of each field. All other rules require these, because they divide by degrees."""
-    yield from map(_positive_rule, _DEGREES)
+    yield from map(_positive_rule, _POSITIVE)
     for name, words in (("recompute", RECOMPUTE), ("offload", OFFLOAD), ("context", CONTEXT)):
         yield _word_rule(name, words)
     yield LayoutRule(
@@ -155,9 +156,9 @@ def _host_rule(missing: str, possible: list[str]) -> LayoutRule:
 
 
 def missing_host_facts(host: Host) -> dict[str, str]:
-    """Return the names of the fields of `host` that offloading to "host" and to "nvme" needs and that are unknown.
+    """Return, for each of the places "host" and "nvme", the unknown fields of `host` that offloading to it needs.
 
-    The text is empty for a place whose fields are all known.
+    The names are joined by "and"; the text is empty if all fields are known.
     """
     facts = {
         "host": {"host.memory": host.memory, "host.device_bandwidth": host.device_bandwidth},
@@ -235,11 +236,11 @@ def _context_rules(model: ModelSpec) -> Iterator[LayoutRule]:
     without_ulysses = all_but(CONTEXT, "ulysses")
 
     def holds(x: Any) -> Any:
-        # If tp does not divide the heads, a rule of `_tp_rules` reports that instead.
+        # If tp does not divide the heads, a rule of `tp_rules` reports it instead.
         undivided = reduce(or_, (count % x.tp != 0 for count in need.heads), False)
         return (x.cp == 1) | x.one_of("context", without_ulysses) | undivided | need.divides_heads(x.cp, x.tp)
 
-    def say(layout: Layout) -> str:
+    def message(layout: Layout) -> str:
         heads = gcd(*(count // layout.tp for count in need.heads))
         use = joined_by_or([degree for degree in divisors(heads) if need.divides_heads(degree, layout.tp)])
         return (
@@ -247,7 +248,7 @@ def _context_rules(model: ModelSpec) -> Iterator[LayoutRule]:
             f"over cp={layout.cp} ranks; set cp = {use}, or context = 'ring'"
         )
 
-    yield LayoutRule("context", holds, say)
+    yield LayoutRule("context", holds, message)
 
 
 def _multiple(number: int, of: int) -> int:
@@ -307,23 +308,23 @@ def _quantized_rules(model: ModelSpec) -> Iterator[LayoutRule]:
     """
     if model.lora is None or not model.lora.quantize:
         return
-    columns = {op.params[0].dims[-1]: op.params[0] for ops in unique_layer_ops(model) for op in ops if _packed(op)}
+    matrices = {op.params[0].dims[-1]: op.params[0] for ops in unique_layer_ops(model) for op in ops if _packed(op)}
 
     def size(dim: Dim, tp: Any) -> Any:
         return shard_size(dim, tp if DIM_TO_AXIS.get(dim.name) == "tp" else 1)
 
-    def say(layout: Layout) -> str:
-        dim = next(dim for dim in columns if size(dim, layout.tp) % NF4_BLOCK)
+    def message(layout: Layout) -> str:
+        dim = next(dim for dim in matrices if size(dim, layout.tp) % NF4_BLOCK)
         return (
             f"tp={layout.tp} with lora.quantize='nf4' leaves a rank {size(dim, layout.tp)} columns of "
-            f"{columns[dim].name}, which is no multiple of the {NF4_BLOCK} elements that share a scale; use a smaller "
+            f"{matrices[dim].name}, which is no multiple of the {NF4_BLOCK} elements that share a scale; use a smaller "
             f"tp, or shard by zero = 3, pp or cp instead"
         )
 
     yield LayoutRule(
         "quantized",
-        lambda x: (x.tp == 1) | reduce(and_, (size(dim, x.tp) % NF4_BLOCK == 0 for dim in columns)),
-        say,
+        lambda x: (x.tp == 1) | reduce(and_, (size(dim, x.tp) % NF4_BLOCK == 0 for dim in matrices)),
+        message,
         ("degrees", "tensor"),
     )
 
@@ -443,7 +444,7 @@ def _holds_for_schedule(x: Any, holds: Callable[[Schedule], Any]) -> Any:
 
 @lru_cache
 def _schedules_by_needs() -> tuple[tuple[str, ...], ...]:
-    """Return the names of all schedules; those in one group take the same numbers of stages and microbatches."""
+    """Return the names of all schedules, in groups that take the same numbers of stages and of microbatches."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, schedule in SCHEDULES.items():
         groups.setdefault(
@@ -456,8 +457,9 @@ def _recompute_rules(model: ModelSpec) -> Iterator[LayoutRule]:
     layers, after = model.num_hidden_layers, ("degrees", "stages", "schedule", "microbatches", "recompute")
     recomputing = all_but(RECOMPUTE, "none")
 
-    def some_rank_has(x: Any) -> Any:
+    def some_rank_has_enough(x: Any) -> Any:
         count = x.recompute_layers
+        # In an even division, one of the first, second and last rank has the most layers.
         ranks = range(x.pp) if x.stage_layers else (0, 1 * (x.pp > 1), x.pp - 1)
         return reduce(or_, (count <= rank_layers(x, layers, rank) for rank in ranks))
 
@@ -472,7 +474,9 @@ def _recompute_rules(model: ModelSpec) -> Iterator[LayoutRule]:
     )
     yield LayoutRule(
         "recompute",
-        lambda x: x.recompute_layers is None or x.recomputes_all | ((x.recompute_layers >= 0) & some_rank_has(x)),
+        lambda x: (
+            x.recompute_layers is None or x.recomputes_all | ((x.recompute_layers >= 0) & some_rank_has_enough(x))
+        ),
         lambda layout: (
             f"recompute_layers={layout.recompute_layers} is out of range, because no rank has more than "
             f"{max_rank_layers(layout, layers)} layers; set recompute_layers = 0 to "

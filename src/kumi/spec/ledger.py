@@ -44,12 +44,12 @@ __all__ = [
 ]
 
 
-# The token embedding, which is also the head's weight if they are tied, and the heads by `ModelSpec.head`.
+# Names of weights: the token embedding, which is also the weight of a tied head, and the heads by `ModelSpec.head`.
 EMBEDDING = "model.embed_tokens.weight"
 HEADS = {"lm": "lm_head.weight", "score": "score.weight"}
 # Prefix of the names of all tensors within layers; the index of the layer follows.
 LAYERS = "model.layers."
-# The number of logits in a chunk of the head, on accelerators and on a CPU, and the minimum number of its tokens.
+# The number of logits in a chunk of the head, on accelerators and on a CPU; the minimum number of tokens of a chunk.
 CHUNK_LOGITS, MIN_CHUNK_TOKENS = (2**27, 2**22), 128
 # The number of elements of hidden states that a score head widens to float32 at a time.
 SCORE_CHUNK = 2**24
@@ -72,7 +72,10 @@ def unique_layer_ops(spec: ModelSpec) -> tuple[tuple[Op, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def embedding_ops(spec: ModelSpec) -> tuple[Op, ...]:
-    """Return the token embedding, which also saves the cosine and sine tables of RoPE, and the learned positions."""
+    """Return the token embedding, which also saves the cosine and sine tables of RoPE.
+
+    The learned positions and the norm of the embeddings follow, where the model has them.
+    """
     vocab, embed = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size)
     table = Param(EMBEDDING, (vocab, embed))
     attentions = [layer.attends for layer in spec.layers if layer.attends is not None]
@@ -110,7 +113,7 @@ def head_ops(spec: ModelSpec) -> tuple[Op, ...]:
 
 
 def _freeze_end(spec: ModelSpec, ops: Iterable[Op]) -> tuple[Op, ...]:
-    """Return `ops`, of the embedding or the head, with its untrained parameters frozen."""
+    """Return the operations `ops` of the embedding or the head, with the parameters that LoRA does not train frozen."""
     lora = spec.lora
     return tuple(ops if lora is None else (freeze_others(lora, op, tied=spec.tie_word_embeddings) for op in ops))
 

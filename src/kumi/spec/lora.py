@@ -23,14 +23,14 @@ ROUTED_EXPERTS = "experts"
 INITS = ("default", "gaussian")
 QUANTIZATIONS = ("nf4",)
 
-# Bits of a 4-bit NormalFloat element, and the number of elements that share a float32 scale (Dettmers et al., 2023,
-# arXiv:2305.14314, without the quantization of the scales).
+# Bits of a 4-bit NormalFloat element, the number of elements that share a float32 scale, and the bytes of the scale
+# (Dettmers et al., 2023, arXiv:2305.14314, without the quantization of the scales).
 NF4_BITS, NF4_BLOCK, NF4_SCALE_BYTES = 4, 64, 4
 NF4_BLOCK_BYTES = NF4_BLOCK * NF4_BITS // 8 + NF4_SCALE_BYTES
 
 
 def nf4_blocks(numel: Any) -> Any:
-    """Return the blocks of a matrix with `numel` elements, a number or an array; the last may be incomplete."""
+    """Return the number of blocks of a matrix with `numel` elements, an int or an array; the last may be incomplete."""
     return -(-numel // NF4_BLOCK)
 
 

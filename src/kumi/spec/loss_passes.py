@@ -9,10 +9,12 @@ from dataclasses import dataclass
 class LossPasses:
     """The work of a loss in a step, beside one forward and one backward pass over its rows.
 
-    `head_again`: the backward pass computes the head's logits again, because the gradient of a log-prob depends on
-        others of the same row. A loss with weights that are known before the forward pass has its gradient then.
-    `forwards`: forward passes over as many rows, without a gradient: of a reference, or over mismatched rows. Of a run
-        with rollouts, those over a rollout batch before its updates: of the policy and of the reference.
+    `head_again`: the backward pass computes the head's logits again, because the weight of a log-prob in the gradient
+        depends on other log-probs of its row. If all weights are known before the forward pass, the forward pass
+        computes the head's gradient as well.
+    `forwards`: further forward passes, without a gradient, over as many rows: by a reference, or over mismatched rows.
+        In a run with rollouts, these are the passes over a rollout batch before its updates: by the policy and by the
+        reference.
     """
 
     head_again: bool = False

@@ -15,7 +15,7 @@ _SAVES_ONLY_OUTPUT = ("relu",)
 def mlp_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
     """Yield the operations of the MLP or the experts of the layer called `prefix`, in order.
 
-    Yield nothing for a layer without MLP and experts.
+    Yield nothing for a layer that has neither.
     """
     if layer.mlp is None:
         return
@@ -50,21 +50,22 @@ def _dense_ops(spec: ModelSpec, mlp: MLP, name: str, *, keeps_input: bool = True
 def _expert_ops(spec: ModelSpec, moe: MoE, name: str) -> Iterator[Op]:
     """Yield router, dispatch, routed experts, combine, and the shared expert.
 
-    No token is dropped: it has a row for each of its `num_experts_per_tok` experts. The expert's output for each row is
-    saved for the gradient of the row's routing weight.
+    No token is dropped: each token has a row for each of its `num_experts_per_tok` experts. The expert's output for
+    each row is saved for the gradient of the row's routing weight.
     """
-    embed, passes = Dim("embed", spec.hidden_size), moe.num_experts_per_tok
-    scores, routed = Dim("scores", moe.num_experts), Dim("routed", passes)
+    embed, per_token = Dim("embed", spec.hidden_size), moe.num_experts_per_tok
+    scores, routed = Dim("scores", moe.num_experts), Dim("routed", per_token)
     inputs = (Activation((embed,)), Activation((scores,), "float32"))
+    # Hugging Face calls the router "gate". The gated activation of a dense MLP, of the kind "gate", has the same name.
     router = linear(f"{name}.gate", embed, scores, bias=moe.bias, saved=inputs, kind="router")
     bias = Param(f"{router.name}.e_score_correction_bias", (scores,), "zeros")
     yield replace(router, buffers=(bias,) if moe.has_correction_bias else ())
     # The expert of each row, and the position of the row after sorting by expert.
     indices = (Activation((routed,), "int64"), Activation((routed,), "int64"))
-    yield Op(f"{name}.dispatch", "dispatch", embed, embed, saved=indices, passes=passes)
+    yield Op(f"{name}.dispatch", "dispatch", embed, embed, saved=indices, passes=per_token)
     yield from _expert_matrices(spec, moe, f"{name}.experts", routed)
     results = (Activation((routed, embed)), Activation((routed,), "float32"))
-    yield Op(f"{name}.combine", "combine", embed, embed, saved=results, passes=passes)
+    yield Op(f"{name}.combine", "combine", embed, embed, saved=results, passes=per_token)
     if moe.shared_intermediate_size:
         # The router saves the input already.
         shared = MLP(moe.shared_intermediate_size, hidden_act=moe.hidden_act, gated=moe.gated)
@@ -80,15 +81,15 @@ def _expert_ops(spec: ModelSpec, moe: MoE, name: str) -> Iterator[Op]:
 def _expert_matrices(spec: ModelSpec, moe: MoE, name: str, routed: Dim) -> Iterator[Op]:
     """Yield the matmuls of all experts. Gate and up are fused to one matrix, and all experts to one tensor."""
     embed, ffn = Dim("embed", spec.hidden_size), Dim("ffn", moe.moe_intermediate_size)
-    rows, width = Activation((routed, embed)), Activation((routed, ffn))
+    saved_input, saved_hidden = Activation((routed, embed)), Activation((routed, ffn))
     if moe.gated:
-        yield _grouped_matmul(moe, f"{name}.gate_up_proj", embed, _fused_pair(ffn), rows)
-        yield Op(f"{name}.gate", "gate", ffn, ffn, saved=(width, width), passes=routed.size)
+        yield _grouped_matmul(moe, f"{name}.gate_up_proj", embed, _fused_pair(ffn), saved_input)
+        yield Op(f"{name}.gate", "gate", ffn, ffn, saved=(saved_hidden, saved_hidden), passes=routed.size)
     else:
-        yield _grouped_matmul(moe, f"{name}.up_proj", embed, ffn, rows)
-        inputs = () if moe.hidden_act in _SAVES_ONLY_OUTPUT else (width,)
+        yield _grouped_matmul(moe, f"{name}.up_proj", embed, ffn, saved_input)
+        inputs = () if moe.hidden_act in _SAVES_ONLY_OUTPUT else (saved_hidden,)
         yield Op(f"{name}.activation", "activation", ffn, ffn, saved=inputs, passes=routed.size)
-    yield _grouped_matmul(moe, f"{name}.down_proj", ffn, embed, width)
+    yield _grouped_matmul(moe, f"{name}.down_proj", ffn, embed, saved_hidden)
 
 
 def _grouped_matmul(moe: MoE, name: str, source: Dim, target: Dim, saved: Activation) -> Op:
@@ -101,5 +102,8 @@ def _grouped_matmul(moe: MoE, name: str, source: Dim, target: Dim, saved: Activa
 
 
 def _fused_pair(dim: Dim) -> Dim:
-    """Return the dim of two fused matrices with the dim `dim` each. A shard has the same indices of both matrices."""
+    """Return the dim of two matrices with the dim `dim` that are fused along it: twice its size.
+
+    Its unit doubles as well, so that a shard has the same indices of both matrices.
+    """
     return Dim(dim.name, 2 * dim.size, 2 * dim.unit)

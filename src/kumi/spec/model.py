@@ -22,6 +22,7 @@ class Rope:
       or "longrope" (Ding et al., 2024, arXiv:2402.13753: each frequency is divided by its own entry of `long_factor` in
       documents longer than the original context, else of `short_factor`).
     - fields from `original_max_position_embeddings` to `attention_factor`: None if `scaling` does not use them.
+    - `truncate`: with YaRN, the first and last dimension of the ramp are rounded to integers.
     - `partial_rotary_factor`: share of the dimensions of a head that are rotated.
     - `interleave`: rotated pairs are adjacent dimensions, not half of the rotated dimensions apart.
     - `query_growth`: queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p / original context)), as
@@ -103,7 +104,7 @@ class LatentAttention:
     - `qk_nope_head_dim`, `qk_rope_head_dim`: dimensions of a query or key head without and with RoPE. All heads share
       the rotated part of the keys.
     - `bias`: on the projections to the latents and on the output projection.
-    - `rope_interleave`: rotated pairs are adjacent dimensions, not half a head apart.
+    - `rope_interleave`: rotated pairs are adjacent dimensions, not half of the rotated dimensions apart.
     - `mscale_all_dim`: with YaRN, scores are multiplied by (0.1 * mscale_all_dim * ln(factor) + 1)^2.
     """
 
@@ -200,7 +201,7 @@ class MoE:
     - `n_group`, `topk_group`: experts are chosen from the `topk_group` best of `n_group` groups.
     - `bias`: on router and experts.
     - `topk_method`: with "noaux_tc", a bias that is not a parameter is added to the scores for choosing experts, and
-      a group's score is the sum of its two best scores; otherwise it is its best score.
+      a group's score is the sum of its two best scores; otherwise a group's score is its best score.
     - `router_aux_loss_coef`: weight of the load-balancing loss (see `kumi.nn.router`), over the tokens of a batch.
     - `seq_aux`: the load-balancing loss is computed over each sequence instead.
     - `gated`: experts are gated; else down(act(up(x))).
@@ -281,7 +282,7 @@ class ModelSpec:
       score head has a weight of its own, so `tie_word_embeddings` is then false; logits' scale and cap do not apply.
     - `weights`: the format of the tensors in files.
     - `carried_config`: the entries of config.json, as JSON, about passthrough tensors (`Weights.passthrough`).
-    - `lora`: adapters; all other parameters are then frozen.
+    - `lora`: adapters; all other parameters but those of `Lora.modules` are then frozen.
     - `notes`: sentences about parts of config.json that were left out.
     """
 

@@ -30,7 +30,7 @@ LONG_TOKENS = 1024
 # experts and back; "rotation": rotary position embeddings; "scan": Mamba's recurrence.
 KERNELS = {"loss": ("triton",), "experts": ("triton",), "rotation": ("triton",), "scan": ("mamba-ssm", "triton")}
 
-# Implementation -> the package that it needs, and where that comes from.
+# Implementation -> the package that it needs, and a relative clause ("which ...") that says where to get the package.
 KERNEL_PACKAGES = {
     "triton": ("triton", "PyTorch for CUDA brings along"),
     "mamba-ssm": ("mamba-ssm", "its authors build for each version of PyTorch"),

@@ -158,7 +158,7 @@ class Op:
         return 0
 
     def train_flops(self, tokens: int, seq_len: int, attention_len: float | None = None) -> int:
-        """Return the FLOPs of forward and backward: three times those of the forward, or twice with frozen weights."""
+        """Return the FLOPs of forward and backward: three times those of the forward, or twice for a frozen matrix."""
         weights = self.kind in _MATMULS
         return (2 if weights and self.frozen else 3) * self.forward_flops(tokens, seq_len, attention_len)
 
@@ -199,7 +199,8 @@ def norm(
     `dim`).
 
     A layer norm has a bias unless `bias` is off. `init` is the initialization of the weight. The norm saves the
-    statistics of each vector of the size of `weight` in float32, and its input unless another operation saves that.
+    statistics of each vector of the size of `weight` in float32. With `keeps_input` it also saves its input; it is off
+    if another operation saves the same tensor.
     """
     weight = weight or dim
     params: tuple[Param, ...] = (Param(f"{name}.weight", (weight,), init),)

@@ -36,8 +36,8 @@ class OptimizerState:
 
     - `tensor`: the parameter's name and the state's dims.
     - `dtype`: empty for the dtype of the parameter.
-    - `sharded`: ZeRO shards the state by the same dim as the parameter; else all ranks of the group have the complete
-      state.
+    - `sharded`: ZeRO shards the state by the same dim as the parameter; else all ranks of the ZeRO group have the
+      complete state.
     """
 
     name: str
@@ -135,6 +135,6 @@ def optimizer_state_bytes(optim: Optim, param: Param, itemsize: int) -> int:
 
 
 def bytes_per_element(optim: Optim, itemsize: int) -> float:
-    """Return the bytes of states per element of a large matrix of a layer (4096 x 4096) of `itemsize` bytes."""
+    """Return the bytes of states per element of a large matrix of a layer, 4096 x 4096 elements of `itemsize` bytes."""
     matrix = Param(f"{LAYERS}0.matrix", (Dim("rows", 4096), Dim("columns", 4096)))
     return optimizer_state_bytes(optim, matrix, itemsize) / matrix.numel

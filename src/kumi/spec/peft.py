@@ -63,7 +63,7 @@ def with_adapters(spec: ModelSpec, lora: Lora) -> ModelSpec:
 
 
 def _not_loadable(spec: ModelSpec, op: Op, expert_leaves: set[str]) -> str:
-    """Return the reason why PEFT cannot load an adapter of `op`; empty if it can."""
+    """Return why PEFT cannot load an adapter of `op`, as the end of "the matrix, which ..."; empty if it can."""
     if _modules(spec)[op.name].rpartition(".")[2] in expert_leaves:
         return f"PEFT would confuse with a matrix of the routed experts of this {spec.family} model"
     # The fused kernel multiplies by the weight itself, and would ignore an adapter.

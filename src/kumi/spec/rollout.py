@@ -8,8 +8,8 @@ from typing import Literal
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 
-# Replies of one call of the engine, for each sequence that a data-parallel rank decodes at once. At the end of a call,
-# all ranks wait for the longest reply.
+# Replies that one call of the engine generates, divided by the sequences that a data-parallel rank decodes at once. At
+# the end of a call, all ranks wait for the longest reply.
 FILLS = 8
 
 # Where a number of tokens comes from: nothing but its bound, a key of the run file, the prepared data, or finished
@@ -25,7 +25,7 @@ class RolloutSpec:
     - `max_new_tokens`: tokens of the longest reply. `slots`: sequences that a data-parallel rank decodes at once.
     - `updates`: parts of the batch, one update each. `passes`: how often the batch is gone through.
     - `prompt_tokens`, `reply_tokens`: mean tokens. `longest_prompt`: tokens of the longest prompt.
-    - `prompts_from`, `replies_from`: where these numbers come from.
+    - `prompts_from`, `replies_from`: where the numbers of tokens of prompts, and of replies, come from.
     - `reference`: the reference is a second model in memory.
     - `reward_models`: name and model of each reward model, on the layout of the policy.
     """
@@ -60,6 +60,9 @@ class RolloutSpec:
         return self.longest_prompt + self.max_new_tokens
 
     def rank_slots(self, layout: Layout) -> int:
-        """Return the slots of the cache of a rank: no more than its replies in a call of the engine."""
+        """Return the slots of the cache of a rank: no more than its replies of a batch.
+
+        Sequence parallelism rounds them up to a multiple of tp.
+        """
         slots = min(self.slots, -(-self.replies // layout.dp))
         return slots + (-slots % layout.tp if layout.sequence_parallel else 0)

@@ -14,7 +14,7 @@ from kumi.spec.optim_states import states_of
 from kumi.spec.weight_rules import PLAIN
 
 MODEL_PREFIX, OPTIM_PREFIX = "model/", "optim/"
-# Before the names of a critic's tensors, of model and optimizer.
+# Prefix of the names of all tensors of a critic, before `MODEL_PREFIX` or `OPTIM_PREFIX`.
 CRITIC_PREFIX = "critic/"
 
 

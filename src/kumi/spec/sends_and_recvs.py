@@ -63,7 +63,8 @@ def forward_pipeline_steps(
     assignment = stage_assignment(schedule, pp, stages)
     groups = [range(first, min(first + pp, microbatches)) for first in range(0, microbatches, pp)]
     lists = [
-        [Action("F", stage, number) for group in groups for stage in own for number in group] for own in assignment
+        [Action("F", stage, microbatch) for group in groups for stage in own for microbatch in group]
+        for own in assignment
     ]
     return with_sends_and_recvs(lists, assignment)
 
@@ -96,22 +97,22 @@ def with_sends_and_recvs(
 
 def messages_after(action: Action, home: dict[int, int]) -> Iterator[Message]:
     """Yield the message that is sent after `action`, if any. `home`: stage -> rank."""
-    kind, stage, number = action
+    kind, stage, microbatch = action
     if kind == "W":
         return
     name, neighbour = (ACTIVATION, stage + 1) if kind == "F" else (GRADIENT, stage - 1)
     if neighbour in home and home[neighbour] != home[stage]:
-        yield Message(name, stage, number, home[stage], home[neighbour])
+        yield Message(name, stage, microbatch, home[stage], home[neighbour])
 
 
 def dependency(action: Action, stages: int) -> Action | None:
     """Return the action whose result `action` needs, or None. "B" stands for an input gradient "I" as well."""
-    kind, stage, number = action
+    kind, stage, microbatch = action
     if kind == "F":
-        return Action("F", stage - 1, number) if stage else None
+        return Action("F", stage - 1, microbatch) if stage else None
     if kind == "W":
-        return Action("B", stage, number)
-    return Action("B", stage + 1, number) if stage + 1 < stages else Action("F", stage, number)
+        return Action("B", stage, microbatch)
+    return Action("B", stage + 1, microbatch) if stage + 1 < stages else Action("F", stage, microbatch)
 
 
 def _ends(lists: Sequence[Sequence[Action]], stages: int) -> dict[Action, int]:

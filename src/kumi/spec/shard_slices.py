@@ -55,10 +55,12 @@ def slices(param: Param, layout: Layout, rank: int) -> tuple[Slice, ...]:
     dims = [_row_runs(dim, *_shard_of(dim, param, layout, rank)) for dim in param.dims]
     if layout.zero > 0 and param.dims:
         routed = is_routed(param)
-        size = shard_size(param.dims[routed], _shard_of(param.dims[routed], param, layout, rank)[0])
+        # The index of the dim that ZeRO shards: the first one after "experts".
+        index = int(routed)
+        size = shard_size(param.dims[index], _shard_of(param.dims[index], param, layout, rank)[0])
         ranks = zero_axis(layout, routed=routed)
         rows = shard_rows(size, ranks.degree, ranks.index(rank))
-        dims[routed] = _between(dims[routed], rows.start, rows.start + rows.count)
+        dims[index] = _between(dims[index], rows.start, rows.start + rows.count)
     rectangles = (
         Slice(tuple(run.start for run in runs), tuple(run.local for run in runs), tuple(run.count for run in runs))
         for runs in product(*dims)
@@ -119,8 +121,8 @@ def replica_axes(param: Param, layout: Layout) -> tuple[Axis, ...]:
 
 def tied_axes(model: ModelSpec, param: Param, layout: Layout) -> tuple[Axis, ...]:
     """Return the axis of the first and the last pipeline rank if `param` is a tied embedding on both; else ()."""
-    ends = layout.pp > 1 and layout.schedule not in V_SHAPED
-    if not (ends and model.tie_word_embeddings and param.name == EMBEDDING):
+    on_two_ranks = layout.pp > 1 and layout.schedule not in V_SHAPED
+    if not (on_two_ranks and model.tie_word_embeddings and param.name == EMBEDDING):
         return ()
     return (axis(layout, "ends"),)
 
@@ -161,7 +163,7 @@ def partial_grad_params(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
 def partial_expert_params(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
     """Return the names of parameters of routed experts that are replicated over expert_tp with partial gradients.
 
-    A rank has a part of a matrix, and these factors of its adapter multiply by the undivided dim.
+    expert_tp shards one dim of each matrix. These parameters are the factors of adapters that lack this dim.
     """
     if layout.expert_tp == 1:
         return ()

@@ -123,7 +123,9 @@ def local_shape(param: Param, layout: Layout, rank: int, *, sharded: bool = True
     if layout.zero > 0 and sharded:
         routed = is_routed(param)
         ranks = zero_axis(layout, routed=routed)
-        shape[routed] = shard_rows(shape[routed], ranks.degree, ranks.index(rank)).count
+        # The index of the dim that ZeRO shards: the first one after "experts".
+        index = int(routed)
+        shape[index] = shard_rows(shape[index], ranks.degree, ranks.index(rank)).count
     return tuple(shape)
 
 
@@ -165,6 +167,7 @@ def rank_layers(layout: Any, layers: int, rank: Any) -> Any:
     each, begin, end = even_stages(layers, pp * stages)
     # Round-robin: the stages rank, rank + pp, ... before `end`, without stage 0 if it is before `begin`.
     round_robin = (end - rank + pp - 1) // pp - (rank < begin)
+    # V-shaped: stage `rank` on the way down, and stage `far` on the way back.
     far = stage_of(True, pp, rank, 1)
     folded = 1 * ((begin <= rank) & (rank < end)) + ((begin <= far) & (far < end))
     return each * stages + round_robin + layout.one_of("schedule", V_SHAPED) * (folded - round_robin)
@@ -291,9 +294,9 @@ def _frozen_bytes(param: Param, layout: Layout, rank: int, precision: Precision)
 
 
 def packed_rows(shape: tuple[int, ...], layout: Layout, rank: int) -> RowRange:
-    """Return the blocks on `rank` of a quantized matrix, of `shape` after tp.
+    """Return which blocks of a quantized matrix, which has `shape` after tp, are on `rank`.
 
-    ZeRO-3 shards the blocks, which stay complete. ZeRO-1 and 2 do not: only what is trained has states to shard.
+    ZeRO-3 shards the matrix between blocks. ZeRO-1 and 2 do not shard it: it has no gradients and optimizer states.
     """
     axis = zero_axis(layout, routed=False)
     blocks = nf4_blocks(prod(shape))

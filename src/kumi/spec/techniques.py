@@ -71,8 +71,8 @@ def float8_rules(job: Job) -> Iterator[LayoutRule]:
     )
 
 
-def _rule(about: str, holds: Callable[[Any], Any], say: Callable[[Layout], str], *after: str) -> LayoutRule:
-    return LayoutRule(about, holds, say, ("degrees", *after), UNSUPPORTED)
+def _rule(topic: str, holds: Callable[[Any], Any], message: Callable[[Layout], str], *after: str) -> LayoutRule:
+    return LayoutRule(topic, holds, message, ("degrees", *after), UNSUPPORTED)
 
 
 def _quoted(values: Iterable[object]) -> str:

@@ -35,17 +35,17 @@ def trainer_rules(job: Job) -> tuple[LayoutRule, ...]:
 
 
 def _reward_models(job: Job) -> Iterator[LayoutRule]:
-    """Yield the rules of the reward models of a run with rollouts, which lie on the same layout without training."""
+    """Yield the rules of the reward models of a run with rollouts: on the policy's layout, but not trained."""
     for name, model in () if job.rollout is None else job.rollout.reward_models:
         rules = [*tp_rules(model), *_vocabulary(model), *(_experts(model) if divisibility(model).experts else ())]
         for rule in rules:
-            # The policy's rules have the same topics, and do not stand for those of another model.
+            # A topic of its own: where the policy breaks the rule, the reward model's rule is not skipped.
             yield LayoutRule(
-                f"reward model {name}", rule.holds, partial(_of_reward_model, name, rule), scope=UNSUPPORTED
+                f"reward model {name}", rule.holds, partial(_reward_model_message, name, rule), scope=UNSUPPORTED
             )
 
 
-def _of_reward_model(name: str, rule: LayoutRule, layout: Layout) -> str:
+def _reward_model_message(name: str, rule: LayoutRule, layout: Layout) -> str:
     return f"reward {name!r} has a model that cannot lie on this layout: {rule.message(layout)}"
 
 

@@ -67,7 +67,7 @@ Rule = Rename | Rows | Groups | Stack | Pairs
 class Weights:
     """The format of a family's tensors in files.
 
-    - `rules`: for tensors within layers; the first match applies.
+    - `rules`: by which tensors are renamed and reshaped; the first match applies.
     - `prefixes`: (native, stored) beginnings of full names, replaced after `rules`; the first match applies.
     - `base`: prefix that names lack in files of the model without its head.
     - `ignored`: name endings of tensors in files that are not part of the model.

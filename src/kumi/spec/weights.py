@@ -61,7 +61,7 @@ class ParamPart:
 def stored_parts(spec: ModelSpec, param: Param, *, stacked: bool = False) -> tuple[Part, ...]:
     """Return the parts of `param`, a tensor of `spec`, in files. Together they cover it, in the order of its elements.
 
-    `stacked`: the file has one tensor for all experts of a layer, as transformers 5 has in memory and can save.
+    `stacked`: the file has one tensor for all experts of a layer, as transformers 5 keeps it in memory and can save it.
     """
     prefix, inner = _split(param.name)
     for rule in spec.weights.rules:
@@ -93,8 +93,8 @@ def _split(name: str) -> tuple[str, str]:
     """Return the prefix of the layer of a tensor, with its dot (or ""), and the name within the layer."""
     if not name.startswith(LAYERS):
         return "", name
-    number, _, inner = name.removeprefix(LAYERS).partition(".")
-    return f"{LAYERS}{number}.", inner
+    index, _, inner = name.removeprefix(LAYERS).partition(".")
+    return f"{LAYERS}{index}.", inner
 
 
 def _whole_part(param: Param, name: str, *, transposed: bool = False) -> Part:
@@ -135,6 +135,7 @@ def _tensors_by_name(spec: ModelSpec) -> dict[str, Param]:
 
 
 def _rows_part(siblings: list[Param], index: int, name: str, transposed: bool) -> Part:
+    """Return `siblings[index]` as a part of the stored tensor `name`, by the rule `Rows`."""
     param, dims = siblings[index], len(siblings[index].shape)
     heights = [sibling.shape[0] for sibling in siblings]
     shape, at = (sum(heights), *param.shape[1:]), (sum(heights[:index]), *(0,) * (dims - 1))
@@ -144,6 +145,7 @@ def _rows_part(siblings: list[Param], index: int, name: str, transposed: bool) -
 
 
 def _groups_part(siblings: list[Param], index: int, name: str) -> Part:
+    """Return `siblings[index]`, of queries, keys and values, as a part of the stored tensor `name`, by `Groups`."""
     query, key, _ = siblings
     param, rest = siblings[index], query.shape[1:]
     head_dim, groups, queries = key.dims[0].unit, key.dims[0].count, query.dims[0].count // key.dims[0].count
@@ -155,6 +157,7 @@ def _groups_part(siblings: list[Param], index: int, name: str) -> Part:
 
 
 def _pair_parts(param: Param, name: str) -> tuple[Part, ...]:
+    """Return the two halves of `param` as parts of the stored tensor `name`, by the rule `Pairs`."""
     count, rows, *rest = param.shape
     half, dims = rows // 2, len(rest)
     shape, view = (count, *rest, rows), (count, *rest, half, 2)
@@ -175,6 +178,7 @@ def _pair_parts(param: Param, name: str) -> tuple[Part, ...]:
 
 
 def _stack_parts(spec: ModelSpec, rule: Stack, param: Param, prefix: str) -> tuple[Part, ...]:
+    """Return the matrices of each expert in `param` as parts that are stored tensors of their own, by `rule`."""
     count, rows, columns = param.shape
     height = rows // len(rule.pieces)
     shape = (height, columns)

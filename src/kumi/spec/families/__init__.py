@@ -146,7 +146,10 @@ def check_trainable(spec: ModelSpec) -> None:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config.json of `spec`, in the spelling that transformers 4 and 5 both read."""
+    """Return the config.json of `spec`, in the spelling that transformers 4 and 5 both read.
+
+    Raise ModelError if the family of `spec`, or its config.json, cannot express the model.
+    """
     check_trainable(spec)
     config: dict[str, Any] = FAMILIES[spec.family].to_hf(spec)
     config = config if spec.head == "lm" else classifiers.classifier_config(config, spec.family)

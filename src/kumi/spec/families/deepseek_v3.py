@@ -1,6 +1,8 @@
-"""DeepSeek-V3 and R1 (arXiv:2412.19437). Multi-token-prediction layers are passthrough.
+"""DeepSeek-V3 and R1 (arXiv:2412.19437).
 
-The load-balancing bias of the router is a buffer: the optimizer does not update it.
+Multi-token-prediction layers are passthrough tensors: not trained, and copied from the model's files into its exports.
+
+The router's load-balancing bias is a buffer: the optimizer does not update it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def deepseek_v3_from_hf(family: str, config: Mapping[str, Any]) -> ModelSpec:
-    """Return the model that a config.json describes whose model_type `family` is another name for DeepSeek-V3."""
+    """Return the model that `config` describes: a config.json with the model_type `family` and DeepSeek-V3's keys."""
     values = read(family, config, KEYS)
     require_values(family, values, scoring_func="sigmoid", topk_method="noaux_tc")
     extra = values["num_nextn_predict_layers"] or 0

@@ -82,7 +82,10 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config.json of `spec`: of the newer architecture for groups of key heads or two norms per layer."""
+    """Return the config.json of `spec`.
+
+    It has the newer architecture if a parallel layer has groups of key-value heads or two norms.
+    """
     attention, mlp, layer = first_grouped_attention(spec), first_dense_mlp(spec), spec.layers[0]
     heads, kv_heads = attention.num_attention_heads, attention.num_key_value_heads
     new = layer.parallel and (kv_heads not in (1, heads) or not layer.shared_norm)

@@ -29,7 +29,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     window, layers = values["sliding_window"], values["num_hidden_layers"]
     if values["layer_types"] is not None:
         kind = "full_attention" if window is None else "sliding_attention"
-        if any(found != kind for found in read_layer_types(values)):
+        if any(layer_type != kind for layer_type in read_layer_types(values)):
             raise ModelError(
                 f"config.json: layer_types contradicts sliding_window={window}, which makes every layer "
                 f"of a mistral model {kind!r}; remove layer_types"

@@ -118,7 +118,7 @@ class Schedule:
     - `forwards_first`: all forwards come before the first backward.
     - `in_rounds`: microbatches go through each stage in groups of pp, which must divide their number.
     - `least_per_rank`: minimum number of microbatches in a step, divided by pp.
-    - `reach`: maximum distance, in steady phases, between an action and the action that it depends on.
+    - `reach`: maximum distance between an action and the action that it depends on, in repetitions of the steady phase.
     - `common`: most trainers with pipeline parallelism implement it.
 
     The formulas take ints, or arrays of ints, and `xp`, the namespace of the arrays.
