@@ -20,17 +20,17 @@ ARCHITECTURE = "BloomForCausalLM"
 # Three sizes have two names each.
 _SPELLINGS = (("hidden_size", "n_embed"), ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head"))
 KEYS = {
-    **{name: Key("integer?", None) for pair in _SPELLINGS for name in pair},
+    **{name: Key("integer or null", None) for pair in _SPELLINGS for name in pair},
     "vocab_size": Key("integer"),
-    "n_inner": Key("integer?", None),
+    "n_inner": Key("integer or null", None),
     "seq_length": Key("integer", 2048),
     "layer_norm_epsilon": Key("number", 1e-5),
     "initializer_range": Key("number", 0.02),
     "tie_word_embeddings": Key("true or false", True),
-    "bos_token_id": Key("integer?", 1),
-    "eos_token_id": Key("integer or list of integers?", 2),
-    "pad_token_id": Key("integer?", None),
-    "unk_token_id": Key("integer?", None),
+    "bos_token_id": Key("integer or null", 1),
+    "eos_token_id": Key("integer or list of integers or null", 2),
+    "pad_token_id": Key("integer or null", None),
+    "unk_token_id": Key("integer or null", None),
     "apply_residual_connection_post_layernorm": Key("true or false", False),
     # Runtime options of the original trainer.
     "pretraining_tp": Key("integer", 1),

@@ -15,9 +15,9 @@ ARCHITECTURE = "DeepseekV2ForCausalLM"
 KEYS = {
     **LATENT_KEYS,
     "max_position_embeddings": Key("integer", 2_048),
-    "n_shared_experts": Key("integer?", 2),
-    "bos_token_id": Key("integer?", 1),
-    "eos_token_id": Key("integer or list of integers?", 2),
+    "n_shared_experts": Key("integer or null", 2),
+    "bos_token_id": Key("integer or null", 1),
+    "eos_token_id": Key("integer or list of integers or null", 2),
     "scoring_func": Key("text", "softmax"),
     "topk_method": Key("text", "greedy"),
     "mlp_bias": Key("true or false", False),

@@ -24,17 +24,17 @@ _GELU_TANH = "gelu_pytorch_tanh"
 KEYS = {
     **DECODER,
     "max_position_embeddings": Key("integer", 8_192),
-    "num_key_value_heads": Key("integer?", 16),
+    "num_key_value_heads": Key("integer or null", 16),
     "head_dim": Key("integer", 256),
     "rms_norm_eps": Key("number", 1e-6),
     "tie_word_embeddings": Key("true or false", True),
     "attention_bias": Key("true or false", False),
-    "bos_token_id": Key("integer?", 2),
-    "eos_token_id": Key("integer or list of integers?", 1),
-    "pad_token_id": Key("integer?", 0),
+    "bos_token_id": Key("integer or null", 2),
+    "eos_token_id": Key("integer or list of integers or null", 1),
+    "pad_token_id": Key("integer or null", 0),
     "hidden_act": Key("text", _GELU_TANH),
-    "hidden_activation": Key("text?", None),
-    _BIDIRECTIONAL: Key("true or false?", None),
+    "hidden_activation": Key("text or null", None),
+    _BIDIRECTIONAL: Key("true or false or null", None),
 }
 
 

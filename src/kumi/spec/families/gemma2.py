@@ -17,9 +17,9 @@ KEYS = {
     **gemma_layers.GEMMA_KEYS,
     "max_position_embeddings": Key("integer", 8_192),
     "sliding_window": Key("integer", 4096),
-    "sliding_window_size": Key("integer?", None),
-    "attn_logit_softcapping": Key("number?", 50.0),
-    "final_logit_softcapping": Key("number?", 30.0),
+    "sliding_window_size": Key("integer or null", None),
+    "attn_logit_softcapping": Key("number or null", 50.0),
+    "final_logit_softcapping": Key("number or null", 30.0),
 }
 
 

@@ -15,9 +15,9 @@ KEYS = {
     **gemma_layers.GEMMA_KEYS,
     "max_position_embeddings": Key("integer", 131_072),
     "sliding_window": Key("integer", 4096),
-    "sliding_window_pattern": Key("integer?", None),
-    "_sliding_window_pattern": Key("integer?", None),
-    "rope_local_base_freq": Key("number?", None),
+    "sliding_window_pattern": Key("integer or null", None),
+    "_sliding_window_pattern": Key("integer or null", None),
+    "rope_local_base_freq": Key("number or null", None),
     "use_bidirectional_attention": Key("true or false", False),
 }
 

@@ -25,11 +25,11 @@ KEYS = {
     "max_position_embeddings": Key("integer", 131_072),
     "num_key_value_heads": Key("integer", 2),
     "head_dim": Key("integer", 128),
-    "partial_rotary_factor": Key("number?", None),
+    "partial_rotary_factor": Key("number or null", None),
     "rms_norm_eps": Key("number", 1.5625e-7),
     "attention_bias": Key("true or false", True),
-    "eos_token_id": Key("integer or list of integers?", [151329, 151336, 151338]),
-    "pad_token_id": Key("integer?", 151329),
+    "eos_token_id": Key("integer or list of integers or null", [151329, 151336, 151338]),
+    "pad_token_id": Key("integer or null", 151329),
 }
 WEIGHTS = Weights(
     (

@@ -29,7 +29,7 @@ KEYS = {
     "max_position_embeddings": Key("integer", 131_072),
     **ROUTER_KEYS,
     "num_key_value_heads": Key("integer", 8),
-    "partial_rotary_factor": Key("number?", None),
+    "partial_rotary_factor": Key("number or null", None),
     "rms_norm_eps": Key("number", 1e-5),
     "attention_bias": Key("true or false", False),
     "use_qk_norm": Key("true or false", False),
@@ -43,8 +43,8 @@ KEYS = {
     "first_k_dense_replace": Key("integer", 1),
     "norm_topk_prob": Key("true or false", True),
     # The number of additional layers has two names: transformers 4 writes one, transformers 5 the other.
-    "num_nextn_predict_layers": Key("integer?", None),
-    "num_mtp_layers": Key("integer?", None),
+    "num_nextn_predict_layers": Key("integer or null", None),
+    "num_mtp_layers": Key("integer or null", None),
 }
 
 

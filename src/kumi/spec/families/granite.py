@@ -23,12 +23,12 @@ KEYS = {
     **DECODER,
     "max_position_embeddings": Key("integer", 2_048),
     **{name: Key("number", 1.0) for name in _FACTORS},
-    "num_key_value_heads": Key("integer?", None),
+    "num_key_value_heads": Key("integer or null", None),
     "attention_bias": Key("true or false", False),
     "mlp_bias": Key("true or false", False),
     "rms_norm_eps": Key("number", 1e-6),
-    "bos_token_id": Key("integer?", 1),
-    "eos_token_id": Key("integer or list of integers?", 2),
+    "bos_token_id": Key("integer or null", 1),
+    "eos_token_id": Key("integer or list of integers or null", 2),
 }
 
 

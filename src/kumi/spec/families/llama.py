@@ -19,13 +19,13 @@ KEYS = {
     **DECODER,
     "rms_norm_eps": Key("number", 1e-6),
     "max_position_embeddings": Key("integer", 2_048),
-    "num_key_value_heads": Key("integer?", None),
+    "num_key_value_heads": Key("integer or null", None),
     "attention_bias": Key("true or false", False),
     "mlp_bias": Key("true or false", False),
-    "bos_token_id": Key("integer?", 1),
-    "eos_token_id": Key("integer or list of integers?", 2),
+    "bos_token_id": Key("integer or null", 1),
+    "eos_token_id": Key("integer or list of integers or null", 2),
     # In the first configs, a copy of max_position_embeddings.
-    "max_sequence_length": Key("integer?", None),
+    "max_sequence_length": Key("integer or null", None),
 }
 
 

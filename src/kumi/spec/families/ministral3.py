@@ -23,13 +23,13 @@ ARCHITECTURE = "Ministral3ForCausalLM"
 KEYS = {
     **DECODER,
     "max_position_embeddings": Key("integer", 262_144),
-    "num_key_value_heads": Key("integer?", 8),
-    "head_dim": Key("integer?", 128),
+    "num_key_value_heads": Key("integer or null", 8),
+    "head_dim": Key("integer or null", 128),
     "rms_norm_eps": Key("number", 1e-5),
-    "sliding_window": Key("integer?", None),
-    "bos_token_id": Key("integer?", 1),
-    "eos_token_id": Key("integer or list of integers?", 2),
-    "pad_token_id": Key("integer?", 11),
+    "sliding_window": Key("integer or null", None),
+    "bos_token_id": Key("integer or null", 1),
+    "eos_token_id": Key("integer or list of integers or null", 2),
+    "pad_token_id": Key("integer or null", 11),
 }
 _SCALING_BETA = "llama_4_scaling_beta"
 # Defaults of transformers.

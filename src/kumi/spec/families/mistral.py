@@ -15,11 +15,11 @@ KEYS = {
     **DECODER,
     "rms_norm_eps": Key("number", 1e-6),
     "max_position_embeddings": Key("integer", 131_072),
-    "num_key_value_heads": Key("integer?", 8),
-    "sliding_window": Key("integer?", 4096),
-    "layer_types": Key("list?", None),
-    "bos_token_id": Key("integer?", 1),
-    "eos_token_id": Key("integer or list of integers?", 2),
+    "num_key_value_heads": Key("integer or null", 8),
+    "sliding_window": Key("integer or null", 4096),
+    "layer_types": Key("list or null", None),
+    "bos_token_id": Key("integer or null", 1),
+    "eos_token_id": Key("integer or list of integers or null", 2),
 }
 
 

@@ -18,12 +18,12 @@ KEYS = {
     "rms_norm_eps": Key("number", 1e-5),
     "max_position_embeddings": Key("integer", 131_072),
     **ROUTER_KEYS,
-    "num_key_value_heads": Key("integer?", 8),
-    "sliding_window": Key("integer?", None),
+    "num_key_value_heads": Key("integer or null", 8),
+    "sliding_window": Key("integer or null", None),
     "num_local_experts": Key("integer", 8),
     "num_experts_per_tok": Key("integer", 2),
-    "bos_token_id": Key("integer?", 1),
-    "eos_token_id": Key("integer or list of integers?", 2),
+    "bos_token_id": Key("integer or null", 1),
+    "eos_token_id": Key("integer or list of integers or null", 2),
 }
 _DEFAULT_THETA = 1_000_000.0
 

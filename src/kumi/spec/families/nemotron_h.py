@@ -1,7 +1,7 @@
 """Nemotron-H and Nemotron 3 (arXiv:2504.03624, arXiv:2512.20848): each layer has one norm and one of: Mamba-2
 mixer, attention, dense MLP, experts. There are no position embeddings.
 
-As in transformers, time steps are at least `time_step_min`, and `time_step_limit` and `mamba_proj_bias` have no effect.
+As in transformers, time steps are at least `time_step_min`, and `time_step_limit` has no effect.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ KEYS = {
     **ROUTER_KEYS,
     "vocab_size": Key("integer"),
     "hidden_size": Key("integer"),
-    "hybrid_override_pattern": Key("text?", None),
-    "layers_block_type": Key("list?", None),
-    "num_hidden_layers": Key("integer?", None),
+    "hybrid_override_pattern": Key("text or null", None),
+    "layers_block_type": Key("list or null", None),
+    "num_hidden_layers": Key("integer or null", None),
     "layer_norm_epsilon": Key("number", 1e-5),
     "max_position_embeddings": Key("integer", 4096),
     "initializer_range": Key("number", 0.02),
     "tie_word_embeddings": Key("true or false", False),
-    "bos_token_id": Key("integer?", 1),
-    "eos_token_id": Key("integer or list of integers?", 2),
-    "pad_token_id": Key("integer?", 0),
+    "bos_token_id": Key("integer or null", 1),
+    "eos_token_id": Key("integer or list of integers or null", 2),
+    "pad_token_id": Key("integer or null", 0),
     "num_attention_heads": Key("integer", 32),
-    "num_key_value_heads": Key("integer?", 8),
+    "num_key_value_heads": Key("integer or null", 8),
     "head_dim": Key("integer", 128),
-    "attention_head_dim": Key("integer?", None),
+    "attention_head_dim": Key("integer or null", None),
     "attention_bias": Key("true or false", False),
-    "sliding_window": Key("integer?", None),
+    "sliding_window": Key("integer or null", None),
     "intermediate_size": Key("integer", 21504),
     "mlp_hidden_act": Key("text", "relu2"),
     "mlp_bias": Key("true or false", False),
@@ -85,23 +85,23 @@ KEYS = {
     "moe_intermediate_size": Key("integer", 7688),
     "moe_shared_expert_intermediate_size": Key("integer", 7688),
     "n_shared_experts": Key("integer", 1),
-    "moe_latent_size": Key("integer?", None),
+    "moe_latent_size": Key("integer or null", None),
     "routed_scaling_factor": Key("number", 1.0),
     "n_group": Key("integer", 1),
     "topk_group": Key("integer", 1),
     "norm_topk_prob": Key("true or false", True),
-    "num_nextn_predict_layers": Key("integer?", None),
+    "num_nextn_predict_layers": Key("integer or null", None),
     # Without effect on the computation: initialization, runtime options, keys of other families.
     **dict.fromkeys(("time_step_max", "time_step_floor", "rms_norm_eps", "norm_eps", "rope_theta"), Key("number", 0)),
-    **dict.fromkeys(("expand", "time_step_rank", "num_logits_to_keep"), Key("integer?", None)),
+    **dict.fromkeys(("expand", "time_step_rank", "num_logits_to_keep"), Key("integer or null", None)),
     **dict.fromkeys(
         ("rescale_prenorm_residual", "use_mamba_kernels", "moe_shared_expert_overlap"), Key("true or false", True)
     ),
-    **dict.fromkeys(("time_step_limit", "mtp_layers_block_type"), Key("list?", None)),
-    **dict.fromkeys(("mamba_ssm_cache_dtype", "mtp_hybrid_override_pattern"), Key("text?", None)),
+    **dict.fromkeys(("time_step_limit", "mtp_layers_block_type"), Key("list or null", None)),
+    **dict.fromkeys(("mamba_ssm_cache_dtype", "mtp_hybrid_override_pattern"), Key("text or null", None)),
     "residual_in_fp32": Key("true or false", False),
     "hidden_dropout": Key("number", 0.0),
-    "auto_map": Key("table?", None),
+    "auto_map": Key("table or null", None),
 }
 WEIGHTS = Weights(
     (

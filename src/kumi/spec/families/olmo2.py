@@ -22,11 +22,11 @@ ARCHITECTURE = "Olmo2ForCausalLM"
 KEYS = {
     **DECODER,
     "max_position_embeddings": Key("integer", 2_048),
-    "num_key_value_heads": Key("integer?", None),
+    "num_key_value_heads": Key("integer or null", None),
     "attention_bias": Key("true or false", False),
     "rms_norm_eps": Key("number", 1e-5),
-    "pad_token_id": Key("integer?", 1),
-    "eos_token_id": Key("integer or list of integers?", 50279),
+    "pad_token_id": Key("integer or null", 1),
+    "eos_token_id": Key("integer or list of integers or null", 50279),
 }
 WEIGHTS = Weights(
     (Rename("self_attn_post_norm", "post_attention_layernorm"), Rename("mlp_post_norm", "post_feedforward_layernorm"))

@@ -24,7 +24,7 @@ ARCHITECTURE = "Olmo3ForCausalLM"
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 # Base of sliding-window layers in transformers 5 if a config has one base for all layers.
 _DEFAULT_THETA = 500_000.0
-KEYS = {**olmo2.KEYS, "sliding_window": Key("integer", 4096), "layer_types": Key("list?", None)}
+KEYS = {**olmo2.KEYS, "sliding_window": Key("integer", 4096), "layer_types": Key("list or null", None)}
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:

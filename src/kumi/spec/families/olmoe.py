@@ -23,14 +23,14 @@ KEYS = {
     "max_position_embeddings": Key("integer", 4_096),
     **ROUTER_KEYS,
     **experts.NUM_EXPERTS_KEYS,
-    "num_key_value_heads": Key("integer?", None),
+    "num_key_value_heads": Key("integer or null", None),
     "attention_bias": Key("true or false", False),
     "num_experts_per_tok": Key("integer", 8),
     "norm_topk_prob": Key("true or false", False),
-    "clip_qkv": Key("number?", None),
+    "clip_qkv": Key("number or null", None),
     "rms_norm_eps": Key("number", 1e-5),
-    "eos_token_id": Key("integer or list of integers?", 50279),
-    "pad_token_id": Key("integer?", 1),
+    "eos_token_id": Key("integer or list of integers or null", 50279),
+    "pad_token_id": Key("integer or null", 1),
 }
 
 

@@ -26,15 +26,15 @@ KEYS = {
     **DECODER,
     "rms_norm_eps": Key("number", 1e-5),
     "max_position_embeddings": Key("integer", 4_096),
-    "num_key_value_heads": Key("integer?", None),
+    "num_key_value_heads": Key("integer or null", None),
     "attention_bias": Key("true or false", False),
-    "sliding_window": Key("integer?", None),
+    "sliding_window": Key("integer or null", None),
     "original_max_position_embeddings": Key("integer", 4096),
-    "partial_rotary_factor": Key("number?", None),
-    "bos_token_id": Key("integer?", 1),
-    "eos_token_id": Key("integer or list of integers?", 32000),
-    "pad_token_id": Key("integer?", 32000),
-    "auto_map": Key("table?", None),
+    "partial_rotary_factor": Key("number or null", None),
+    "bos_token_id": Key("integer or null", 1),
+    "eos_token_id": Key("integer or list of integers or null", 32000),
+    "pad_token_id": Key("integer or null", 32000),
+    "auto_map": Key("table or null", None),
     # Keys of Phi-4-mini with one supported value.
     **fixed_keys(_FIXED),
 }
@@ -43,7 +43,10 @@ WEIGHTS = Weights((Rows(QKV, "self_attn.qkv_proj"), Rows(("mlp.gate_proj", "mlp.
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Return the model that a config.json with model_type "phi3" describes; its modules ignore `attention_bias`."""
+    """Return the model that a config.json with model_type "phi3" describes.
+
+    `attention_bias` has no effect, as in transformers.
+    """
     values = read("phi3", config, KEYS)
     check_sizes(values)
     require_values("phi3", values, **_FIXED)

@@ -16,7 +16,7 @@ KEYS = {
     **WINDOW_KEYS,
     "rms_norm_eps": Key("number", 1e-6),
     "max_position_embeddings": Key("integer", 32_768),
-    "num_key_value_heads": Key("integer?", 32),
+    "num_key_value_heads": Key("integer or null", 32),
 }
 
 

@@ -27,7 +27,7 @@ KEYS = {
     **WINDOW_KEYS,
     **experts.NUM_EXPERTS_KEYS,
     **experts.SPARSE_LAYER_KEYS,
-    "num_key_value_heads": Key("integer?", 16),
+    "num_key_value_heads": Key("integer or null", 16),
     "qkv_bias": Key("true or false", True),
     "rms_norm_eps": Key("number", 1e-6),
     "moe_intermediate_size": Key("integer", 1408),
@@ -69,7 +69,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 def _without_windows(values: dict[str, Any]) -> dict[str, Any]:
     """Return `values` without windows; raise ModelError if they have windows.
 
-    Versions of transformers disagree about the layers that have a window.
+    Versions of transformers disagree about which layers have a window.
     """
     require_values("qwen2_moe", values, use_sliding_window=False)
     if values["layer_types"] is not None and "sliding_attention" in read_layer_types(values):

@@ -21,7 +21,7 @@ KEYS = {
     "rms_norm_eps": Key("number", 1e-6),
     "max_position_embeddings": Key("integer", 32_768),
     **WINDOW_KEYS,
-    "num_key_value_heads": Key("integer?", 32),
+    "num_key_value_heads": Key("integer or null", 32),
     "head_dim": Key("integer", 128),
     "attention_bias": Key("true or false", False),
 }

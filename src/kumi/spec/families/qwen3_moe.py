@@ -26,7 +26,7 @@ KEYS = {
     **ROUTER_KEYS,
     **WINDOW_KEYS,
     **experts.NUM_EXPERTS_KEYS,
-    "num_key_value_heads": Key("integer?", 4),
+    "num_key_value_heads": Key("integer or null", 4),
     "attention_bias": Key("true or false", False),
     "moe_intermediate_size": Key("integer", 768),
     "num_experts_per_tok": Key("integer", 8),

@@ -18,15 +18,15 @@ ARCHITECTURE = "SeedOssForCausalLM"
 KEYS = {
     **DECODER,
     "max_position_embeddings": Key("integer", 524_288),
-    "num_key_value_heads": Key("integer?", 8),
-    "head_dim": Key("integer?", 128),
+    "num_key_value_heads": Key("integer or null", 8),
+    "head_dim": Key("integer or null", 128),
     "rms_norm_eps": Key("number", 1e-6),
     "attention_bias": Key("true or false", True),
     "attention_out_bias": Key("true or false", False),
     "mlp_bias": Key("true or false", False),
-    "bos_token_id": Key("integer?", 0),
-    "eos_token_id": Key("integer or list of integers?", 2),
-    "pad_token_id": Key("integer?", 1),
+    "bos_token_id": Key("integer or null", 0),
+    "eos_token_id": Key("integer or list of integers or null", 2),
+    "pad_token_id": Key("integer or null", 1),
 }
 
 

@@ -24,23 +24,23 @@ ARCHITECTURE = "SmolLM3ForCausalLM"
 KEYS = {
     **DECODER,
     "max_position_embeddings": Key("integer", 32_768),
-    "num_key_value_heads": Key("integer?", 4),
+    "num_key_value_heads": Key("integer or null", 4),
     "attention_bias": Key("true or false", False),
     "mlp_bias": Key("true or false", False),
     "rms_norm_eps": Key("number", 1e-6),
     "tie_word_embeddings": Key("true or false", True),
-    "bos_token_id": Key("integer?", 128000),
-    "eos_token_id": Key("integer or list of integers?", 128001),
-    "pad_token_id": Key("integer?", 128004),
+    "bos_token_id": Key("integer or null", 128000),
+    "eos_token_id": Key("integer or list of integers or null", 128001),
+    "pad_token_id": Key("integer or null", 128004),
     # A 1 for each layer with RoPE; older configs have the interval of layers without RoPE.
-    "no_rope_layers": Key("list?", None),
+    "no_rope_layers": Key("list or null", None),
     "no_rope_layer_interval": Key("integer", 4),
     "use_sliding_window": Key("true or false", False),
-    "sliding_window": Key("integer?", None),
-    "layer_types": Key("list?", None),
+    "sliding_window": Key("integer or null", None),
+    "layer_types": Key("list or null", None),
     # Published, but not read by transformers.
-    "max_window_layers": Key("integer?", None),
-    "pretraining_tp": Key("integer?", None),
+    "max_window_layers": Key("integer or null", None),
+    "pretraining_tp": Key("integer or null", None),
 }
 _DEFAULT_THETA = 2_000_000.0
 

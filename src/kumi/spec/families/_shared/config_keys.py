@@ -23,7 +23,7 @@ REQUIRED: Any = object()
 class Key:
     """The type and default of a key.
 
-    kind      a name in `_PYTHON_TYPES`, with "?" if null is allowed
+    kind      a name in `_PYTHON_TYPES`, with " or null" after it if null is allowed
     default   value of an absent key; a `REQUIRED` key must be present
     """
 
@@ -31,6 +31,7 @@ class Key:
     default: Any = REQUIRED
 
 
+_OR_NULL = " or null"
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
@@ -49,27 +50,29 @@ DECODER = {
     "intermediate_size": Key("integer"),
     "num_hidden_layers": Key("integer"),
     "num_attention_heads": Key("integer"),
-    "head_dim": Key("integer?", None),
+    "head_dim": Key("integer or null", None),
     "rms_norm_eps": Key("number"),
     "max_position_embeddings": Key("integer"),
     "initializer_range": Key("number", 0.02),
     "tie_word_embeddings": Key("true or false", False),
-    "bos_token_id": Key("integer?", None),
-    "eos_token_id": Key("integer or list of integers?", None),
-    "pad_token_id": Key("integer?", None),
-    "rope_theta": Key("number?", None),
-    "rope_scaling": Key("table?", None),
-    "rope_parameters": Key("table?", None),
+    "bos_token_id": Key("integer or null", None),
+    "eos_token_id": Key("integer or list of integers or null", None),
+    "pad_token_id": Key("integer or null", None),
+    "rope_theta": Key("number or null", None),
+    "rope_scaling": Key("table or null", None),
+    "rope_parameters": Key("table or null", None),
 }
 
 # Tables that several families unpack before `read`.
-TABLE_KEYS = {name: Key("table?", None) for name in ("text_config", "vision_config", "rope_scaling", "rope_parameters")}
+TABLE_KEYS = {
+    name: Key("table or null", None) for name in ("text_config", "vision_config", "rope_scaling", "rope_parameters")
+}
 
 # Keys of the router's auxiliary losses (MoE); they do not change the forward pass.
 ROUTER_KEYS = {
     "output_router_logits": Key("true or false", False),
-    "router_aux_loss_coef": Key("number?", None),
-    "router_jitter_noise": Key("number?", None),
+    "router_aux_loss_coef": Key("number or null", None),
+    "router_jitter_noise": Key("number or null", None),
 }
 
 # Dropout rates of training; kumi trains without dropout.
@@ -87,7 +90,7 @@ _DROPOUT_KEYS = dict.fromkeys(
         "residual_dropout",
         "summary_first_dropout",
     ),
-    Key("number?", None),
+    Key("number or null", None),
 )
 
 # Activation functions, with their names in Hugging Face.
@@ -138,7 +141,10 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def read(family: str, config: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, Any]:
-    """Return the values of `keys` with defaults; raise ModelError for an unknown, missing or mistyped key."""
+    """Return the values of `keys` with defaults.
+
+    Raise ModelError for a key that is unknown or missing, or whose value has another type or is not supported.
+    """
     all_keys = {**_DROPOUT_KEYS, **keys}
     for name, value in config.items():
         if name in all_keys:
@@ -175,7 +181,10 @@ def checked_activation(family: str, name: str, value: str) -> str:
 
 
 def fixed_keys(values: Mapping[str, Any]) -> dict[str, Key]:
-    """Return keys with the only supported `values` as defaults; the family's reader must call `require_values`."""
+    """Return a key with the default `values[name]`, its only supported value, for each name.
+
+    The reader of the family must check the values with `require_values`.
+    """
     kinds = {str: "text", bool: "true or false", int: "integer", float: "number"}
     return {name: Key(kinds[type(value)], value) for name, value in values.items()}
 
@@ -204,7 +213,7 @@ def check_agrees(family: str, values: Mapping[str, Any], **expected: Any) -> Non
 
 
 def _check_kind(family: str, name: str, value: Any, kind: str) -> None:
-    kind, nullable = kind.removesuffix("?"), kind.endswith("?")
+    kind, nullable = kind.removesuffix(_OR_NULL), kind.endswith(_OR_NULL)
     if value is None and nullable:
         return
     # In Python a bool is an int.

@@ -16,30 +16,30 @@ from kumi.spec.weight_rules import EXPERTS
 LATENT_KEYS = {
     **DECODER,
     **ROUTER_KEYS,
-    "num_key_value_heads": Key("integer?", None),
-    "q_lora_rank": Key("integer?", 1536),
+    "num_key_value_heads": Key("integer or null", None),
+    "q_lora_rank": Key("integer or null", 1536),
     "kv_lora_rank": Key("integer", 512),
     "qk_nope_head_dim": Key("integer", 128),
     "qk_rope_head_dim": Key("integer", 64),
-    "qk_head_dim": Key("integer?", None),
+    "qk_head_dim": Key("integer or null", None),
     "v_head_dim": Key("integer", 128),
     "attention_bias": Key("true or false", False),
     "n_routed_experts": Key("integer"),
-    "n_shared_experts": Key("integer?", None),
+    "n_shared_experts": Key("integer or null", None),
     "num_experts_per_tok": Key("integer"),
     "moe_intermediate_size": Key("integer"),
     "first_k_dense_replace": Key("integer", 0),
     "moe_layer_freq": Key("integer", 1),
-    "n_group": Key("integer?", None),
-    "topk_group": Key("integer?", None),
+    "n_group": Key("integer or null", None),
+    "topk_group": Key("integer or null", None),
     "norm_topk_prob": Key("true or false", False),
     "routed_scaling_factor": Key("number", 1.0),
     # The load-balancing loss, computed over each sequence.
-    "aux_loss_alpha": Key("number?", None),
+    "aux_loss_alpha": Key("number or null", None),
     "seq_aux": Key("true or false", True),
     # Without effect on the computation.
     "ep_size": Key("integer", 1),
-    "auto_map": Key("table?", None),
+    "auto_map": Key("table or null", None),
 }
 
 

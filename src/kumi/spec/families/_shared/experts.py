@@ -12,9 +12,9 @@ from kumi.spec.families._shared.config_keys import Key, require_values
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, MoE
 
 # The number of experts has two names: transformers 4 writes one, transformers 5 the other.
-NUM_EXPERTS_KEYS = {"num_experts": Key("integer?", None), "num_local_experts": Key("integer?", None)}
+NUM_EXPERTS_KEYS = {"num_experts": Key("integer or null", None), "num_local_experts": Key("integer or null", None)}
 # The keys that select the layers with experts.
-SPARSE_LAYER_KEYS = {"decoder_sparse_step": Key("integer", 1), "mlp_only_layers": Key("list?", None)}
+SPARSE_LAYER_KEYS = {"decoder_sparse_step": Key("integer", 1), "mlp_only_layers": Key("list or null", None)}
 
 
 def num_experts(family: str, values: Mapping[str, Any]) -> int:

@@ -22,23 +22,23 @@ _WEIGHTS = Weights(
 )
 GEMMA_KEYS = {
     **DECODER,
-    "num_key_value_heads": Key("integer?", 4),
+    "num_key_value_heads": Key("integer or null", 4),
     "head_dim": Key("integer", 256),
     "rms_norm_eps": Key("number", 1e-6),
     "tie_word_embeddings": Key("true or false", True),
     "attention_bias": Key("true or false", False),
-    "bos_token_id": Key("integer?", 2),
-    "eos_token_id": Key("integer or list of integers?", 1),
-    "pad_token_id": Key("integer?", 0),
-    "layer_types": Key("list?", None),
-    # Older configs have hidden_act, or both; hidden_activation wins.
+    "bos_token_id": Key("integer or null", 2),
+    "eos_token_id": Key("integer or list of integers or null", 1),
+    "pad_token_id": Key("integer or null", 0),
+    "layer_types": Key("list or null", None),
+    # In older configs; without effect, as in transformers, which reads hidden_activation.
     "hidden_act": Key("text", "gelu_pytorch_tanh"),
-    "hidden_activation": Key("text?", None),
+    "hidden_activation": Key("text or null", None),
     "query_pre_attn_scalar": Key("number", 256),
-    "attn_logit_softcapping": Key("number?", None),
-    "final_logit_softcapping": Key("number?", None),
-    "use_bidirectional_attention": Key("true or false?", None),
-    "cache_implementation": Key("text?", None),
+    "attn_logit_softcapping": Key("number or null", None),
+    "final_logit_softcapping": Key("number or null", None),
+    "use_bidirectional_attention": Key("true or false or null", None),
+    "cache_implementation": Key("text or null", None),
 }
 
 
@@ -74,7 +74,7 @@ def _positive(name: str, value: float) -> float:
 
 
 def gemma_to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
-    """Return the keys that both families write."""
+    """Return the config.json keys that Gemma 2 and 3 both write."""
     attention, mlp = first_grouped_attention(spec), first_dense_mlp(spec)
     scalar = attention.head_dim if attention.score_scale is None else round(attention.score_scale**-2, 6)
     return decoder_config.common_to_hf(spec, architecture, mlp.intermediate_size) | {

@@ -16,25 +16,29 @@ from kumi.errors import ModelError
 from kumi.spec.families._shared.config_keys import Key, read
 from kumi.spec.model import LatentAttention, Rope
 
-_BASE = {"rope_type": Key("text?", None), "type": Key("text?", None), "rope_theta": Key("number?", None)}
+_BASE = {
+    "rope_type": Key("text or null", None),
+    "type": Key("text or null", None),
+    "rope_theta": Key("number or null", None),
+}
 _FACTOR, _ORIGINAL = {"factor": Key("number")}, "original_max_position_embeddings"
 _YARN = {
-    "factor": Key("number?", None),
-    _ORIGINAL: Key("integer?", None),
-    "beta_fast": Key("number?", None),
-    "beta_slow": Key("number?", None),
-    "attention_factor": Key("number?", None),
-    "mscale": Key("number?", None),
-    "mscale_all_dim": Key("number?", None),
+    "factor": Key("number or null", None),
+    _ORIGINAL: Key("integer or null", None),
+    "beta_fast": Key("number or null", None),
+    "beta_slow": Key("number or null", None),
+    "attention_factor": Key("number or null", None),
+    "mscale": Key("number or null", None),
+    "mscale_all_dim": Key("number or null", None),
     "truncate": Key("true or false", True),
     # True if the model was trained with the scaling; no program reads this key.
     "finetuned": Key("true or false", True),
 }
 _LLAMA3 = {**_FACTOR, "low_freq_factor": Key("number"), "high_freq_factor": Key("number"), _ORIGINAL: Key("integer")}
 _LONGROPE = {
-    "factor": Key("number?", None),
-    _ORIGINAL: Key("integer?", None),
-    "attention_factor": Key("number?", None),
+    "factor": Key("number or null", None),
+    _ORIGINAL: Key("integer or null", None),
+    "attention_factor": Key("number or null", None),
     "short_factor": Key("list"),
     "long_factor": Key("list"),
 }
@@ -47,7 +51,7 @@ _SCALING_KEYS: dict[str, dict[str, Key]] = {
 }
 # Families that support LongRoPE; their readers check that there is one factor per pair of dims.
 _LONGROPE_FAMILIES = ("phi3",)
-# Names of LongRoPE in their first configs.
+# Names of LongRoPE in the first configs of these families.
 _OLD_LONGROPE_NAMES = ("su", "yarn")
 
 # The default base of transformers.
@@ -57,10 +61,10 @@ _DEFAULT_THETA = 10_000.0
 def rope_from_hf(family: str, values: Mapping[str, Any]) -> Rope:
     """Return the RoPE in `values` (from `config_keys.read`); raise ModelError if its two formats disagree."""
     limit, theta = values["max_position_embeddings"], values["rope_theta"]
-    old = _table(family, values["rope_scaling"] or {}, theta, limit)
+    old = _rope_of_table(family, values["rope_scaling"] or {}, theta, limit)
     if values["rope_parameters"] is None:
         return old
-    new = _table(family, values["rope_parameters"], theta, limit)
+    new = _rope_of_table(family, values["rope_parameters"], theta, limit)
     if (values["rope_scaling"] is not None and new != old) or (theta is not None and new.rope_theta != theta):
         raise ModelError(
             f"config.json: rope_parameters={values['rope_parameters']!r} contradicts rope_theta={theta!r} "
@@ -149,7 +153,11 @@ def scaling_type(family: str, table: Mapping[str, Any]) -> str:
     return "longrope" if family in _LONGROPE_FAMILIES and kind in _OLD_LONGROPE_NAMES else str(kind)
 
 
-def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: int) -> Rope:
+def _rope_of_table(family: str, table: Mapping[str, Any], theta: float | None, limit: int) -> Rope:
+    """Return the RoPE of `table`, with the base `theta` if it has none; `limit` is max_position_embeddings.
+
+    Raise ModelError for a scaling that kumi or the family does not support.
+    """
     kind = scaling_type(family, table)
     if kind == "dynamic":
         raise ModelError(

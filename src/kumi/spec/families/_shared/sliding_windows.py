@@ -1,7 +1,7 @@
 """Sliding windows in a config.json: the keys of Qwen models, and `layer_types`, which several families have.
 
-Newer configs of Qwen list the type of every layer in `layer_types`. In older configs, layer number `max_window_layers`
-and all later layers have a window. Both apply only if `use_sliding_window` is true.
+Newer configs of Qwen list the type of every layer in `layer_types`. In older configs, the layer with the index
+`max_window_layers` and all later layers have a window. Both apply only if `use_sliding_window` is true.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kumi.spec.model import ModelSpec
 
 WINDOW_KEYS = {
     "use_sliding_window": Key("true or false", False),
-    "sliding_window": Key("integer?", 4096),
+    "sliding_window": Key("integer or null", 4096),
     "max_window_layers": Key("integer", 28),
-    "layer_types": Key("list?", None),
+    "layer_types": Key("list or null", None),
 }
 
 
