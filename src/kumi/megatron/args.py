@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.megatron.model_fields import LLAMA3_ROPE
-from kumi.megatron.model_fields import model_config_fields as model_fields
+from kumi.megatron.model_fields import LLAMA3_ROPE, model_config_fields
 from kumi.spec.model import ModelSpec, Rope
 from kumi.spec.uniform_layers import uniform_layers
 
@@ -56,7 +55,7 @@ def to_args(model: ModelSpec, *, dtype: str, padded_vocab: int) -> argparse.Name
     uniform = uniform_layers(model)
     if uniform is None:
         return None
-    fields = model_fields(model)
+    fields = model_config_fields(model)
     gated, activation = fields.pop("gated_linear_unit"), fields.pop("activation_func")
     heads, groups = fields["num_attention_heads"], fields.get("num_query_groups")
     values: dict[str, Any] = {ARGUMENT_NAMES.get(name, name): value for name, value in fields.items()}
@@ -142,7 +141,7 @@ def from_run_config(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# Argument -> the values that a model of the families that `to_config` recognizes can have.
+# Argument -> its possible values for models of the families that `to_config` recognizes.
 _RECOGNIZABLE: dict[str, tuple[Any, ...]] = {
     "swiglu": (True,),
     "normalization": ("RMSNorm",),
@@ -175,8 +174,8 @@ def _check_recognizable(args: Mapping[str, Any]) -> None:
     for name, allowed in _RECOGNIZABLE.items():
         if name in args and args[name] not in allowed:
             raise ModelError(
-                f"the checkpoint's arguments have {name}={args[name]!r}, which no model has that kumi "
-                f"recognizes by its arguments; {_REMEDY}"
+                f"the checkpoint's arguments have {name}={args[name]!r}, which no model that kumi recognizes "
+                f"by its arguments has; {_REMEDY}"
             )
     for name in ("swiglu", "normalization"):
         _required(args, name)
@@ -236,7 +235,7 @@ def _rope_keys(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window(args: Mapping[str, Any]) -> int | None:
-    """Return the sliding window. It includes the position of the query, which Megatron's window does not."""
+    """Return the sliding window. Unlike Megatron's window_size, it counts the position of the query itself."""
     window = args.get("window_size")
     return None if window is None or window[0] < 0 else int(window[0]) + 1
 
@@ -288,8 +287,8 @@ def _expert_keys(args: Mapping[str, Any]) -> dict[str, Any]:
         }
     if not args.get("qk_layernorm") or args.get("add_qkv_bias") or _window(args) is not None:
         raise ModelError(
-            f"the checkpoint's arguments describe experts that no family has that kumi recognizes by its "
-            f"arguments; {_REMEDY}"
+            f"the checkpoint's arguments describe experts that no family that kumi recognizes by its arguments "
+            f"has; {_REMEDY}"
         )
     return {
         "architectures": ["Qwen3MoeForCausalLM"],

@@ -9,7 +9,8 @@ from kumi.errors import ModelError, RefusedError
 from kumi.files.untrusted import read_bytes
 
 LATEST, METADATA = "latest_checkpointed_iteration.txt", ".metadata"
-# Megatron-LM's arguments and other values without tensors: the name of a file or, in newer versions, of an entry.
+# Where Megatron-LM's arguments and other values without tensors are: in this file or, in newer versions, in the entry
+# of the checkpoint whose name begins with this prefix.
 COMMON, COMMON_ENTRY = "common.pt", "common_state/"
 # Megatron-Bridge's configuration, in the folder of the tensors.
 RUN_CONFIG = "run_config.yaml"
@@ -21,13 +22,17 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """Return the folder of the checkpoint in `folder`: `folder` itself, or the folder that its file `LATEST` names."""
+    """Return the folder of the checkpoint in `folder`: `folder` itself, or the folder that its file `LATEST` names.
+
+    Raise RefusedError if `LATEST` names no folder, ModelError if the checkpoint there has another format.
+    """
     if (folder / METADATA).is_file():
         return folder
     text = read_bytes(folder, LATEST, RefusedError).decode(errors="replace").strip()
     if text != "release" and not re.fullmatch(r"[0-9]{1,12}", text):
         raise RefusedError(
-            f"{folder / LATEST}: has {text!r:.40}, which is neither a number nor 'release'; name the folder iter_..."
+            f"{folder / LATEST}: has {text!r:.40}, which is neither a number nor 'release'; give the path of one of "
+            f"the folders iter_... instead"
         )
     inner = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
     if (inner / METADATA).is_file():

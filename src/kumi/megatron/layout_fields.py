@@ -13,10 +13,12 @@ from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec, MoE
 from kumi.spec.sharding import stage_bounds
 
+# kumi's names of optimizers and of learning-rate schedules -> Megatron's.
 OPTIMIZERS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
 LR_STYLES = {"constant": "constant", "cosine": "cosine", "linear": "linear", "wsd": "WSD"}
 # ZeRO stage -> the sharding strategy of Megatron-FSDP. ZeRO-1 is the distributed optimizer, without FSDP.
 FSDP_SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+# Exports let Megatron pad the vocabulary to a multiple of this many rows.
 VOCAB_MULTIPLE = 128
 
 

@@ -1,4 +1,4 @@
-"""A model as fields of Megatron-Core's TransformerConfig, and the reasons why it cannot be expressed so.
+"""A model as fields of Megatron-Core's TransformerConfig, and the reasons why these cannot express it.
 
 Sources: megatron-core 0.16.1 and 0.19.2: transformer/transformer_config.py, models/gpt/gpt_model.py.
 """
@@ -90,7 +90,7 @@ def _bias_problems(uniform: UniformLayers) -> Iterator[str]:
 
 
 def _scale_problems(model: ModelSpec, uniform: UniformLayers) -> Iterator[str]:
-    """Yield factors, soft caps and bias-free norms that Megatron-Core's GPT model does not have."""
+    """Yield a reason for each factor, soft cap or bias-free norm that Megatron-Core's GPT model does not have."""
     factors = {
         "embeddings are": model.embedding_scale,
         "logits are": model.logit_scale,
@@ -112,8 +112,8 @@ def _scale_problems(model: ModelSpec, uniform: UniformLayers) -> Iterator[str]:
 
 
 def _biases(uniform: UniformLayers) -> tuple[bool, set[bool]]:
-    """Return whether the query, key and value projections have a bias, and the set of this property for all other
-    matrices."""
+    """Return whether the query, key and value projections have a bias, and whether the other matrices do: the set of
+    their answers."""
     attention = uniform.attention
     mlp = {uniform.dense.bias} if uniform.dense is not None else set()
     if isinstance(attention, LatentAttention):

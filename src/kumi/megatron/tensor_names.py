@@ -2,7 +2,8 @@
 
 A checkpoint has either one tensor for the matrices of all layers, with a leading dim of layers (homogeneous), or one
 tensor per layer, with the layer's index in its name. Queries, keys and values are fused by key-value head, [its
-queries, key, value]; gate and up are concatenated by rows. Sources: megatron-core 0.16.1 and 0.19.2:
+queries, key, value]; gate and up are concatenated by rows. A `Part` (`kumi.spec.weights`) is a rectangle of a native
+tensor and its place in a tensor of the checkpoint. Sources: megatron-core 0.16.1 and 0.19.2:
 models/gpt/gpt_layer_specs.py, transformer/{transformer_block,mlp,attention,multi_latent_attention}.py,
 transformer/moe/experts.py.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from kumi.errors import ModelError
@@ -31,8 +32,7 @@ _OUTSIDE_LAYERS = {
 }
 # Tensors with a row per token of the vocabulary, which Megatron may pad.
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-# Native module of a layer -> Megatron's, for modules with the same tensors in both. Gated mlps, attention and norms are
-# below.
+# Native module of a layer -> Megatron's module, where both have the same tensors.
 _MODULES = {
     "self_attn.o_proj": "self_attention.linear_proj",
     "self_attn.q_norm": "self_attention.q_layernorm",
@@ -45,12 +45,14 @@ _MODULES = {
     "mlp.gate": "mlp.router",
     "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
 }
-_NAMED = {
+# Native tensor of a layer -> Megatron's tensor, for tensors whose names follow no rule.
+_TENSORS = {
     "self_attn.sinks": "self_attention.core_attention.softmax_offset",
     "self_attn_post_norm.weight": "self_attention.linear_proj.post_layernorm.weight",
     "mlp_post_norm.weight": "mlp.linear_fc2.post_layernorm.weight",
     "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
 }
+# Native module -> its index in Megatron's fused matrix of queries, keys and values.
 _QKV = {"self_attn.q_proj": 0, "self_attn.k_proj": 1, "self_attn.v_proj": 2}
 # Native half of a gated mlp -> its index, and the name of the fused module.
 _HALVES = {
@@ -59,6 +61,7 @@ _HALVES = {
     "mlp.shared_experts.gate_proj": (0, "mlp.shared_experts.linear_fc1"),
     "mlp.shared_experts.up_proj": (1, "mlp.shared_experts.linear_fc1"),
 }
+# Native tensor of all experts of a layer -> Megatron's module.
 _EXPERTS = {"gate_up_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2"}
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -70,8 +73,8 @@ class CheckpointKeys:
 
     - `homogeneous`: layers are a dim of a tensor, not a part of its name.
     - `vocab`: rows of the embedding, with padding.
-    - `local`: norms have the names of Megatron-Core's own modules; else those of TransformerEngine, which fuses a norm
-      with the matrix after it.
+    - `local`: the model consists of Megatron-Core's own modules; else of TransformerEngine's, which fuse a norm with
+      the matrix after it. Some norms have other names then (`_norm_name`).
     - `halves`: gate and up are separate tensors ("_w" and "_v"), and the index of an expert is a part of the name.
     """
 
@@ -110,7 +113,7 @@ def megatron_tensors(spec: ModelSpec, keys: CheckpointKeys) -> dict[str, Shape]:
 
 
 def extra_states(spec: ModelSpec, keys: CheckpointKeys) -> Iterator[str]:
-    """Yield the names of the empty entries of each module, which Megatron-Core expects in a checkpoint."""
+    """Yield the names of the empty entries "_extra_state" of modules, which Megatron-Core expects in a checkpoint."""
     layers = spec.num_hidden_layers
     yield "decoder.final_layernorm._extra_state/shard_0_1"
     for index, layer in enumerate(spec.layers):
@@ -126,7 +129,10 @@ def extra_states(spec: ModelSpec, keys: CheckpointKeys) -> Iterator[str]:
 
 
 def _modules(layer: LayerSpec, keys: CheckpointKeys) -> Iterator[tuple[str, int]]:
-    """Yield (module, experts) for the modules of a layer with an extra state; 0 experts, or one state per expert."""
+    """Yield (module, experts) for each module of `layer` that has extra states.
+
+    `experts` is their number if each expert has one, and 0 if the module has a single one.
+    """
     attention = ["core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm"]
     if isinstance(layer.attention, LatentAttention):
         attention = [
@@ -151,8 +157,10 @@ def _modules(layer: LayerSpec, keys: CheckpointKeys) -> Iterator[tuple[str, int]
 
 
 def _in_layer(spec: ModelSpec, param: Param, inner: str, index: int, keys: CheckpointKeys) -> list[Part]:
-    """Return the parts of `param`, with the name `inner` in layer `index`, in a tensor of one layer; empty if
-    unknown."""
+    """Return the parts of `param`, whose name within layer `index` is `inner`, in tensors of this layer alone.
+
+    The list is empty if `param` has no counterpart.
+    """
     layer = spec.layers[index]
     module, _, kind = inner.rpartition(".")
     if module in _QKV and isinstance(layer.attention, Attention):
@@ -164,7 +172,7 @@ def _in_layer(spec: ModelSpec, param: Param, inner: str, index: int, keys: Check
         return [_gate_or_up(f"{name}.{kind}", param, half, gated=_gated(layer), keys=keys)]
     if module == "mlp.experts" and isinstance(layer.mlp, MoE):
         return list(_expert_parts(layer.mlp, param, kind, keys))
-    megatron_name = _norm_name(layer, module, kind, keys) or _NAMED.get(inner)
+    megatron_name = _norm_name(layer, module, kind, keys) or _TENSORS.get(inner)
     if megatron_name is None and module in _MODULES:
         megatron_name = f"{_MODULES[module]}.{kind}"
     return [] if megatron_name is None else [_complete(megatron_name, param)]
@@ -181,19 +189,29 @@ def _norm_name(layer: LayerSpec, module: str, kind: str, keys: CheckpointKeys) -
     if module == "input_layernorm":
         return f"input_layernorm.{kind}" if latent else f"self_attention.linear_qkv.layer_norm_{kind}"
     if module == "post_attention_layernorm":
-        alone = latent if keys.local else moe
-        return f"pre_mlp_layernorm.{kind}" if alone else f"mlp.linear_fc1.layer_norm_{kind}"
+        # TransformerEngine fuses this norm with the matrix of a dense mlp only. Megatron-Core's own modules give it
+        # the fused name in all layers, except with latent attention.
+        is_separate = latent if keys.local else moe
+        return f"pre_mlp_layernorm.{kind}" if is_separate else f"mlp.linear_fc1.layer_norm_{kind}"
     for native, stem in (("q_a_layernorm", "q"), ("kv_a_layernorm", "kv")):
         if module == f"self_attn.{native}":
-            alone_name = f"self_attention.{stem}_layernorm.{kind}"
-            return alone_name if keys.local else f"self_attention.linear_{stem}_up_proj.layer_norm_{kind}"
+            separate_name = f"self_attention.{stem}_layernorm.{kind}"
+            return separate_name if keys.local else f"self_attention.linear_{stem}_up_proj.layer_norm_{kind}"
     return None
 
 
 def _as_rectangle(name: str, shape: Shape, param: Param, at: Shape) -> Part:
     """Return the complete `param` as the rectangle at index `at` of a tensor of `shape`."""
-    dims = len(shape)
-    return Part(name, shape, (0,) * len(param.shape), param.shape, shape, at, param.shape, tuple(range(dims)))
+    return Part(
+        name,
+        shape,
+        start=(0,) * len(param.shape),
+        extent=param.shape,
+        view=shape,
+        at=at,
+        size=param.shape,
+        order=tuple(range(len(shape))),
+    )
 
 
 def _complete(name: str, param: Param) -> Part:
@@ -201,19 +219,29 @@ def _complete(name: str, param: Param) -> Part:
 
 
 def _qkv_part(attention: Attention, param: Param, which: int, kind: str) -> Part:
-    """Return queries (0), keys (1) or values (2) in [groups, queries of a group + 2, head_dim, ...]."""
+    """Return `param`, of queries (`which` = 0), keys (1) or values (2), as a part of the fused tensor.
+
+    The fused tensor is viewed as (groups, queries of a group + 2, head_dim, ...).
+    """
     groups, size = attention.num_key_value_heads, attention.head_dim
     queries, rest = attention.num_attention_heads // groups, param.shape[1:]
     view = (groups, queries + 2, size, *rest)
     at = (0, (0, queries, queries + 1)[which], 0, *(0 for _ in rest))
-    taken = (groups, queries if which == 0 else 1, size, *rest)
     shape, name = (prod(view[:3]), *rest), f"self_attention.linear_qkv.{kind}"
-    order = tuple(range(len(view)))
-    return Part(name, shape, (0,) * len(param.shape), param.shape, view, at, taken, order)
+    return Part(
+        name,
+        shape,
+        start=(0,) * len(param.shape),
+        extent=param.shape,
+        view=view,
+        at=at,
+        size=(groups, queries if which == 0 else 1, size, *rest),
+        order=tuple(range(len(view))),
+    )
 
 
 def _gate_or_up(name: str, param: Param, half: int, *, gated: bool, keys: CheckpointKeys) -> Part:
-    """Return gate (0) or up (1) in [gate; up], or the only matrix if there is no gate."""
+    """Return `param`, gate (`half` = 0) or up (1), as a part of [gate; up], or as the only matrix without a gate."""
     if not gated:
         return _complete(name, param)
     if keys.halves:
@@ -229,8 +257,8 @@ def _expert_parts(moe: MoE, param: Param, kind: str, keys: CheckpointKeys) -> It
     for expert in range(moe.num_experts):
         start, extent = (expert, *(0 for _ in param.shape[1:])), (1, *param.shape[1:])
         if not keys.halves:
-            order = tuple(range(len(param.shape)))
-            yield Part(f"mlp.experts.experts.{leaf}", param.shape, start, extent, param.shape, start, extent, order)
+            name, order = f"mlp.experts.experts.{leaf}", tuple(range(len(param.shape)))
+            yield Part(name, param.shape, start, extent, view=param.shape, at=start, size=extent, order=order)
         else:
             yield from _expert_halves(
                 f"mlp.experts.experts.{expert}.{leaf}", start, extent, pair=which == "gate_up_proj"
@@ -238,32 +266,31 @@ def _expert_parts(moe: MoE, param: Param, kind: str, keys: CheckpointKeys) -> It
 
 
 def _expert_halves(name: str, start: Shape, extent: Shape, *, pair: bool) -> Iterator[Part]:
-    """Yield the tensors of one expert, if these have names of their own: one, or gate ("_w") and up ("_v")."""
+    """Yield the parts of one expert where each expert has tensors of its own (`CheckpointKeys.halves`).
+
+    These are gate ("_w") and up ("_v") of a `pair`, else one tensor.
+    """
     rows = extent[1] // 2 if pair else extent[1]
     for half in range(2 if pair else 1):
         shape = (rows, *extent[2:])
         native = (start[0], half * rows, *start[2:])
         order = tuple(range(len(shape)))
         ending = f"_{'wv'[half]}" if pair else ""
-        yield Part(name + ending, shape, native, (1, *shape), shape, (0,) * len(shape), shape, order)
+        at = (0,) * len(shape)
+        yield Part(name + ending, shape, native, (1, *shape), view=shape, at=at, size=shape, order=order)
 
 
 def _in_checkpoint(part: Part, index: int, spec: ModelSpec, keys: CheckpointKeys) -> Part:
     """Return `part` of layer `index` with its place in the checkpoint."""
     if not keys.homogeneous:
-        return Part(f"decoder.layers.{index}.{part.name}", *_rest(part))
+        return replace(part, name=f"decoder.layers.{index}.{part.name}")
     layers = spec.num_hidden_layers
-    return Part(
-        f"decoder.layers.{part.name}",
-        (layers, *part.shape),
-        part.start,
-        part.extent,
-        (layers, *part.view),
-        (index, *part.at),
-        (1, *part.size),
-        (0, *(dim + 1 for dim in part.order)),
+    return replace(
+        part,
+        name=f"decoder.layers.{part.name}",
+        shape=(layers, *part.shape),
+        view=(layers, *part.view),
+        at=(index, *part.at),
+        size=(1, *part.size),
+        order=(0, *(dim + 1 for dim in part.order)),
     )
-
-
-def _rest(part: Part) -> tuple[Shape, Shape, Shape, Shape, Shape, Shape, Shape]:
-    return part.shape, part.start, part.extent, part.view, part.at, part.size, part.order
