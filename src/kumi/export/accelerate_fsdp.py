@@ -129,7 +129,7 @@ def _configuration(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _fsdp(layout: Layout) -> dict[str, Any]:
-    """Return the FSDP options. FSDP's units are the layers, whose class is an attribute of transformers' models."""
+    """Return the FSDP options. FSDP's units are the layers; accelerate reads their class from transformers' models."""
     offloads = layout.offload == "activations"
     return {
         "fsdp_version": 2,

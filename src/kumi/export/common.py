@@ -15,6 +15,7 @@ SYNTHETIC_DATA = (
     "Data, tokenizer, checkpoints and the number of steps are not part of a plan: as it is, this file trains on "
     "synthetic tokens, to measure the step time."
 )
+# `Layout.offload` -> what is kept where, as a part of an error message.
 _OFFLOADS = {
     "optimizer": "optimizer states on the host",
     "states": "all states on the host",

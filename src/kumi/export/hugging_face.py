@@ -14,6 +14,7 @@ from kumi.export.text import bash_array, command_line_options
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
+# kumi's names of optimizers and of learning-rate schedules -> transformers' names.
 OPTIMIZERS = {"adamw": "adamw_torch", "adamw-8bit": "adamw_bnb_8bit", "adafactor": "adafactor", "sgd": "sgd"}
 _SCHEDULES = {
     "constant": "constant_with_warmup",

@@ -27,6 +27,7 @@ from kumi.spec.uniform_layers import UniformLayers, traits_beyond_llama, uniform
 
 _NAME = "nanotron"
 _FILE, _FILE_04 = "nanotron.yaml", "nanotron-0.4.yaml"
+# kumi's pipeline schedules -> nanotron's pipeline engines.
 _ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}
 # The only RoPE base of release 0.4.
 _ROPE_THETA_04 = 10_000.0

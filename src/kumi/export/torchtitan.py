@@ -28,6 +28,7 @@ from kumi.spec.sharding import stage_bounds
 
 _NAME = "torchtitan"
 _FILE = "kumi_torchtitan.py"
+# kumi's pipeline schedules -> torchtitan's.
 _SCHEDULES = {
     "1f1b": "1F1B",
     "gpipe": "GPipe",
@@ -35,6 +36,7 @@ _SCHEDULES = {
     "zb-v": "ZBVZeroBubble",
     "dualpipe": "DualPipeV",
 }
+# ZeRO stage -> fsdp_reshard_after_forward.
 _RESHARD = {0: "default", 2: "never", 3: "always"}
 _RECOMPUTE = {
     "none": PythonCode("None"),
