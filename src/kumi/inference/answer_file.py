@@ -1,4 +1,4 @@
-"""Answer the prompts of a file into another file; the same command again goes on where it was."""
+"""Answer the prompts of a file into another file; the same command, run again, goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from kumi.inference.token_rate import show_rate
 
 
 def answer_file(generation: Generation, prompts: Path, out: Path, *, samples: int = 1) -> dict[str, Any]:
-    """Append `samples` replies to each prompt of the file `prompts` to the file `out`, without those that it has.
+    """Generate `samples` replies to each prompt of the file `prompts`, and append them to the file `out`.
 
-    Each reply is a line of JSON, written as it ends. Return the numbers of replies and tokens, as plain data. Raise
+    Replies that `out` already has are not generated again. Each reply is a line of JSON, written as it ends. Return the
+    numbers of replies and tokens, as plain data. Raise
     RefusedError if `out` has replies of other settings, of another model or to other prompts; ConfigError or DataError
     for prompts that cannot be read.
     """
@@ -27,17 +28,17 @@ def answer_file(generation: Generation, prompts: Path, out: Path, *, samples: in
             [file.has(row.line, sample, digest) for sample in range(samples)]
             for row, digest in zip(rows, digests, strict=True)
         ]
-        missing = [number for number, has in enumerate(answered) if not all(has)]
+        missing = [index for index, done in enumerate(answered) if not all(done)]
         if missing:
-            open_prompts = [encoded[number] for number in missing]
+            open_prompts = [encoded[index] for index in missing]
             generator = generation.generator(open_prompts, samples=samples)
             with show_rate("generating replies", len(missing) * samples) as rate:
                 for reply in generator.generate(open_prompts, samples=samples, on_token=rate.on_token):
                     rate.ended()
                     tokens += len(reply.ids)
-                    number = missing[reply.prompt]
-                    if not answered[number][reply.sample]:
-                        file.append(reply_record(rows[number], encoded[number], reply))
+                    index = missing[reply.prompt]
+                    if not answered[index][reply.sample]:
+                        file.append(reply_record(rows[index], encoded[index], reply))
     return {
         "out": str(out),
         "replies": len(rows) * samples,

@@ -1,6 +1,6 @@
 """A batched decoder: replies to many prompts, with a cache of keys, values and states.
 
-Sequences live in slots. Prompts enter as packed rows (the attention of training, document by document); then every
+Sequences live in slots. Waiting prompts are computed as the documents of one packed row, as in training; then every
 forward pass has one token of each active slot. A slot whose reply has ended is filled with the next prompt at once, so
 that replies of different lengths do not wait for each other. Active slots are always the first ones: the last active
 slot moves into a gap.
@@ -36,11 +36,11 @@ from kumi.spec.generation_layout import check_generation_layout
 
 # Tokens of prompts in one forward pass. A longer prompt is a pass of its own.
 PROMPT_TOKENS = 4096
-# Tokens at the end of a reply that are decoded to look for stop strings, in addition to one for each character.
+# Tokens at the end of a reply that are decoded to look for stop strings, in addition to four for each character.
 _STOP_CONTEXT = 8
 
 
-# Called with the prompt, the sample and the ids so far of a reply that has a new token.
+# Called for each new token of a reply, with the index of its prompt, the number of its sample and its ids so far.
 OnToken = Callable[[int, int, Sequence[int]], None]
 
 
@@ -66,7 +66,12 @@ class Reply:
 
 @dataclass
 class _Sequence:
-    """A reply in progress: what was asked, and what has been drawn."""
+    """A reply in progress.
+
+    - `prompt`, `sample`, `ids`, `log_probs`, `stop`: as in `Reply`, so far.
+    - `prompt_ids`: the tokens of the prompt.
+    - `key`: the random key of the sequence (`kumi.inference.noise.sequence_key`).
+    """
 
     prompt: int
     sample: int
@@ -111,7 +116,7 @@ class BatchedDecoder:
             raise ModelError("the model has a score head, which rates texts and generates none; give a language model")
         self.decoder, self.mesh, self.max_length, self.decode_text = decoder, mesh, max_length, decode_text
         self.tp = 1 if mesh is None else mesh.layout.tp
-        # Under sequence parallelism, ranks have equal numbers of tokens.
+        # Passes have a multiple of this many tokens: under sequence parallelism, tp ranks have equal numbers of them.
         self.multiple = self.tp if mesh is not None and mesh.layout.sequence_parallel else 1
         self.slots = max(1, slots)
         self.device = decoder.head_weight.device if mesh is None else mesh.device
@@ -126,13 +131,13 @@ class BatchedDecoder:
     ) -> Iterator[Reply]:
         """Yield the replies to this data-parallel rank's share of `prompts`, as each one ends.
 
-        `samples`: the number of replies to each prompt, whose samples count from 0; or the samples of each prompt.
-        `on_token`: called for each new token with the prompt, the sample and the ids of the reply so far.
+        `samples`: the number of replies to each prompt, or for each prompt the numbers of the samples to generate.
+        `on_token`: see `OnToken`.
 
         All ranks call this with the same arguments and exhaust the iterator: they compute together. Raises ModelError
-        for an empty prompt, or one that leaves no position for a reply.
+        for an empty prompt, for one that leaves no position for a reply, and for stop strings without `decode_text`.
         """
-        # Inference mode takes less time for each operator. Weights that it gathers could not be trained.
+        # Inference mode takes less time for each operator, but weights that are gathered in it cannot be trained later.
         mode = torch.no_grad() if self.mesh is not None else torch.inference_mode()
         replies: Iterator[Reply] = mode(self._replies)(prompts, sampling, samples, on_token)
         return replies
@@ -173,8 +178,8 @@ class BatchedDecoder:
     ) -> Iterator[Reply]:
         """Yield the reply to `prompt`, as `generate` does, on one device.
 
-        Only the tokens of `prompt` are computed that `conversation` does not have of earlier prompts and replies; it
-        has those of this turn afterwards, also if the turn is interrupted.
+        Only those tokens of `prompt` are computed that `conversation` lacks. Afterwards it has the tokens of this turn,
+        also if the turn is interrupted.
         """
         assert self.mesh is None, "a conversation is on one device"
         limit = self._check([prompt], sampling)
@@ -195,7 +200,10 @@ class BatchedDecoder:
         return range(layout.dp_index(self.mesh.rank), count, layout.dp)
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> int:
-        """Return the largest number of tokens of a sequence, after checking that every prompt leaves room."""
+        """Return the largest number of tokens of a sequence.
+
+        Raise ModelError for a prompt that is empty or leaves no room, and for stop strings without `decode_text`.
+        """
         positions = self.decoder.spec.learned_positions or None
         limits = [limit for limit in (positions, self.max_length) if limit is not None]
         limit = min(limits, default=max(map(len, prompts), default=0) + sampling.max_new_tokens)
@@ -292,7 +300,7 @@ class _Batch:
                 prompts.append(PackedPrompt(len(ids), len(ids) + following.length, (slot,)))
                 ids += following.tokens
             rows.append(len(prompts) - 1)
-        documents = [number for number, prompt in enumerate(prompts) for _ in range(prompt.start, prompt.stop)]
+        documents = [index for index, prompt in enumerate(prompts) for _ in range(prompt.start, prompt.stop)]
         padding = -len(ids) % self.owner.multiple
         row = self._tensor([ids + [0] * padding])
         document_ids = self._tensor([documents + [len(prompts)] * padding]) if len(prompts) > 1 or padding else None
@@ -331,7 +339,7 @@ class _Batch:
         return [index for index in reversed(range(len(self.active))) if self.active[index].length == self.switch + 1]
 
     def _draw(self, logits: Tensor, sequences: list[_Sequence]) -> Iterator[Reply]:
-        """Draw the next token of each of `sequences` from `logits` (N, V). Yield the replies that it ends."""
+        """Draw the next token of each of `sequences` from `logits` (N, V). Yield the replies that end with it."""
         keys = [position_key(sequence.key, len(sequence.ids)) for sequence in sequences]
         drawn, log_probs = choose_tokens(
             logits, keys, self.sampling, self.owner.decoder.vocabulary, padding=self.padding
@@ -366,7 +374,7 @@ class _Batch:
         if not self.sampling.stop_strings:
             return False
         assert self.owner.decode_text is not None, "`generate` refuses stop strings without it"
-        # A token has at least one character or is part of one, of at most four bytes.
+        # A token has at least one byte, and a character at most four.
         tail = ids[-(4 * max(map(len, self.sampling.stop_strings)) + _STOP_CONTEXT) :]
         text = self.owner.decode_text(tail)
         return any(stop in text for stop in self.sampling.stop_strings)
@@ -385,7 +393,7 @@ class _Batch:
 
 
 class _ConversationBatch(_Batch):
-    """One sequence, which goes on where its conversation's cache is."""
+    """One sequence, which starts from the cache of its conversation."""
 
     def __init__(
         self,
@@ -407,7 +415,7 @@ class _ConversationBatch(_Batch):
         sequence, conversation = self.waiting.popleft(), self.conversation
         tokens = sequence.tokens
         start, stop = conversation.shared(tokens, self.switch), len(tokens)
-        if not sequence.ids:  # not a second time, for a change of rotations
+        if not sequence.ids:  # only for the prompt: a change of rotations brings a sequence here again
             conversation.computed = stop - start
         conversation.begin_pass(start, stop)
         step = ExtendStep(0, start, stop) if start else PromptStep((PackedPrompt(0, stop, (0,)),))

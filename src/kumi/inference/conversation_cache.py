@@ -9,18 +9,18 @@ from kumi.spec.cache_state import cache_layers
 
 
 class ConversationCache:
-    """A cache of one slot and the tokens that it has, of one decoder whose weights do not change.
+    """A cache with one slot, for a decoder whose weights do not change, and the tokens in the cache.
 
     cache: None before the first turn.
-    tokens: those that all layers have.
-    computed: prompt tokens that the last turn computed, the others were in the cache.
+    tokens: the tokens that the caches of all layers have.
+    computed: the number of prompt tokens that the last turn computed; the others were in the cache.
     """
 
     def __init__(self) -> None:
         self.cache: GenerationCache | None = None
         self.tokens: list[int] = []
         self.computed = 0
-        # The number of tokens that a layer has at most: a pass that was interrupted has changed some layers.
+        # The largest number of tokens that a layer has; after an interrupted pass, some layers have more than others.
         self._written = 0
 
     @property
@@ -33,23 +33,23 @@ class ConversationCache:
         self.cache, self.tokens, self.computed, self._written = None, [], 0, 0
 
     def shared(self, tokens: Sequence[int], switch: int | None) -> int:
-        """Return how many of the first of `tokens` the cache has, so that the others can be computed after them.
+        """Return how many tokens at the beginning of `tokens` the cache has, so that only the rest must be computed.
 
-        The last one is always computed, for its logits. The result is 0 where a layer cannot go back to the end of the
-        common beginning: a recurrent state, or a sliding window that has lost positions.
-        switch: the length from which on all keys are rotated differently; None without one.
+        The last token is always computed, for its logits. The result is 0 where a layer cannot go back to the end of
+        the common beginning: a recurrent state, or a sliding window that has lost positions.
+        switch: the length from which on all keys are rotated differently; None if there is no such length.
         """
         if self.cache is None or (switch is not None and (len(self.tokens) > switch) != (len(tokens) > switch)):
             return 0
         pairs = zip(self.tokens, tokens[:-1], strict=False)
-        common = next((number for number, (old, new) in enumerate(pairs) if old != new), None)
+        common = next((index for index, (old, new) in enumerate(pairs) if old != new), None)
         if common is None:
             common = min(len(self.tokens), len(tokens) - 1)
         tensors = (tensor for layer in cache_layers(self.cache.spec) for tensor in layer.tensors)
         return common if all(tensor.can_shorten(self._written, common) for tensor in tensors) else 0
 
     def begin_pass(self, start: int, stop: int) -> None:
-        """Note that a pass writes the tokens at positions start to stop: later ones are lost."""
+        """Note that a pass writes the positions start .. stop - 1: older tokens from `start` on are lost."""
         del self.tokens[start:]
         self._written = stop
 

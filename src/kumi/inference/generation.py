@@ -1,4 +1,4 @@
-"""Generation from the name of a model on: its files opened, the memory planned, the weights loaded."""
+"""Generation with a model given by its name: open its files, plan the memory, load the weights."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class Generation:
         self.settings = ReplySettings(texts, flags, use_template=use_template, system=system)
 
     def digest(self) -> str:
-        """Return a hash of everything but the prompts that replies depend on: weights, dtype and settings."""
+        """Return a hash of everything that replies depend on, except the prompts: weights, dtype and settings."""
         assert self._files is not None, "only the files of a model have a digest"
         return f"{weights_digest(self._files)[:16]}-{self.dtype}-{self.settings.digest()[:16]}"
 
     def generator(self, prompts: Sequence[Sequence[int]], *, samples: int = 1, cache_bytes: int = 0) -> TextGenerator:
         """Return the generator for the encoded `prompts`, after loading the weights if they are not in memory.
 
-        cache_bytes: of a cache in memory that becomes part of the generator's.
+        cache_bytes: bytes of a cache that is in memory already and that the generator will use.
 
         Raise ConfigError for prompts that the model cannot take, FitError if they need more memory than is free.
         """
@@ -115,7 +115,7 @@ def generate_replies(
     options: Mapping[str, Any] | None = None,
     on_token: OnToken | None = None,
 ) -> list[TextReply]:
-    """Return the replies to `prompts`, in their order; `options` are those of `ModelChoice` but `path`."""
+    """Return the replies to `prompts`, in their order; `options` are fields of `ModelChoice` other than `path`."""
     if isinstance(model, LoadedModel) and options:
         raise ConfigError("dtype, device, base and checkpoint are those of the loaded model; leave them out")
     choice = model if isinstance(model, LoadedModel) else ModelChoice(model, **(options or {}))
@@ -127,7 +127,7 @@ def generate_replies(
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts: a text, or the messages of one conversation, is one of them."""
+    """Return `prompts` as a list. A text, or a list of messages, is a single prompt."""
     if isinstance(prompts, str):
         return [prompts]
     items: list[Any] = list(prompts)

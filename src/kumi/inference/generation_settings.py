@@ -14,7 +14,7 @@ from kumi.inference.sampling import Sampling
 MAX_NEW_TOKENS = 256
 # Where the model samples, transformers takes the 50 most likely tokens unless top_k is set.
 TOP_K = 50
-# Settings that change which tokens are drawn, which kumi does not have, with the values that change nothing.
+# Settings that kumi does not have, although they change which tokens are drawn -> their values that change nothing.
 _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0,),
     "no_repeat_ngram_size": (0,),
@@ -55,8 +55,8 @@ def resolve_sampling(flags: Flags, settings: Mapping[str, Any], stop_ids: frozen
     As in transformers, a model is greedy unless its settings have do_sample, or a flag asks for sampling. Raise
     ConfigError for values out of range.
     """
-    drawn = (flags.temperature, flags.top_k, flags.top_p, flags.min_p)
-    samples = settings.get("do_sample") is True or any(value is not None for value in drawn)
+    sampling_flags = (flags.temperature, flags.top_k, flags.top_p, flags.min_p)
+    samples = settings.get("do_sample") is True or any(value is not None for value in sampling_flags)
     temperature = _chosen(flags.temperature, settings, "temperature", 1.0) if samples else 0.0
     greedy = temperature == 0
     return Sampling(

@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 class ModelTexts:
     """How a model reads and writes text, without its weights.
 
-    stop_ids: the ids that end a reply, of generation_config.json or the tokenizer.
+    stop_ids: the ids that end a reply, from generation_config.json or the tokenizer.
     name, folder, settings, chat, chosen: as in `kumi.inference.model_files.ModelFiles`.
     """
 
@@ -65,8 +65,8 @@ def load_model(
     checkpoint: of a run folder: "best", "last" or a step; by default the best one where the run keeps one by
         checkpoint.best, else the last.
 
-    No code of the model's folder is run. Raise as `kumi.inference.model_files.find_model` does, and ConfigError for
-    another dtype.
+    No code of the model's folder is run. Raise as `kumi.inference.model_files.find_model` does, and ConfigError for a
+    dtype that is not one of `DTYPES`.
     """
     return load_files(find_model(path, base=base, checkpoint=checkpoint), dtype=dtype, device=device)
 
@@ -101,7 +101,10 @@ def default_device() -> torch.device:
 
 
 def weight_dtype(files: ModelFiles, dtype: str | torch.dtype | None = None) -> str:
-    """Return the name of `dtype`, or for None that of most weights in `files`. Raise ConfigError for another dtype."""
+    """Return the name of `dtype`; if it is None, the dtype that most weights of `files` have.
+
+    Raise ConfigError for a `dtype` that is not one of `DTYPES`.
+    """
     if dtype is None:
         sizes: Counter[str] = Counter()
         for param in params(files.spec):

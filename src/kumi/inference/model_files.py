@@ -26,7 +26,7 @@ from kumi.paths import looked_for
 from kumi.spec.data_source import ChatOptions
 from kumi.spec.model import ModelSpec
 
-# The largest file of adapters whose bytes are all in a digest.
+# The largest file of adapters, in bytes, that is read for a digest.
 _MAX_ADAPTERS = 8 << 30
 
 
@@ -40,8 +40,8 @@ class ModelFiles:
     adapted: the adapters on `source`; None for a complete model.
     tokenizer_folder: that of the tokenizer and its chat template.
     settings: the content of generation_config.json; empty if there is none.
-    chat: how conversations become tokens: as in the run that trained the model, where it is in that run's folder.
-    chosen: for a run folder, the words for the choice among its models; else "".
+    chat: how conversations become tokens: as in the run that trained the model, if the model is in that run's folder.
+    chosen: for a run folder, a text that says which of its models was chosen; else "".
     """
 
     name: str
@@ -62,7 +62,7 @@ def find_model(path: str | Path, *, base: str | Path | None = None, checkpoint: 
     """Open the model at `path`: a Hugging Face folder or hub id, a checkpoint, a run folder, or adapters.
 
     base: the base model of adapters, where it is not the one that they name.
-    checkpoint: of a run folder, as of `kumi.convert.run_checkpoint.choose_model`.
+    checkpoint: of a run folder, as in `kumi.convert.run_checkpoint.choose_model`.
 
     Raise ConfigError unless there is a model with a tokenizer, and for adapters their base model; ModelError for files
     that kumi does not support, and for a reward model; RefusedError for damaged files.
@@ -131,19 +131,19 @@ def reply_ends(
 ) -> frozenset[int]:
     """Return the ids that end a reply: eos_token_id of generation_config.json, or else the tokenizer's eos token.
 
-    Those of the run's data.chat.stop_tokens are added. `settings`: the content of generation_config.json. `folder`:
-    that of the model, for messages. Raise ConfigError for an id outside the vocabulary.
+    The tokens of the run's data.chat.stop_tokens are added. `settings`: the content of generation_config.json.
+    `folder`: that of the model, for messages. Raise ConfigError for an id outside the vocabulary.
     """
     value = settings.get("eos_token_id")
-    numbers = value if isinstance(value, list) else [tokenizer.eos_id] if value is None else [value]
-    for number in numbers:
-        if type(number) is not int or not 0 <= number < vocab_size:
+    eos_ids = value if isinstance(value, list) else [tokenizer.eos_id] if value is None else [value]
+    for eos_id in eos_ids:
+        if type(eos_id) is not int or not 0 <= eos_id < vocab_size:
             raise ConfigError(
-                f"generation_config.json of {folder}: eos_token_id {brief(number)} is no id below the vocabulary "
+                f"generation_config.json of {folder}: eos_token_id {brief(eos_id)} is no id below the vocabulary "
                 f"of {vocab_size}; correct it"
             )
     texts = load_stops(tokenizer, chat) if chat.stop_tokens else ()
-    return frozenset(numbers) | {tokenizer.backend.token_to_id(text) for text in texts}
+    return frozenset(eos_ids) | {tokenizer.backend.token_to_id(text) for text in texts}
 
 
 def weights_digest(files: ModelFiles) -> str:

@@ -2,7 +2,8 @@
 
 A draw needs one number for each token of the vocabulary. A generator with a state would tie these to the order of
 draws; here they are a hash of (key, token id), the same on every device, and any slice of the vocabulary can be
-computed alone. The hash is the finaliser of MurmurHash3 (Appleby, 2011), applied once with each half of the key.
+computed alone. The hash is the finaliser of MurmurHash3 (Appleby, 2011), applied once with each half of the key. The
+key of a position is a number of SplitMix64 (Steele et al., 2014), which starts at the key of the sequence.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from kumi.data.binfile import Array
 
+# The increment of SplitMix64: 2^64 divided by the golden ratio.
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
+# The steps of MurmurHash3's finaliser for 32 bits: shift and xor, multiply, and so on.
 _SHIFTS, _FACTORS = (16, 13, 16), (0x85EBCA6B, 0xC2B2AE35)
-# Numbers that a CPU mixes at a time: they and a second array stay in its second cache.
+# Numbers that a CPU mixes at a time: they and a second array stay in its level-2 cache.
 _BLOCK = 65_536
 
 
@@ -49,7 +52,7 @@ def log_exponentials(keys: Sequence[int], first: int, count: int, *, device: tor
         ids = torch.arange(first, first + count, dtype=torch.int32, device=device)
         bits = _mix((ids * _signed(_GOLDEN)) ^ low.int()[:, None])
         bits = _mix(bits ^ high.int()[:, None]).bitwise_and_(0xFFFFFF)
-    # In (-1, 0): 24 bits and a half, so that no value rounds to 0 or 1.
+    # -log(1 - u) for u = (24 bits + 1/2) / 2^24, which is above 0. Only the largest u rounds to 1: its noise is infinite.
     return bits.float().add_(0.5).mul_(-(2.0**-24)).log1p_().neg_().log_()
 
 

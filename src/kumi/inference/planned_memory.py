@@ -1,4 +1,4 @@
-"""The memory that a generation needs, planned before anything is loaded, beside that which is free on this machine."""
+"""The memory that generation needs, planned before anything is loaded and compared with what this machine has free."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fitting_batch(
     free: bytes of free memory, None if unknown.
     loaded: the weights are in memory already.
 
-    Raise FitError if `batch_size` sequences, or a single one, do not fit; it names the number that does.
+    Raise FitError if `batch_size` sequences, or a single one, do not fit; its message names the number that fits.
     """
     cluster = this_machine(ClusterSection(devices_per_node=1))
     device = replace(cluster.device, memory=free if free is not None else cluster.device.memory)

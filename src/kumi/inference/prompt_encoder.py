@@ -25,7 +25,7 @@ class PromptEncoder:
     """Encodes prompts as the model was trained to read them.
 
     template: the chat template; None for plain text, which gets the tokenizer's own beginning, as in transformers.
-    stop_ids: the given ones, and the token that ends a turn of the template.
+    stop_ids: ids that end a reply. The attribute also has the token that ends a turn in the template.
     system: a message that begins each conversation without one of its own.
 
     With a template, spellings of control tokens in messages stay text: nobody's message ends its turn. Plain text may
@@ -61,7 +61,7 @@ class PromptEncoder:
         )
         self.stop_ids |= _turn_end(self._renderer, tokenizer, template)
         added = tokenizer.backend.get_added_tokens_decoder()
-        stops = [added[number].content for number in sorted(self.stop_ids) if number in added]
+        stops = [added[token_id].content for token_id in sorted(self.stop_ids) if token_id in added]
         self._encoder = ConversationEncoder(self._renderer, tokenizer, stops, options.turns)
 
     def encode(self, prompt: Prompt, row: Mapping[str, Any] | None = None, where: str = "the prompt") -> list[int]:
@@ -106,7 +106,9 @@ class PromptEncoder:
 
 
 def conversation_encoder(tokenizer: Tokenizer, options: ChatOptions, stop_ids: frozenset[int]) -> PromptEncoder | None:
-    """Return the encoder of conversations for the template of `options`, else that of the tokenizer; None without one.
+    """Return the encoder of conversations for the template of `options`, or else of the tokenizer.
+
+    Return None if neither has a template.
 
     stop_ids: ids that end a reply, beside the end of a turn.
     """
@@ -115,7 +117,7 @@ def conversation_encoder(tokenizer: Tokenizer, options: ChatOptions, stop_ids: f
 
 
 def _turn_end(renderer: Renderer, tokenizer: Tokenizer, template: ChatTemplate) -> frozenset[int]:
-    """Return the special token that the template writes after a reply, if there is one."""
+    """Return the id of the special token that the template writes after a reply, as a set; empty if it writes none."""
     reply = "kumi"
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": reply}]
     try:
@@ -125,5 +127,5 @@ def _turn_end(renderer: Renderer, tokenizer: Tokenizer, template: ChatTemplate) 
     end = text.rfind(reply)
     controls = ControlTokens(tokenizer, template.text, ())
     match = None if end < 0 else controls.special.match(text[end + len(reply) :].lstrip())
-    number = None if match is None else tokenizer.backend.token_to_id(match[0])
-    return frozenset() if number is None else frozenset({number})
+    token_id = None if match is None else tokenizer.backend.token_to_id(match[0])
+    return frozenset() if token_id is None else frozenset({token_id})

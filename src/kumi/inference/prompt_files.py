@@ -1,4 +1,4 @@
-"""Files of prompts, and the file of their replies, which is appended row by row so that a killed job goes on."""
+"""Files of prompts, and the file of replies, to which each reply is appended, so that a killed job can go on."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class PromptRow:
 def read_prompts(path: Path, key: str = "--prompts") -> list[PromptRow]:
     """Return the prompts of a file: each line of a .txt that is not blank, or each row of .jsonl, .json or .parquet.
 
-    A row has "prompt", a text or messages, or "messages". Raise ConfigError, which begins with the flag or `key` of the
-    file, for another file; DataError for a row that cannot be read.
+    A row has "prompt", a text or messages, or "messages". Raise ConfigError for another file; its message begins with
+    `key`, the flag or key that names the file. Raise DataError for a row that cannot be read.
     """
     if not path.is_file():
         raise ConfigError(f"{key} {looked_for(path)}: is no file; name a .txt or .jsonl file")
@@ -82,7 +82,7 @@ def _prompt_row(item: tuple[int, dict[str, Any]] | Fault, path: Path) -> PromptR
     is_messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     if not prompt or not (isinstance(prompt, str) or is_messages):
         raise DataError(
-            f"{path}:{line}: has neither a text nor messages in prompt (or messages); add one, or remove it"
+            f"{path}:{line}: has neither a text nor messages in prompt (or messages); add one, or remove the row"
         )
     return PromptRow(line, prompt, columns)
 
@@ -95,7 +95,7 @@ def prompt_digest(ids: Sequence[int]) -> str:
 class ReplyFile:
     """An open file of replies, as JSON lines of `reply_record`.
 
-    done: (line, sample) of the replies that it has, with the digest of the prompt.
+    done: (line of the prompt, sample) of each reply in the file -> the digest of its prompt.
     """
 
     def __init__(self, path: Path, handle: int, settings: str) -> None:
@@ -108,10 +108,10 @@ class ReplyFile:
         os.lseek(self._handle, 0, os.SEEK_SET)  # a file that is open for appending begins at its end
         content = b"".join(iter(lambda: os.read(self._handle, 1 << 24), b""))
         complete, _, rest = content.rpartition(b"\n")
-        for number, line in enumerate(complete.split(b"\n") if complete else [], 1):
-            self._add(number, line)
+        for file_line, raw in enumerate(complete.split(b"\n") if complete else [], 1):
+            self._add(file_line, raw)
         if rest and not complete and not self._begins_a_record(rest):
-            raise self._foreign(1)
+            raise self._not_a_reply(1)
         if rest:
             os.ftruncate(self._handle, len(content) - len(rest))
 
@@ -119,28 +119,31 @@ class ReplyFile:
         start = b'{"line": '
         return rest.startswith(start) or start.startswith(rest)
 
-    def _add(self, number: int, raw: bytes) -> None:
+    def _add(self, file_line: int, raw: bytes) -> None:
         try:
             record = strict_json(raw)
             line, sample = int(record["line"]), int(record["sample"])
             digest, settings = str(record["prompt_digest"]), str(record["settings_digest"])
         except (ValueError, KeyError, TypeError):
-            raise self._foreign(number) from None
+            raise self._not_a_reply(file_line) from None
         if settings != self._settings:
             raise RefusedError(
-                f"--out {self._path}: its line {number} was written with other settings or another model; give those "
-                "again, or name another file"
+                f"--out {self._path}: its line {file_line} was written with other settings or another model; give "
+                "these again, or name another file"
             )
         self.done[line, sample] = digest
 
-    def _foreign(self, number: int) -> RefusedError:
+    def _not_a_reply(self, file_line: int) -> RefusedError:
         return RefusedError(
-            f"--out {self._path}: line {number} is no reply of kumi generate, and nothing is overwritten; name another "
-            "file"
+            f"--out {self._path}: line {file_line} is no reply of kumi generate, and nothing is overwritten; name "
+            "another file"
         )
 
     def has(self, line: int, sample: int, digest: str) -> bool:
-        """Return whether there is a reply to the prompt of `line`. Raise RefusedError if it answers another prompt."""
+        """Return whether the file has reply `sample` to the prompt on `line`, whose digest is `digest`.
+
+        Raise RefusedError if that reply answers another prompt.
+        """
         stored = self.done.get((line, sample))
         if stored not in (None, digest):
             raise RefusedError(
@@ -150,7 +153,7 @@ class ReplyFile:
         return stored is not None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a line in one write, so that no reader sees half of it."""
+        """Add a line, in one write if the system takes it whole, so that no reader sees half of it."""
         line = (json.dumps({**record, "settings_digest": self._settings}) + "\n").encode()
         while line:
             line = line[os.write(self._handle, line) :]

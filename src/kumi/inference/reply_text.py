@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kumi.data.tokenizer import Tokenizer
 
-# Tokens before a reply with which it is decoded: some tokenizers drop the space before the first word of a text.
+# Tokens of the prompt that are decoded before a reply: some tokenizers drop the space before the first word of a text.
 _CONTEXT = 8
 # Stands for the bytes of an incomplete character.
 _REPLACEMENT = "\ufffd"
@@ -25,7 +25,7 @@ def reply_text(
     before = list(prompt[-_CONTEXT:])
     start, whole = decode(before), decode([*before, *ids])
     text = whole[len(start) :] if whole.startswith(start) else decode(ids)
-    ends = [place for stop in stop_strings if (place := text.find(stop)) >= 0]
+    ends = [index for stop in stop_strings if (index := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 
 
@@ -39,17 +39,20 @@ class TextStream:
         self.text = ""
 
     def grow(self, ids: Sequence[int], *, ended: bool = False) -> str:
-        """Return the new text of the reply `ids`, which begin with those of the last call."""
+        """Return the text that is new since the last call; `ids`, the reply so far, begin with those of that call.
+
+        ended: the reply is complete, so that no later token can change its text.
+        """
         text = reply_text(self._decode, self._prompt, ids, self._stops)
         if not ended:
             text = text.rstrip(_REPLACEMENT)
-            text = text[: len(text) - self._stop_begun(text)]
+            text = text[: len(text) - self._begun_stop_length(text)]
         if not text.startswith(self.text):  # the tokenizer joins what is shown already with later text
             return ""
         new, self.text = text[len(self.text) :], text
         return new
 
-    def _stop_begun(self, text: str) -> int:
+    def _begun_stop_length(self, text: str) -> int:
         """Return the length of the longest end of `text` with which a stop string begins."""
         lengths = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
         return max(lengths, default=0)

@@ -20,7 +20,7 @@ from kumi.inference.noise import log_exponentials
 from kumi.nn.dtypes import wide
 from kumi.nn.logit_chunks import FULL_VOCABULARY, Vocabulary
 
-# Candidates of a slice of the vocabulary that the search for the nucleus of top-p begins with.
+# The search for the nucleus of top-p begins with this many of the most probable tokens of each vocabulary slice.
 _CANDIDATES = 64
 
 
@@ -31,7 +31,7 @@ class Sampling:
     - `max_new_tokens`: largest number of tokens of a reply.
     - `temperature`: divisor of the logits; 0 takes the most probable token.
     - `top_k`: only the k most probable tokens; 0 for all.
-    - `top_p`: only the most probable tokens whose probabilities, before the last of them, sum to less than this.
+    - `top_p`: only tokens for which all more probable tokens together have less than this probability.
     - `min_p`: only tokens with at least this share of the largest probability.
     - `seed`: with the prompt, the number of the sample and the position, it determines the noise.
     - `stop_ids`: tokens that end a reply and are not part of it.
@@ -142,7 +142,7 @@ def _log_sum_exp(scores: Tensor, vocabulary: Vocabulary) -> Tensor:
 def _best(values: Tensor, scores: Tensor, total: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
     """Return the token (N,) with the largest of `values` (N, V) over all slices, and its score minus `total` (N,).
 
-    Of equal values, the one with the lowest token id.
+    Of equal values, that of the lowest token id is taken.
     """
     best, column = _first_largest(values)
     score = best if values is scores else scores.gather(1, column[:, None])[:, 0]
