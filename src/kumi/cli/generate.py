@@ -174,7 +174,7 @@ def _answers(generation: Generation, generator: Any, encoded: Sequence[list[int]
     with show_rate("generating replies", len(encoded) * samples) as rate:
         replies = []
         for reply in generator.generate(encoded, samples=samples, on_token=rate.on_token):
-            rate.ended()
+            rate.on_reply()
             replies.append(reply)
     return sorted(replies, key=lambda reply: (reply.prompt, reply.sample))
 

@@ -33,7 +33,7 @@ from kumi.parallel.run_microbatches import decoder_inputs, evaluating, shard_bat
 from kumi.parallel.stage_modules import stages_of, unwrap
 from kumi.spec.generation_layout import check_generation_layout
 
-# Receives the numbers of requests and their scores, as soon as they are known.
+# Receives the indices of some of the requests, and the scores of these requests, as soon as they are computed.
 Record = Callable[[Sequence[int], Sequence[Score]], None]
 T = TypeVar("T")
 # Positions of a batch of one rank. On a CPU, rows in one batch gain little.
@@ -61,7 +61,7 @@ class EvaluatedModel:
     """The model on this rank.
 
     max_length: tokens that the model reads at most; longer contexts lose their first tokens.
-    shortened: requests so far that have lost some.
+    shortened: the number of requests so far whose contexts have lost tokens.
     """
 
     def __init__(
@@ -89,25 +89,25 @@ class EvaluatedModel:
     def score(self, requests: Sequence[Request], record: Record | None = None) -> list[Score]:
         """Return the scores of `requests`, on rank 0; the other ranks are in `lead`.
 
-        Equal requests are computed once; no tokens have a log-prob of 0. `record` is called after every unit of work
-        with its scores.
+        Equal requests are computed once. A continuation without tokens has the log-prob 0. `record` is called after
+        every unit of work with its scores.
         """
-        numbers: dict[Request, list[int]] = {}
-        for number, request in enumerate(requests):
+        indices: dict[Request, list[int]] = {}
+        for index, request in enumerate(requests):
             if request.continuation:
-                numbers.setdefault(request, []).append(number)
-        unique = [shorten(request, self.max_length) for request in numbers]
-        same = list(numbers.values())
-        self.shortened += sum(new is not old for new, old in zip(unique, numbers, strict=True))
+                indices.setdefault(request, []).append(index)
+        unique = [shorten(request, self.max_length) for request in indices]
+        indices_of_unique = list(indices.values())
+        self.shortened += sum(new is not old for new, old in zip(unique, indices, strict=True))
         result = [Score(0.0, True)] * len(requests)
         for batches in self._units(unique):
             tables = self._run(_ScoreUnit([dict(batch.columns) for batch in batches]))
             complete: dict[int, Score] = {}
             for batch, (log_probs, top) in zip(batches, tables, strict=True):
-                for unit, score in batch.scores(log_probs, top):
-                    complete |= dict.fromkeys(same[unit], score)
-            for number, score in complete.items():
-                result[number] = score
+                for request_index, score in batch.scores(log_probs, top):
+                    complete |= dict.fromkeys(indices_of_unique[request_index], score)
+            for index, score in complete.items():
+                result[index] = score
             if record is not None:
                 record(list(complete), list(complete.values()))
         return result
@@ -158,7 +158,8 @@ class EvaluatedModel:
         return result
 
     def _scores(self, batches: Sequence[dict[str, Array]]) -> list[tuple[Array, Array]]:
-        """Return the log-probs and the flags of the most probable tokens (B, S) of each of `batches`."""
+        """Return, for each of `batches`, the log-probs of its labels and whether each is the most probable token, both
+        (B, S)."""
         mesh, objective = self.mesh, OBJECTIVES["lm"]()
         inputs = []
         for batch in batches:
@@ -169,7 +170,7 @@ class EvaluatedModel:
             outputs = pipeline.forward_microbatches(self.module, mesh, inputs)
         shapes = [batch["input_ids"].shape for batch in batches]
         tables = [torch.zeros(2, *shape, dtype=torch.float64, device=mesh.device) for shape in shapes]
-        # Ranks without the head have no outputs. All ranks of a tensor-parallel group have the same.
+        # Ranks without the head have no outputs. All ranks of a tensor-parallel group have the same outputs.
         if mesh.index("tp") == 0:
             for table, scores in zip(tables, outputs):
                 self._place(table, scores)
@@ -180,7 +181,7 @@ class EvaluatedModel:
 
     @contextmanager
     def _branching(self) -> Iterator[None]:
-        """A context in which the decoders compute shared contexts, if this model shares them."""
+        """Let the decoders compute branches of shared contexts within the `with` block, if this model shares them."""
         slots = [decoder.make_attention for decoder in self._decoders]
         for decoder in self._decoders if self.shares_contexts else ():
             decoder.make_attention = branching_attention

@@ -29,6 +29,7 @@ from kumi.inference.sampling import Sampling
 
 # Resamplings for standard errors that have no formula; 1000 determine them to a few percent.
 _BOOTSTRAP = 1000
+# Tokens of a reply where a task sets no limit.
 _MAX_NEW_TOKENS = 256
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
 _OTHER_KEYS = ("until", "max_gen_toks", "do_sample")
@@ -55,7 +56,7 @@ class HarnessTasks:
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A `TextModel` as the harness calls a model."""
+    """A `TextModel` with the methods that the harness calls."""
 
     backend = "causal"
 
@@ -97,17 +98,17 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """Return the reply to each prompt."""
         groups: dict[Sampling, list[int]] = {}
         repeated: Counter[tuple[str, str]] = Counter()
-        for number, request in enumerate(requests):
+        for index, request in enumerate(requests):
             prompt, settings = request.args
             # Repetitions of a prompt are drawn with other seeds.
             seed = repeated[prompt, repr(settings)]
             repeated[prompt, repr(settings)] += 1
-            groups.setdefault(_sampling(settings, seed), []).append(number)
+            groups.setdefault(_sampling(settings, seed), []).append(index)
         result = [""] * len(requests)
-        for sampling, numbers in groups.items():
-            prompts = [requests[number].args[0] for number in numbers]
-            for number, reply in zip(numbers, self.model.replies(prompts, sampling), strict=True):
-                result[number] = reply
+        for sampling, indices in groups.items():
+            prompts = [requests[index].args[0] for index in indices]
+            for index, reply in zip(indices, self.model.replies(prompts, sampling), strict=True):
+                result[index] = reply
         return result
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
@@ -151,7 +152,7 @@ def run_harness(tasks: HarnessTasks, model: TextModel, name: str) -> list[TaskRe
         _use_sandbox()
     if tasks.chat and model.chat is not None:
         model = replace(model, stop_ids=model.chat.stop_ids)
-    # Resampling in processes would fork one that has threads.
+    # Resampling in several processes would fork this one, which has threads.
     os.environ["DISABLE_MULTIPROC"] = "1"
     manager = _manager(tasks)
     output = lm_eval.simple_evaluate(

@@ -18,6 +18,7 @@ TRUST = "--trust-task-code"
 _CODE = (".py", ".pyc", ".so", ".pkl", ".pickle", ".pt", ".bin")
 # Builders of data sets that read files without running what is in them.
 _DATASETS = ("json", "csv", "parquet", "text", "arrow")
+# The beginning of YAML's own tags.
 _PLAIN_TAGS = "tag:yaml.org,2002:"
 
 
@@ -27,9 +28,9 @@ def check_task_folder(folder: Path) -> None:
         raise ConfigError(f"--include-path {folder}: is not a folder; name a folder with task files of lm-eval")
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
-            raise _refused(path, "is a link, which may lead to code elsewhere")
+            raise _refusal(path, "is a link, which may lead to code elsewhere")
         if path.suffix in _CODE:
-            raise _refused(path, "is code")
+            raise _refusal(path, "is code")
         if path.suffix in (".yaml", ".yml") or path.name.endswith("_yaml"):
             _check_file(path, folder)
 
@@ -42,14 +43,14 @@ def _check_file(path: Path, folder: Path) -> None:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             tag = getattr(event, "tag", None)
             if tag is not None and (not tag.startswith(_PLAIN_TAGS) or "python" in tag):
-                raise _refused(path, f"has the tag {brief(tag)}, which runs code")
+                raise _refusal(path, f"has the tag {brief(tag)}, which runs code")
         content = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML ({error}); correct it, or remove it") from None
     for key, value in _entries(content):
         reason = _reason(key, value, path, folder)
         if reason:
-            raise _refused(path, reason)
+            raise _refusal(path, reason)
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
@@ -83,5 +84,5 @@ def _is_local(name: str, path: Path) -> bool:
     return name.startswith((".", "/", "~")) or (path.parent / name).exists() or Path(name).exists()
 
 
-def _refused(path: Path, reason: str) -> ConfigError:
+def _refusal(path: Path, reason: str) -> ConfigError:
     return ConfigError(f"{path}: {reason}; read the folder, and if you trust it, add {TRUST}")

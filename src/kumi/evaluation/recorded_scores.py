@@ -1,7 +1,7 @@
-"""Scores of requests in a file, so that an interrupted evaluation goes on where it was.
+"""Scores and replies in a file, so that an interrupted evaluation can go on later.
 
-A line has the digest of a request, and its score. A file belongs to one model, by the content of its weights, so equal
-requests of different tasks share a line.
+A line has the digest of a request, and its score or the token ids of its reply. A file belongs to one model, by the
+content of its weights, so equal requests of different tasks share a line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from kumi.files.untrusted import open_stream
 
 
 class RecordedScores:
-    """An open file of scores, by the digest of their request. Raises ConfigError if another process has it open."""
+    """An open file of scores and replies. Raises ConfigError if another process has it open.
+
+    values: digest of a request -> its score, [log_prob, greedy], or the token ids of its reply.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.values = path, _read(path)
@@ -48,7 +51,7 @@ class RecordedScores:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the complete lines of the file at `path`, and cut off a line whose write was interrupted."""
+    """Return the values in the file at `path`, by key, after cutting off a last line whose write was interrupted."""
     if not path.exists():
         return {}
     with open_stream(path) as file:

@@ -1,7 +1,7 @@
 """Write results of evaluations into the model card of an exported folder.
 
 Its text gets a table with standard errors. Its YAML header gets `model-index`, the Hugging Face hub's form of results:
-https://github.com/huggingface/hub-docs/blob/main/modelcard.md. Results of other tasks in both of them stay.
+https://github.com/huggingface/hub-docs/blob/main/modelcard.md. In both, the results of other tasks stay.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def exported_folder(model: str) -> Path:
 def write_results(folder: Path, results: Sequence[TaskResult], computed: str, by_harness: str) -> None:
     """Write `results` into the card of `folder`.
 
-    `computed`: how kumi's own tasks were computed, such as the dtype. `by_harness`: the same of tasks of
+    `computed`: how kumi's own tasks were computed, such as the dtype. `by_harness`: the same for tasks of
     lm-evaluation-harness. Raise ConfigError if the card's header cannot be changed.
     """
     text = _with_header(read_card(folder), folder, results)
@@ -85,16 +85,18 @@ def _rows(result: TaskResult, computed: str) -> list[tuple[str, ...]]:
 
 
 def _cells(line: str) -> tuple[str, ...]:
-    """Return the cells of a line of a table; bars in them are escaped."""
+    """Return the cells of a line of a table. A bar within a cell is escaped."""
     parts = re.split(r"(?<!\\)\|", line)
     return tuple(part.strip() for part in parts[1:-1])
 
 
 def _with_header(text: str, folder: Path, results: Sequence[TaskResult]) -> str:
-    """Return the card `text` with `results` in its header; unchanged without any, after the same checks."""
+    """Return the card `text` with `results` in its header; without results it is checked and stays as it is."""
     try:
         old = header_of(text).get(KEY)
-        index = _with_results([] if old is None else old, folder_title(folder), [_indexed(each) for each in results])
+        index = _with_results(
+            [] if old is None else old, folder_title(folder), [_index_entry(each) for each in results]
+        )
         changed = with_header_key(text, KEY, index)
     except ConfigError as error:
         raise ConfigError(f"--write-card: {folder}: {error}") from None
@@ -104,7 +106,8 @@ def _with_header(text: str, folder: Path, results: Sequence[TaskResult]) -> str:
 def _with_results(old: Any, name: str, new: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return the model index `old` with the results `new` of the model `name`, in place of those of the same tasks.
 
-    They go to its model `name`, or to its only model. Raise ConfigError unless `old` is a list of models with results.
+    They go to the entry of the model `name`, else to the only entry, else to a new one. Raise ConfigError unless `old`
+    is a list of models with results.
     """
     models = [model for model in old if isinstance(model, dict)] if isinstance(old, list) else None
     if models is None or len(models) < len(old) or not all(isinstance(model.get("results"), list) for model in models):
@@ -116,13 +119,13 @@ def _with_results(old: Any, name: str, new: Sequence[Mapping[str, Any]]) -> list
 
 
 def _place(result: Any) -> Any:
-    """Return the task and the data set of a result in a model index: a new result of the same replaces it."""
+    """Return the task and the data set of a result in a model index. A new result with the same two replaces it."""
     task, dataset = (result.get(key) if isinstance(result, dict) else None for key in ("task", "dataset"))
     kind = task.get("type") if isinstance(task, dict) else None
     return kind, dataset if not isinstance(dataset, dict) else (dataset.get("type"), dataset.get("name"))
 
 
-def _indexed(result: TaskResult) -> dict[str, Any]:
+def _index_entry(result: TaskResult) -> dict[str, Any]:
     """Return `result` in the form of a model index, without values that are not finite."""
     finite = {name: metric.value for name, metric in result.metrics.items() if math.isfinite(metric.value)}
     return {

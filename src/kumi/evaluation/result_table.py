@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def result_table(models: Sequence[str], results: Sequence[Sequence[TaskResult]]) -> Table:
     """Return a table with a row for each metric of each task, and a column for each model.
 
-    results: of each of `models`, which have the same tasks.
+    results: those of each of `models`, for the same tasks in the same order.
     """
     from rich.table import Table
     from rich.text import Text
@@ -36,7 +36,7 @@ def result_table(models: Sequence[str], results: Sequence[Sequence[TaskResult]])
 
 
 def metric_direction(metric: str) -> str:
-    """Return "higher" or "lower", whichever is better of `metric`; "" if that is not known."""
+    """Return "higher" or "lower", whichever value of `metric` is better; "" if that is not known."""
     better = HIGHER_IS_BETTER.get(metric)
     return "" if better is None else "higher" if better else "lower"
 
@@ -49,7 +49,7 @@ def _cell(metric: Metric | None) -> str:
 
 
 def metric_figure(number: float, value: float) -> str:
-    """Return `number`, the value or the error of a metric, with the digits that a table shows of its `value`."""
+    """Return `number`, the value or the error of a metric, with the digits that a table shows for this `value`."""
     return f"{number:.4f}" if abs(value) < 1e4 else f"{number:.4g}"
 
 

@@ -1,4 +1,4 @@
-"""A model whose scores are recorded: known ones are read, new ones appended as they come."""
+"""A model for an evaluation that can be resumed: it reads recorded scores and replies, and records new ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from kumi.progress import Update, show_progress
 
 
 class ResumedModel:
-    """`model` with `recorded` scores; None keeps them for this run only.
+    """`model`, which computes only the scores and replies that `recorded` lacks, and adds them to it.
+
+    recorded: None records nothing.
 
     title: of the progress bar; None shows no progress.
     check: called after every unit of work; it may raise to end the evaluation.
@@ -43,22 +45,23 @@ class ResumedModel:
         """Return the scores of `requests`."""
         stored = {} if self.recorded is None else self.recorded.values
         keys = [request_key("score", request.context, request.continuation) for request in requests]
-        missing = [number for number, key in enumerate(keys) if key not in stored]
+        missing = [index for index, key in enumerate(keys) if key not in stored]
         result = [Score(*stored[key]) if key in stored else None for key in keys]
         done = len(requests) - len(missing)
         with self._progress(len(requests), "requests") as update:
 
-            def record(numbers: Sequence[int], scores: Sequence[Score]) -> None:
+            def record(indices_in_missing: Sequence[int], scores: Sequence[Score]) -> None:
                 nonlocal done
                 if self.recorded is not None:
-                    new = {keys[missing[number]]: score for number, score in zip(numbers, scores, strict=True)}
+                    new = {keys[missing[index]]: score for index, score in zip(indices_in_missing, scores, strict=True)}
                     self.recorded.add(list(new), list(new.values()))
-                done += len(numbers)
+                done += len(scores)
                 update(done)
                 self.check()
 
-            for number, score in zip(missing, self.model.score([requests[n] for n in missing], record), strict=True):
-                result[number] = score
+            computed = self.model.score([requests[index] for index in missing], record)
+            for index, score in zip(missing, computed, strict=True):
+                result[index] = score
         return [score for score in result if score is not None]
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
@@ -66,7 +69,7 @@ class ResumedModel:
         stored = {} if self.recorded is None else self.recorded.values
         settings = repr(replace(sampling, stop_ids=frozenset())) + repr(sorted(sampling.stop_ids))
         keys = [request_key("generate", prompt, settings) for prompt in prompts]
-        missing = [number for number, key in enumerate(keys) if key not in stored]
+        missing = [index for index, key in enumerate(keys) if key not in stored]
         result: list[list[int]] = [list(stored.get(key, ())) for key in keys]
         done = len(prompts) - len(missing)
         with self._progress(len(prompts), "replies") as update:
@@ -74,12 +77,13 @@ class ResumedModel:
             def record(replies: Sequence[Reply]) -> None:
                 nonlocal done
                 if self.recorded is not None:
+                    # `reply.prompt` is the index of the prompt in `missing`.
                     new = {keys[missing[reply.prompt]]: reply.ids for reply in replies}
                     self.recorded.add(list(new), list(new.values()))
                 done += len(replies)
                 update(done)
                 self.check()
 
-            for reply in self.model.generate([prompts[number] for number in missing], sampling, record):
+            for reply in self.model.generate([prompts[index] for index in missing], sampling, record):
                 result[missing[reply.prompt]] = reply.ids
         return result

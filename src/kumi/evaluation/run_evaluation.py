@@ -37,7 +37,8 @@ from kumi.spec.layout import Layout
 if TYPE_CHECKING:
     from kumi.evaluation.harness import HarnessTasks
 
-# Seconds that ranks wait for a unit of work: rank 0 may read large files before the first, and its death ends them all.
+# Seconds that ranks wait for a unit of work: rank 0 may read large files before it sends the first. If rank 0 dies, the
+# launcher ends the other ranks.
 _PATIENCE_S = 86400.0
 RESULTS = "results.json"
 
@@ -46,12 +47,12 @@ RESULTS = "results.json"
 class Evaluation:
     """The tasks, and how models compute them.
 
-    harness: tasks of lm-evaluation-harness; None for none.
-    out: folder of the results and of the scores so far; None keeps none.
+    harness: tasks of lm-evaluation-harness; None if there are none.
+    out: folder of the results and of the scores so far; None writes neither.
     layout: such as "tp=2"; None for one rank.
     dtype: of weights and activations; None for that of a model's files.
     max_length: tokens that a model reads at most; None for as many as its configuration allows.
-    base, checkpoint: as of `kumi.inference.model_files.find_model`.
+    base, checkpoint: as in `kumi.inference.model_files.find_model`.
     """
 
     tasks: Sequence[TaskSection]
@@ -78,9 +79,9 @@ class StoppedError(Exception):
 
 
 def evaluate_models(models: Sequence[str], evaluation: Evaluation) -> tuple[int, list[dict[str, Any]]]:
-    """Return the exit code and the results of `models`, as JSON has them; only those that are complete.
+    """Return the exit code and the results of `models`, as JSON has them.
 
-    Under a launcher such as torchrun, only rank 0 has results.
+    After a failure, these are the results of the models before. Under a launcher such as torchrun, only rank 0 has any.
     """
     results: list[dict[str, Any]] = []
     if evaluation.out is not None:

@@ -1,7 +1,7 @@
-"""Pack requests for log-probs into rows of tokens, and read their scores from those of the rows.
+"""Pack requests for log-probs into rows of tokens, and read the scores of requests from the log-probs of the rows.
 
 A request is a document of its own in its row: it does not see the others. Requests with the same context, such as the
-choices of one question, may share it: the row then has it once, and each of them as a branch of it
+choices of one question, may share it: the row then has the context once, and each request as a branch after it
 (`kumi.nn.attention.shared_prefix`).
 """
 
@@ -59,7 +59,10 @@ class PackedBatch:
     spans: Sequence[Span]
 
     def scores(self, log_probs: Array, top: Array) -> Iterator[tuple[int, Score]]:
-        """Yield (request, its score), given log-probs and flags of the most probable tokens (B, S)."""
+        """Yield (index of a request, its score).
+
+        `log_probs` (B, S): of the labels. `top` (B, S): whether a label is the most probable token.
+        """
         for request, row, start, stop in self.spans:
             sums = float(log_probs[row, start:stop].sum(dtype=np.float64))
             yield request, Score(sums, bool(top[row, start:stop].all()))
@@ -89,13 +92,13 @@ def pack_requests(
     tokens: positions of a batch for each of `ranks` data-parallel ranks, at least one row. The rows of rank r are the
     r-th of equal parts; missing rows are padding.
     multiple: the row length S is a multiple of it.
-    share: requests with the same context have it once.
+    share: let requests with the same context share it.
     """
     if not requests:
         return
     groups = _groups(requests, share)
-    lengths = np.array([_length([requests[number] for number in group]) for group in groups], np.int64)
-    # Few tokens are divided among the ranks.
+    lengths = np.array([_length([requests[index] for index in group]) for group in groups], np.int64)
+    # If there are few tokens, rows are shorter, so that all ranks get some.
     capacity = max(int(lengths.max()), min(ROW_TOKENS, tokens, -(-int(lengths.sum()) // ranks)))
     bins = pack(lengths, capacity, 0)
     rows = [bins.units[bins.bounds[row] : bins.bounds[row + 1]] for row in range(bins.rows)]
@@ -110,21 +113,21 @@ def pack_requests(
 
 
 def _groups(requests: Sequence[Request], share: bool) -> list[list[int]]:
-    """Return the numbers of the requests that share a context: groups of one where none is shared.
+    """Return the indices of requests in groups that share a context; a request that shares none is a group of its own.
 
-    A group has at most `ROW_TOKENS` positions, unless its context alone has more.
+    A group of several has at most `ROW_TOKENS` positions, or twice those of its context if that is more.
     """
     groups: list[list[int]] = []
     latest: dict[tuple[int, ...], int] = {}
     sizes: list[int] = []
-    for number, (context, continuation) in enumerate(requests):
+    for index, (context, continuation) in enumerate(requests):
         group = latest.get(context) if share and len(context) > MIN_SHARED else None
         if group is not None and sizes[group] + len(continuation) <= max(ROW_TOKENS, 2 * len(context)):
-            groups[group].append(number)
+            groups[group].append(index)
             sizes[group] += len(continuation)
         else:
             latest[context] = len(groups)
-            groups.append([number])
+            groups.append([index])
             sizes.append(len(context) + len(continuation) - 1)
     return groups
 
@@ -141,29 +144,32 @@ def _rounded(length: int, multiple: int) -> int:
 def _filled(
     requests: Sequence[Request], rows: Sequence[Sequence[Sequence[int]]], count: int, length: int
 ) -> PackedBatch:
-    """Return a batch of `count` rows of `length` positions with the groups of requests `rows`, and padding after
-    them."""
+    """Return a batch of `count` rows of `length` positions.
+
+    rows: for each row, its groups of request indices. Padding follows after these groups and after these rows.
+    """
     columns = padding_rows(count, length)
     spans: list[Span] = []
     for row, groups in enumerate(rows):
         start, document = 0, 0
         for group in groups:
-            # The last token of a context has another label in each of several requests: it begins their branches.
+            # The last token of a context has a different label for each request: each branch begins with a copy of it.
             context = requests[group[0]].context
             shared = len(context) - 1
             columns["input_ids"][row, start : start + shared] = context[:-1]
             columns["position_ids"][row, start : start + shared] = range(shared)
             columns["document_ids"][row, start : start + shared] = document
             start += shared
-            for number in group:
+            for index in group:
+                # A branch has an id of its own; a single request has one id with its context.
                 document += len(group) > 1
-                continuation = requests[number].continuation
+                continuation = requests[index].continuation
                 stop = start + len(continuation)
                 columns["input_ids"][row, start:stop] = (context[-1], *continuation[:-1])
                 columns["labels"][row, start:stop] = continuation
                 columns["position_ids"][row, start:stop] = range(shared, shared + len(continuation))
                 columns["document_ids"][row, start:stop] = document
-                spans.append(Span(number, row, start, stop))
+                spans.append(Span(index, row, start, stop))
                 start = stop
             document += 1
         columns["position_ids"][row, start:] = range(length - start)

@@ -48,7 +48,7 @@ def mean(values: Sequence[float]) -> Metric:
 
 
 def ratio(sums: Sequence[float], counts: Sequence[int]) -> Metric:
-    """Return sum(sums) / sum(counts), both by document, with the standard error of a ratio of means.
+    """Return sum(sums) / sum(counts), of one sum and one count per document, with the standard error of this ratio.
 
     The error is that of the linearised ratio, which resampling of documents approximates (Cochran, Sampling Techniques,
     1977, section 6.3).

@@ -21,6 +21,7 @@ from kumi.rewards.answers import answers_in
 from kumi.spec.data_source import is_gym
 
 Row = Mapping[str, Any]
+# {column} in the template of a prompt.
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -28,7 +29,7 @@ def documents(task: TaskSection) -> list[str]:
     """Return the texts of a task of perplexity. Documents without text are left out."""
     path = _existing(task)
     items = [item for item in read(path, text_key=task.text_key) if not _is_empty(item)]
-    return [item.text for item in _whole(items, task)]
+    return [item.text for item in _checked(items, task)]
 
 
 def _is_empty(item: Any) -> bool:
@@ -41,7 +42,7 @@ def rows(task: TaskSection) -> list[tuple[str, Row]]:
     form = file_format(path)
     if form not in ("jsonl", "json", "parquet", "arrow"):
         raise ConfigError(f"task {task.name}: {path} has no rows; name a .jsonl, .json or .parquet file")
-    items = _whole(list(read_rows(path, form)), task)
+    items = _checked(list(read_rows(path, form)), task)
     return [(f"{path}:{line}", columns) for line, columns in items]
 
 
@@ -54,8 +55,8 @@ def _existing(task: TaskSection) -> Path:
     return path
 
 
-def _whole(items: Sequence[Any], task: TaskSection) -> list[Any]:
-    """Return `items`. Raise ConfigError if one is a Fault, or if there are none: a score would be of other data."""
+def _checked(items: Sequence[Any], task: TaskSection) -> list[Any]:
+    """Return `items`. Raise ConfigError if there are none, or if one is a Fault: a score without it would mislead."""
     for item in items:
         if isinstance(item, Fault):
             raise ConfigError(f"task {task.name}: {item.file}:{item.line}: {item.reason}; correct the file")
@@ -85,12 +86,12 @@ def _column(task: TaskSection, place: str, row: Row, key: str) -> Any:
 
 
 def choices_of(task: TaskSection, place: str, row: Row) -> list[str]:
-    """Return the choices of `row`, at least two different texts."""
+    """Return the choices of `row`, at least two texts."""
     value = _column(task, place, row, task.choices_key)
     if not isinstance(value, list) or len(value) < 2 or not all(isinstance(text, str) and text for text in value):
         raise ConfigError(
-            f"task {task.name}: {place}: column {task.choices_key!r} is {brief(value)}, not a list of texts; "
-            "correct the row"
+            f"task {task.name}: {place}: column {task.choices_key!r} is {brief(value)}, not a list of two or more "
+            "texts; correct the row"
         )
     return list(value)
 

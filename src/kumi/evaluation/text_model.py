@@ -1,4 +1,4 @@
-"""Score and generate texts: requests of tasks in the tokens of a model."""
+"""Score and generate texts with a model of token ids."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TextModel:
     chat: encodes conversations for lm-evaluation-harness; None for a model without a chat template, or if no task has
     conversations.
     stop_ids: ids that end a reply to a plain text.
-    encodings: the ids of texts so far, for tasks that are evaluated again and again; None keeps none.
+    encodings: a cache of the ids of texts, for tasks that are evaluated again and again; None for no cache.
     """
 
     model: TokenModel
@@ -72,7 +72,7 @@ class TextModel:
         """Return the request for `continuation` after `context`.
 
         Both are encoded together, so that the tokens are those of the whole text; spaces at the end of the context
-        count to the continuation. Source: lm-evaluation-harness, `TemplateLM._encode_pair`.
+        belong to the continuation. Source: lm-evaluation-harness, `TemplateLM._encode_pair`.
         """
         if not context:
             return self._split(self.encode(continuation, special=False), 0)

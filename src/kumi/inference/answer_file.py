@@ -34,7 +34,7 @@ def answer_file(generation: Generation, prompts: Path, out: Path, *, samples: in
             generator = generation.generator(open_prompts, samples=samples)
             with show_rate("generating replies", len(missing) * samples) as rate:
                 for reply in generator.generate(open_prompts, samples=samples, on_token=rate.on_token):
-                    rate.ended()
+                    rate.on_reply()
                     tokens += len(reply.ids)
                     index = missing[reply.prompt]
                     if not answered[index][reply.sample]:

@@ -41,7 +41,7 @@ class ChatSession:
         stream = self._settings.stream(prompt)
         started, finish, count = time.monotonic(), "interrupted", 0
 
-        def show(prompt_index: int, sample: int, ids: Sequence[int]) -> None:
+        def show(index: int, sample: int, ids: Sequence[int]) -> None:
             nonlocal count
             count = len(ids)
             self._write(visible(stream.grow(ids)))

@@ -52,7 +52,7 @@ def log_exponentials(keys: Sequence[int], first: int, count: int, *, device: tor
         ids = torch.arange(first, first + count, dtype=torch.int32, device=device)
         bits = _mix((ids * _signed(_GOLDEN)) ^ low.int()[:, None])
         bits = _mix(bits ^ high.int()[:, None]).bitwise_and_(0xFFFFFF)
-    # -log(1 - u) for u = (24 bits + 1/2) / 2^24, which is above 0. Only the largest u rounds to 1: its noise is infinite.
+    # log(-log(1 - u)) with u = (24 bits + 1/2) / 2^24 above 0. The largest u rounds to 1, with the result inf.
     return bits.float().add_(0.5).mul_(-(2.0**-24)).log1p_().neg_().log_()
 
 

@@ -83,7 +83,7 @@ class ReplySettings:
         return TextStream(self.decode, prompt, self.sampling.stop_strings)
 
     def digest(self) -> str:
-        """Return a hash of everything but weights and prompts that replies depend on."""
+        """Return a hash of everything that replies depend on, except the weights and the prompts."""
         sampling = {**asdict(self.sampling), "stop_ids": sorted(self.sampling.stop_ids)}
         if self.sampling.greedy:
             sampling["seed"] = 0
@@ -157,7 +157,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], spec: ModelSpec) -> None:
 
 
 def check_samples(samples: int, sampling: Sampling) -> None:
-    """Raise ConfigError for several samples of each prompt that would be the same."""
+    """Raise ConfigError for several samples of each prompt if replies are greedy: they would be the same."""
     if samples > 1 and sampling.greedy:
         raise ConfigError(
             f"num_return_sequences={samples}: greedy replies to one prompt are all the same; set temperature above 0"

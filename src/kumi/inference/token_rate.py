@@ -27,7 +27,7 @@ class TokenRate:
             self._shown = now
             self._update(self._replies, f"{self._tokens / max(now - self._started, 1e-9):.0f} tokens/s")
 
-    def ended(self) -> None:
+    def on_reply(self) -> None:
         """Count a reply that has ended."""
         self._replies += 1
 
