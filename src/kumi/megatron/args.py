@@ -174,8 +174,8 @@ def _check_recognizable(args: Mapping[str, Any]) -> None:
     for name, allowed in _RECOGNIZABLE.items():
         if name in args and args[name] not in allowed:
             raise ModelError(
-                f"the checkpoint's arguments have {name}={args[name]!r}, which no model that kumi recognizes "
-                f"by its arguments has; {_REMEDY}"
+                f"the checkpoint's arguments have {name}={args[name]!r}, unlike all models that kumi recognizes by "
+                f"their arguments; {_REMEDY}"
             )
     for name in ("swiglu", "normalization"):
         _required(args, name)
@@ -287,8 +287,8 @@ def _expert_keys(args: Mapping[str, Any]) -> dict[str, Any]:
         }
     if not args.get("qk_layernorm") or args.get("add_qkv_bias") or _window(args) is not None:
         raise ModelError(
-            f"the checkpoint's arguments describe experts that no family that kumi recognizes by its arguments "
-            f"has; {_REMEDY}"
+            f"the checkpoint's arguments describe experts unlike those of all families that kumi recognizes by their "
+            f"arguments; {_REMEDY}"
         )
     return {
         "architectures": ["Qwen3MoeForCausalLM"],

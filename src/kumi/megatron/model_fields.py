@@ -112,8 +112,8 @@ def _scale_problems(model: ModelSpec, uniform: UniformLayers) -> Iterator[str]:
 
 
 def _biases(uniform: UniformLayers) -> tuple[bool, set[bool]]:
-    """Return whether the query, key and value projections have a bias, and whether the other matrices do: the set of
-    their answers."""
+    """Return whether the query, key and value projections have a bias, and the set of these flags of all other
+    matrices."""
     attention = uniform.attention
     mlp = {uniform.dense.bias} if uniform.dense is not None else set()
     if isinstance(attention, LatentAttention):

@@ -74,7 +74,7 @@ class CheckpointKeys:
     - `homogeneous`: layers are a dim of a tensor, not a part of its name.
     - `vocab`: rows of the embedding, with padding.
     - `local`: the model consists of Megatron-Core's own modules; else of TransformerEngine's, which fuse a norm with
-      the matrix after it. Some norms have other names then (`_norm_name`).
+      the matrix after it. The names of some norms depend on this (`_norm_name`).
     - `halves`: gate and up are separate tensors ("_w" and "_v"), and the index of an expert is a part of the name.
     """
 

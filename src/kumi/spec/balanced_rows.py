@@ -35,7 +35,7 @@ def plan_rows(positions: Sequence[int], longest: int, ranks: int, multiple: int 
 
 
 def _balanced(order: Sequence[int], positions: Sequence[int], count: int, longest: int) -> list[list[int]] | None:
-    """Return `count` rows, to whose emptiest each sequence of `order` goes in turn; None if it has no room there."""
+    """Return `count` rows: each sequence of `order` in turn goes to the emptiest row. None if one has no room there."""
     rows: list[list[int]] = [[] for _ in range(count)]
     emptiest = [(0, row) for row in range(count)]
     for sequence in order:

@@ -24,7 +24,7 @@ class BatchSpec:
 
     @property
     def attention_len(self) -> float:
-        """The length of equal rows, each of one document, in which attention costs as much per token as here."""
+        """The length of equal rows of one document each in which attention costs as much per token as in this batch."""
         return self.seq_len if self.document_span is None else self.document_span
 
     @property

@@ -199,8 +199,8 @@ def norm(
     `dim`).
 
     A layer norm has a bias unless `bias` is off. `init` is the initialization of the weight. The norm saves the
-    statistics of each vector of the size of `weight` in float32. With `keeps_input` it also saves its input; it is off
-    if another operation saves the same tensor.
+    statistics of each vector of the size of `weight` in float32. It also saves its input, unless `keeps_input` is off
+    because another operation saves it.
     """
     weight = weight or dim
     params: tuple[Param, ...] = (Param(f"{name}.weight", (weight,), init),)

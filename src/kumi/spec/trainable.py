@@ -39,7 +39,7 @@ def _reward_models(job: Job) -> Iterator[LayoutRule]:
     for name, model in () if job.rollout is None else job.rollout.reward_models:
         rules = [*tp_rules(model), *_vocabulary(model), *(_experts(model) if divisibility(model).experts else ())]
         for rule in rules:
-            # A topic of its own: where the policy breaks the rule, the reward model's rule is not skipped.
+            # Topic and `after` are replaced: a rule that one model breaks must not skip the rules of another model.
             yield LayoutRule(
                 f"reward model {name}", rule.holds, partial(_reward_model_message, name, rule), scope=UNSUPPORTED
             )

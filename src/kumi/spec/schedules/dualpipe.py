@@ -13,8 +13,8 @@ from kumi.spec.schedules.v_shape import DOWN, UP, transfer_delay
 
 
 def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
-    far = pp - 1 - rank
-    pair = rank + 1
+    # The ranks between this one and the bottom of the V, and those from the top to this one.
+    far, pair = pp - 1 - rank, rank + 1
     warmup = (*(("F", DOWN),) * (2 * far), *(("F", DOWN), ("F", UP)) * pair, *(("I", UP), ("W", UP), ("F", UP)) * far)
     steady = (("F", DOWN), ("B", UP), ("F", UP), ("B", DOWN))
     alternate = tuple(("B" if index < pair else "I", (UP, DOWN)[index % 2]) for index in range(2 * pair))

@@ -15,10 +15,10 @@ def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
     warmup = min(total, (stages - 1) * pp + 2 * (pp - 1 - rank))
     ahead = [forwards[(warmup + index) % one_round] for index in range(one_round)]
     steady = tuple(token for pair in zip(ahead, backwards, strict=True) for token in pair)
-    repeats, odd = divmod(total - warmup, one_round)
-    left = [backwards[index % one_round] for index in range(odd, odd + warmup)]
+    repeats, extra = divmod(total - warmup, one_round)
+    last = [backwards[index % one_round] for index in range(extra, extra + warmup)]
     return RankProgram(
-        tuple(forwards[index % one_round] for index in range(warmup)), steady, repeats, (*steady[: 2 * odd], *left)
+        tuple(forwards[index % one_round] for index in range(warmup)), steady, repeats, (*steady[: 2 * extra], *last)
     )
 
 

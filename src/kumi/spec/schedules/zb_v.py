@@ -16,10 +16,12 @@ from kumi.spec.schedules.v_shape import DOWN, UP, transfer_delay
 
 
 def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
+    # The ranks from this one to the bottom of the V, and the microbatches from which on a program has all phases.
     far, enough = pp - rank, 2 * pp - 1
     if microbatches < enough:
         longer = number_microbatches(program(rank, pp, stages, enough).chunk_actions, (DOWN, UP))
-        return RankProgram(tuple((kind, chunk) for kind, chunk, number in longer if number < microbatches), (), 0, ())
+        fewer = tuple((kind, chunk) for kind, chunk, microbatch in longer if microbatch < microbatches)
+        return RankProgram(fewer, (), 0, ())
     triple = (("F", UP), ("I", UP), ("W", UP))
     warmup = (*(("F", DOWN),) * (2 * far - 1), *(("F", UP), ("F", DOWN)) * rank, *triple * far)
     steady = (("F", DOWN), ("I", DOWN), ("W", DOWN), *triple)
