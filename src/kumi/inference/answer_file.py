@@ -14,8 +14,8 @@ from kumi.inference.token_rate import show_rate
 def answer_file(generation: Generation, prompts: Path, out: Path, *, samples: int = 1) -> dict[str, Any]:
     """Generate `samples` replies to each prompt of the file `prompts`, and append them to the file `out`.
 
-    Replies that `out` already has are not generated again. Each reply is a line of JSON, written as it ends. Return the
-    numbers of replies and tokens, as plain data. Raise
+    A prompt with all replies in `out` is left out; of the other prompts, only the missing replies are appended. Each
+    reply is a line of JSON, written as it ends. Return the numbers of replies and tokens, as plain data. Raise
     RefusedError if `out` has replies of other settings, of another model or to other prompts; ConfigError or DataError
     for prompts that cannot be read.
     """

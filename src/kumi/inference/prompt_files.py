@@ -128,8 +128,8 @@ class ReplyFile:
             raise self._not_a_reply(file_line) from None
         if settings != self._settings:
             raise RefusedError(
-                f"--out {self._path}: its line {file_line} was written with other settings or another model; give "
-                "these again, or name another file"
+                f"--out {self._path}: its line {file_line} was written with other settings or another model; give the "
+                "settings and the model of that line, or name another file"
             )
         self.done[line, sample] = digest
 
