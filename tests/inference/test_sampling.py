@@ -107,6 +107,12 @@ def test_noise_is_a_function_of_key_and_token_alone():
     assert abs(values.var() - 1) < 0.015
 
 
+def test_noise_of_the_largest_hash_is_finite():
+    # Of key 77 and token 696,042 all 24 bits are set. With infinite noise the only allowed token could not be drawn.
+    noise = log_exponentials([77], 696_042, 1, device=torch.device("cpu"))
+    assert noise.item() == pytest.approx(math.log(24 * math.log(2)), rel=1e-6)
+
+
 def test_keys_differ_by_seed_prompt_sample_and_position():
     sequences = {
         sequence_key(seed, prompt, sample)

@@ -52,8 +52,8 @@ def log_exponentials(keys: Sequence[int], first: int, count: int, *, device: tor
         ids = torch.arange(first, first + count, dtype=torch.int32, device=device)
         bits = _mix((ids * _signed(_GOLDEN)) ^ low.int()[:, None])
         bits = _mix(bits ^ high.int()[:, None]).bitwise_and_(0xFFFFFF)
-    # log(-log(1 - u)) with u = (24 bits + 1/2) / 2^24 above 0. The largest u rounds to 1, with the result inf.
-    return bits.float().add_(0.5).mul_(-(2.0**-24)).log1p_().neg_().log_()
+    # log(-log(1 - u)) with u = (24 bits + 1/2) / 2^24; in float32 the largest of these numbers would round to 2^24.
+    return bits.float().add_(0.5).clamp_(max=2.0**24 - 1).mul_(-(2.0**-24)).log1p_().neg_().log_()
 
 
 def _mix(bits: Tensor) -> Tensor:
