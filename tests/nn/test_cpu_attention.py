@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from kumi.nn import numerics
 from kumi.nn.attention import cpu_attention, cpu_flash
-from kumi.nn.attention.attention_context import Segments, segments
+from kumi.nn.attention.attention_context import Segments, segments, visible
 from kumi.nn.attention.cpu_attention import packed_attention
-from kumi.nn.attention.grouped_query import attend, visible
+from kumi.nn.attention.grouped_query import attend
 from kumi.nn.attention.scores import PLAIN_SCORES, Scores
 from kumi.nn.threads import run_in_threads
 from kumi.spec.numerics import FLASH_CASES

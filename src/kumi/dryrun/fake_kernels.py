@@ -58,10 +58,10 @@ def _unpacked_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tenso
 def _use_flash(decoder: Decoder, mesh: Mesh) -> None:
     group = mesh.group("cp")
     if group is None:
-        decoder.make_attention = lambda tokens, document_ids: _flash
+        decoder.make_attention = lambda tokens, document_ids, cu_seqlens=None: _flash
     elif mesh.layout.context == "ulysses":
         ulysses = ulysses_attention_fn(_flash, group)
-        decoder.make_attention = lambda tokens, document_ids: ulysses
+        decoder.make_attention = lambda tokens, document_ids, cu_seqlens=None: ulysses
 
 
 def _flash(

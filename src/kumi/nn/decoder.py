@@ -16,6 +16,7 @@ from kumi.nn import logprob
 from kumi.nn.attention.attention_context import (
     AttentionContext,
     AttentionFn,
+    MakeAttention,
     cos_sin_tables,
     document_lengths,
     positions,
@@ -182,7 +183,7 @@ class Decoder(nn.Module):
 
     Parallelism replaces these attributes:
 
-    `make_attention(tokens, document_ids)`: returns the attention function of a batch.
+    `make_attention(tokens, document_ids, cu_seqlens)`: returns the attention function of a batch.
     `make_lengths(tokens, document_ids)`: returns the document length of each token.
     `embedding_noise(x, position_ids, document_ids)`: returns the token embeddings `x` with noise; None for no noise.
     `vocabulary`: the part of the vocabulary on this rank.
@@ -215,7 +216,7 @@ class Decoder(nn.Module):
             self.score = Linear(spec.hidden_size, 1, bias=False, device=device, dtype=dtype)
         elif head and not tied:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, device=device, dtype=dtype)
-        self.make_attention: Callable[[Tensor, Tensor | None], AttentionFn] = unsharded_attention
+        self.make_attention: MakeAttention = unsharded_attention
         self.make_lengths: Callable[[Tensor, Tensor | None], int | Tensor] = document_lengths
         self.embedding_noise: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
         self.vocabulary = FULL_VOCABULARY
@@ -234,6 +235,7 @@ class Decoder(nn.Module):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        cu_seqlens: Sequence[int] | None = None,
         labels: Tensor | None = None,
         token_weights: None = None,
         loss: Callable[[Tensor], Tensor] | None = None,
@@ -248,6 +250,7 @@ class Decoder(nn.Module):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        cu_seqlens: Sequence[int] | None = None,
         labels: Tensor,
         token_weights: Tensor,
         loss: None = None,
@@ -261,6 +264,7 @@ class Decoder(nn.Module):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        cu_seqlens: Sequence[int] | None = None,
         labels: Tensor,
         token_weights: None = None,
         loss: None = None,
@@ -274,6 +278,7 @@ class Decoder(nn.Module):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        cu_seqlens: Sequence[int] | None = None,
         labels: Tensor | None = None,
         token_weights: Tensor | None = None,
         loss: Callable[[Tensor], Tensor] | None = None,
@@ -298,13 +303,18 @@ class Decoder(nn.Module):
 
         `input_ids` (B, S): token ids; on a stage without embedding, the hidden states of the previous stage.
         `document_ids` (B, S): separates documents that are packed in a row.
+        `cu_seqlens`: the boundaries of these documents, if the host has them: the first token of each, counted through
+        all rows, also those of other ranks' positions, followed by the number of tokens. Without them, the host waits
+        for `document_ids`.
         `position_ids` (B, S): by default 0, 1, ... in each document; required on a stage without embedding.
         `head_positions` (N,): flat positions in `labels`, without those of ignored labels. The head is computed only
         there, and the log-probs of other labels are 0. None: at all positions.
         `cached`: reads and extends a cache of earlier tokens. The result is then this rank's part of the logits, (N, V)
         at `head_positions` or (T, V).
         """
-        hidden = self.hidden(input_ids, position_ids=position_ids, document_ids=document_ids, cached=cached)
+        hidden = self.hidden(
+            input_ids, position_ids=position_ids, document_ids=document_ids, cu_seqlens=cu_seqlens, cached=cached
+        )
         if not self.has_head:
             return hidden
         flat, weight = hidden.flatten(0, -2), self.head_weight
@@ -337,6 +347,7 @@ class Decoder(nn.Module):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        cu_seqlens: Sequence[int] | None = None,
         cached: CachedPass | None = None,
     ) -> Tensor:
         """Return the last hidden states (B, S, D) in the compute dtype, normalised if the stage has the head."""
@@ -346,7 +357,7 @@ class Decoder(nn.Module):
         mixers = [self.spec.layers[int(index)].attends for index in self.model.layers]
         specs = [spec for spec in mixers if spec is not None]
         rows, length = position_ids.shape
-        attention = self.make_attention(position_ids, document_ids)
+        attention = self.make_attention(position_ids, document_ids, cu_seqlens)
         make_lengths = self.make_lengths if cached is None else cached.lengths
         tables = cos_sin_tables(specs, position_ids, partial(make_lengths, position_ids, document_ids))
         context = AttentionContext((rows, length), tables, attention, document_ids)
@@ -385,9 +396,11 @@ class Decoder(nn.Module):
         return self.model.embed_tokens.weight if self.spec.tie_word_embeddings else self.lm_head.weight
 
 
-def unsharded_attention(tokens: Tensor, document_ids: Tensor | None) -> AttentionFn:
+def unsharded_attention(
+    tokens: Tensor, document_ids: Tensor | None, cu_seqlens: Sequence[int] | None = None
+) -> AttentionFn:
     """Return the attention function of a batch (B, S) whose rows are not sharded over ranks."""
-    return partial(attend, segments(tokens, document_ids))
+    return partial(attend, segments(tokens, document_ids, cu_seqlens))
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:

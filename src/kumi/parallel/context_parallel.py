@@ -15,7 +15,14 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kumi.nn.attention.attention_context import AttentionFn, document_lengths, positions, segments
+from kumi.nn.attention.attention_context import (
+    AttentionFn,
+    MakeAttention,
+    document_bounds,
+    document_lengths,
+    positions,
+    segments,
+)
 from kumi.nn.attention.grouped_query import attend
 from kumi.nn.decoder import Decoder, unsharded_attention
 from kumi.parallel.mesh import Mesh
@@ -45,7 +52,7 @@ def shard_sequence(inputs: dict[str, Tensor], mesh: Mesh, also: Sequence[str] = 
     }
 
 
-def context_parallel_attention(mesh: Mesh) -> Callable[[Tensor, Tensor | None], AttentionFn]:
+def context_parallel_attention(mesh: Mesh) -> MakeAttention:
     """Return the `Decoder.make_attention` of a cp group: a function of the rank's tokens and all document ids."""
     group = mesh.groups["cp"]
     return partial(_ulysses if mesh.layout.context == "ulysses" else _ring, group)
@@ -64,17 +71,19 @@ def _lengths(cp: int, index: int, tokens: Tensor, document_ids: Tensor | None) -
     return lengths.index_select(1, positions_of_rank(ids.shape[1], cp, index).to(ids.device))
 
 
-def _ring(group: dist.ProcessGroup, tokens: Tensor, document_ids: Tensor | None) -> AttentionFn:
+def _ring(
+    group: dist.ProcessGroup, tokens: Tensor, document_ids: Tensor | None, cu_seqlens: Sequence[int] | None = None
+) -> AttentionFn:
     rows, length = tokens.shape[0], tokens.shape[1] * group.size()
     if document_ids is None:  # the boundaries follow from the shape, so the host need not wait for the device
         return ring_attention_fn(list(range(0, rows * length + 1, length)), group)
-    cu_seqlens = segments(document_ids, document_ids).cu_seqlens
-    assert cu_seqlens is not None, f"no document boundaries on {tokens.device}"
-    return ring_attention_fn(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens, group)
+    return ring_attention_fn(list(cu_seqlens or document_bounds(document_ids).tolist()), group)
 
 
-def _ulysses(group: dist.ProcessGroup, tokens: Tensor, document_ids: Tensor | None) -> AttentionFn:
-    return ulysses_attention_fn(partial(attend, segments(_full_rows(tokens, group), document_ids)), group)
+def _ulysses(
+    group: dist.ProcessGroup, tokens: Tensor, document_ids: Tensor | None, cu_seqlens: Sequence[int] | None = None
+) -> AttentionFn:
+    return ulysses_attention_fn(partial(attend, segments(_full_rows(tokens, group), document_ids, cu_seqlens)), group)
 
 
 def _full_rows(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:

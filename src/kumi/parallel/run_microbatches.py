@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kumi.nn.attention.attention_context import document_bounds
 from kumi.nn.lora import without_adapters
 from kumi.objectives import (
     IGNORED,
@@ -31,8 +32,10 @@ from kumi.parallel.data_parallel import reshard
 from kumi.parallel.mesh import Mesh, all_reduce_sum
 from kumi.parallel.pipeline_trace import PipelineTrace
 
-# The columns of a batch that the decoder reads. `shard_batch` adds "head_positions".
+# The columns of a batch that the decoder reads. `shard_batch` adds "head_positions" and `_CU_SEQLENS`.
 _DECODER_COLUMNS = ("input_ids", "labels", "position_ids", "document_ids", "head_positions")
+# The document boundaries of the unsharded rows (see `Decoder.forward`). This column stays on the CPU.
+_CU_SEQLENS = "cu_seqlens"
 
 # The least share of ignored labels for which the head leaves out their tokens. Below it, picking the other tokens gains
 # little. Plain text, whose documents each end with an ignored label, is computed as it lies.
@@ -165,7 +168,8 @@ def shard_batch(
 ) -> dict[str, Tensor]:
     """Return this context-parallel rank's positions of `batch`, on its device.
 
-    The column "head_positions" has the `label_positions`, unless they are None. So have mismatched rows.
+    The column "head_positions" has the `label_positions`, unless they are None. So have mismatched rows. The column
+    `_CU_SEQLENS` has the boundaries of packed documents, and remains on the CPU, where the host reads it.
     """
     by_position = [name for name, along in objective.columns.items() if along == "token"]
     rows = {name: column for name, column in batch.items() if not name.startswith(MISMATCHED)}
@@ -173,12 +177,31 @@ def shard_batch(
     result: dict[str, Tensor] = {}
     for prefix, columns in (("", rows), (MISMATCHED, mismatched)):
         if columns:
+            columns = _with_bounds(columns, mesh.device)
             sharded = context_parallel.shard_sequence(columns, mesh, also=by_position)
             positions = label_positions(sharded["labels"])
             if positions is not None:
                 sharded = {**sharded, "head_positions": positions}
             result |= {prefix + name: column for name, column in sharded.items()}
-    return {name: column.to(mesh.device, non_blocking=True) for name, column in result.items()}
+    return {
+        name: column if name.endswith(_CU_SEQLENS) else column.to(mesh.device, non_blocking=True)
+        for name, column in result.items()
+    }
+
+
+def _with_bounds(columns: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return `columns`, which are on the CPU, with the boundaries of the documents that their rows hold.
+
+    If each row is one document, `document_ids` are left out: attention on a GPU then takes the kernel for whole rows,
+    which is the fastest. On a CPU they stay, because no path of it depends on them.
+    """
+    if "document_ids" not in columns:
+        return columns
+    ids = columns["document_ids"]
+    bounds = document_bounds(ids)
+    if device.type != "cpu" and len(bounds) == len(ids) + 1:
+        return {name: column for name, column in columns.items() if name != "document_ids"}
+    return {**columns, _CU_SEQLENS: bounds}
 
 
 def decoder_inputs(batch: Mapping[str, Tensor], prefix: str = "") -> dict[str, Any]:
@@ -186,7 +209,10 @@ def decoder_inputs(batch: Mapping[str, Tensor], prefix: str = "") -> dict[str, A
 
     `prefix`: of their names in `batch`.
     """
-    return {name: batch[prefix + name] for name in _DECODER_COLUMNS if prefix + name in batch}
+    inputs: dict[str, Any] = {name: batch[prefix + name] for name in _DECODER_COLUMNS if prefix + name in batch}
+    if prefix + _CU_SEQLENS in batch:
+        inputs[_CU_SEQLENS] = tuple(batch[prefix + _CU_SEQLENS].tolist())
+    return inputs
 
 
 def training_inputs(

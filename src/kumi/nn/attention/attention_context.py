@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 Rotary = tuple[Rope, int]
 
 
+class MakeAttention(Protocol):
+    """Returns the attention function of a batch, given the arguments of `segments`."""
+
+    def __call__(
+        self, tokens: Tensor, document_ids: Tensor | None, cu_seqlens: Sequence[int] | None = None, /
+    ) -> AttentionFn: ...
+
+
 class AttentionFn(Protocol):
     """The attention function of one batch: its documents are bound already."""
 
@@ -81,16 +89,36 @@ class Segments:
     row starts a document. `cu_seqlens` is a list on the CPU, an int32 tensor for variable-length attention on CUDA, and
     None on other devices.
     `document_ids` (B, S): changes at each boundary within a row; None if every row is one document.
+    `host_cu_seqlens`: `cu_seqlens` in the host's memory; None if only the device has it.
     """
 
     document_ids: Tensor | None
     cu_seqlens: list[int] | Tensor | None
+    host_cu_seqlens: list[int] | None = None
 
     @cached_property
     def cu_seqlens_list(self) -> list[int]:
-        """`cu_seqlens` as a list. If it is a tensor, the first access waits for its device."""
+        """`cu_seqlens` as a list. If only the device has it, the first access waits for the device."""
+        if self.host_cu_seqlens is not None:
+            return self.host_cu_seqlens
         assert self.cu_seqlens is not None
         return self.cu_seqlens.tolist() if isinstance(self.cu_seqlens, Tensor) else self.cu_seqlens
+
+    @cached_property
+    def _masks(self) -> dict[tuple[int, int | None, torch.dtype, torch.device], Tensor]:
+        return {}
+
+    def mask(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the mask (B or 1, 1, S, S) that is added to scores: 0 where a query sees a key, -inf elsewhere.
+
+        All layers with the same window share one tensor, which they also keep for the backward pass. PyTorch would
+        convert a mask of bools in every layer.
+        """
+        key = length, window, dtype, device
+        if key not in self._masks:
+            seen = visible(self.document_ids, length, window, device)
+            self._masks[key] = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+        return self._masks[key]
 
 
 @dataclass(frozen=True)
@@ -146,25 +174,39 @@ def document_lengths(tokens: Tensor, document_ids: Tensor | None) -> int | Tenso
     return counts[number].view(document_ids.shape)
 
 
-def segments(tokens: Tensor, document_ids: Tensor | None) -> Segments:
+def segments(tokens: Tensor, document_ids: Tensor | None, cu_seqlens: Sequence[int] | None = None) -> Segments:
     """Return the document boundaries of a batch.
 
     Only the shape and the device of `tokens` (B, S) are used. `document_ids` (B, S) is None if every row is one
-    document.
+    document. `cu_seqlens`: the boundaries, if the host has them; without them, a GPU's `document_ids` are read, for
+    which the host waits.
     """
-    rows, length = tokens.shape
-    if tokens.device.type not in ("cpu", "cuda"):
+    (rows, length), device = tokens.shape, tokens.device
+    if device.type not in ("cpu", "cuda"):
         return Segments(document_ids, None)
     if document_ids is None:
         starts = range(0, rows * length + 1, length)
-        return Segments(None, list(starts) if tokens.device.type == "cpu" else _cu_seqlens(starts, tokens.device))
-    end = torch.tensor([rows * length], device=tokens.device)
-    cu_seqlens = torch.cat([document_starts(document_ids).flatten().nonzero()[:, 0], end])
-    return Segments(document_ids, cu_seqlens.tolist() if tokens.device.type == "cpu" else cu_seqlens.int())
+        if device.type == "cpu":
+            return Segments(None, list(starts))
+        on_device = torch.arange(starts.start, starts.stop, starts.step, dtype=torch.int32, device=device)
+        return Segments(None, on_device, list(starts))
+    if cu_seqlens is not None:
+        on_host = list(cu_seqlens)
+        if device.type == "cpu":
+            return Segments(document_ids, on_host)
+        on_device = torch.tensor(on_host, dtype=torch.int32).to(device, non_blocking=True)
+        return Segments(document_ids, on_device, on_host)
+    bounds = document_bounds(document_ids)
+    return Segments(document_ids, bounds.tolist() if device.type == "cpu" else bounds)
 
 
-def _cu_seqlens(starts: range, device: torch.device) -> Tensor:
-    return torch.arange(starts.start, starts.stop, starts.step, dtype=torch.int32, device=device)
+def document_bounds(document_ids: Tensor) -> Tensor:
+    """Return the first token of each document, counted through the batch (B, S), and the number of tokens: int32.
+
+    If `document_ids` is on a GPU, the host waits for it.
+    """
+    end = torch.tensor([document_ids.numel()], device=document_ids.device)
+    return torch.cat([document_starts(document_ids).flatten().nonzero()[:, 0], end]).int()
 
 
 def document_starts(document_ids: Tensor) -> Tensor:
@@ -172,6 +214,16 @@ def document_starts(document_ids: Tensor) -> Tensor:
     first = torch.ones_like(document_ids, dtype=torch.bool)
     first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     return first
+
+
+def visible(document_ids: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return True (B or 1, 1, S, S) where query s may attend to key t."""
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
+    in_window = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    if document_ids is None:
+        return in_window[None, None]
+    return (document_ids[:, :, None] == document_ids[:, None, :])[:, None] & in_window
 
 
 def positions(input_ids: Tensor, document_ids: Tensor | None) -> Tensor:

@@ -239,19 +239,29 @@ def _visible_ranges(ids: Tensor, own: Tensor, other: Tensor) -> Iterator[tuple[_
     yield from ranges
 
 
+def supports_packed(q: Tensor, v: Tensor) -> bool:
+    """Return True if PyTorch's variable-length kernel computes queries and values like these once they are padded to
+    `padded_size`."""
+    return has_varlen(q) and padded_size(q.shape[-1]) <= _LARGEST_HEAD and v.shape[-1] <= q.shape[-1]
+
+
+def padded_size(size: int) -> int:
+    """Return the smallest head size of the kernels that is at least `size`: they take multiples of 8 only."""
+    return -(-size // 8) * 8
+
+
 def _supports(q: Tensor, v: Tensor) -> bool:
-    size = q.shape[-1]
-    return has_varlen(q) and size % 8 == 0 and size <= _LARGEST_HEAD and v.shape[-1] <= size
+    return supports_packed(q, v) and q.shape[-1] % 8 == 0
 
 
-def _padded_heads(x: Tensor, size: int) -> Tensor:
+def padded_heads(x: Tensor, size: int) -> Tensor:
     """Return `x` with heads zero-padded to `size` elements: kernels need the same head size for queries, keys and
     values."""
     return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Tensor, Tensor]:
-    value_size, v, (causal, documents, window, scale) = v.shape[-1], _padded_heads(v, q.shape[-1]), options
+    value_size, v, (causal, documents, window, scale) = v.shape[-1], padded_heads(v, q.shape[-1]), options
     kwargs: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
     if documents is None:
         out, lse = flash_forward(q, k, v, None, q.shape[1], k.shape[1], **kwargs)
@@ -264,7 +274,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[T
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: KernelOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    value_size, (grad, v, out) = v.shape[-1], (_padded_heads(x, q.shape[-1]) for x in (grad, v, out))
+    value_size, (grad, v, out) = v.shape[-1], (padded_heads(x, q.shape[-1]) for x in (grad, v, out))
     causal, documents, window, scale = options
     kwargs: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
     if documents is None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kumi.compat import has_varlen, varlen_attention
 from kumi.nn import rope
 from kumi.nn.attention import cpu_flash, flash_partial
-from kumi.nn.attention.attention_context import AttentionContext, Segments, key_rotary, positions, rotary
+from kumi.nn.attention.attention_context import AttentionContext, Segments, key_rotary, positions, rotary, visible
 from kumi.nn.attention.chunked_attention import chunked_attention
 from kumi.nn.attention.cpu_attention import packed_attention
 from kumi.nn.attention.scores import PLAIN_SCORES, Scores, alibi_slopes
@@ -110,17 +110,16 @@ def attend(
     if sinks is not None or not scores.fused:
         return _attend_with_custom_scores(segments, q, k, v, window, sinks, scores)
     only_causal = segments.document_ids is None and (window is None or window >= q.shape[1])
-    value_size = v.shape[3]
-    if has_varlen(q) and value_size < q.shape[3]:
+    if not only_causal and segments.cu_seqlens is not None and flash_partial.supports_packed(q, v):
+        return _attend_packed(segments.cu_seqlens, q, k, v, window, scores)
+    value_size, flash = v.shape[3], has_varlen(q)
+    if flash and value_size < q.shape[3]:
         # Flash kernels need the same head size for keys and values: pad the values with zeros to the size of the keys.
         v = F.pad(v, (0, q.shape[3] - value_size))
-    if not only_causal and segments.cu_seqlens is not None and has_varlen(q):
-        tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        out = varlen_attention(*tokens, segments.cu_seqlens, longest=q.shape[1], window=window, scale=scores.scale)
-        return out.view(q.shape)[..., :value_size]
-    mask = None if only_causal else visible(segments.document_ids, q.shape[1], window, q.device)
-    if not only_causal:
-        # With a mask and fewer key heads than query heads, every kernel would hold all S x S scores.
+    mask = None if only_causal else segments.mask(q.shape[1], window, q.dtype, q.device)
+    if not only_causal or not flash:
+        # With a mask or without flash attention, and with fewer key heads than query heads, every kernel of a GPU would
+        # hold all S x S scores.
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     # Ask for grouped queries only if needed: some kernels support only as many key heads as query heads.
@@ -129,6 +128,17 @@ def attend(
         q, k, v, attn_mask=mask, is_causal=only_causal, scale=scores.scale, enable_gqa=grouped
     )
     return out.transpose(1, 2)[..., :value_size]
+
+
+def _attend_packed(cu_seqlens: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None, scores: Scores) -> Tensor:
+    """Return the result of `attend` by the variable-length kernel, which needs one head size, a multiple of 8."""
+    size, value_size = q.shape[3], v.shape[3]
+    padded = flash_partial.padded_size(size)
+    # Zeros at the end of queries and keys change no product, but they would change the default scale.
+    scale = scores.scale if padded == size else scores.factor(size)
+    tokens = [flash_partial.padded_heads(x, padded).flatten(0, 1) for x in (q, k, v)]
+    out = varlen_attention(tokens[0], tokens[1], tokens[2], cu_seqlens, longest=q.shape[1], window=window, scale=scale)
+    return out.view(*q.shape[:3], padded)[..., :value_size]
 
 
 def _attend_with_custom_scores(
@@ -169,13 +179,3 @@ def _attend_by_all_scores(
         logits = torch.cat([logits, column], dim=-1)
     weights = torch.softmax(logits, dim=-1)[..., : q.shape[1]]
     return torch.einsum("bhst,bthe->bshe", weights.to(v.dtype), v)
-
-
-def visible(document_ids: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return True (B or 1, 1, S, S) where query s may attend to key t."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    in_window = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    if document_ids is None:
-        return in_window[None, None]
-    return (document_ids[:, :, None] == document_ids[:, None, :])[:, None] & in_window

@@ -47,12 +47,14 @@ def supports_branches(spec: ModelSpec) -> bool:
     )
 
 
-def branching_attention(position_ids: Tensor, document_ids: Tensor | None) -> AttentionFn:
+def branching_attention(
+    position_ids: Tensor, document_ids: Tensor | None, cu_seqlens: Sequence[int] | None = None
+) -> AttentionFn:
     """Return the attention function of a batch (B, S) with branches, whose rows are not sharded over ranks.
 
     It is a `Decoder.make_attention`.
     """
-    documents = partial(attend, segments(position_ids, document_ids))
+    documents = partial(attend, segments(position_ids, document_ids, cu_seqlens))
     branches = [] if document_ids is None else find_branches(position_ids, document_ids)
     return partial(_attend, documents, branches) if branches else documents
 
