@@ -6,11 +6,13 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from allocation import count_allocated
 from grids import sampled
 from kumi.parallel import build, build_mesh
 from kumi.parallel.mesh import RankInfo
+from kumi.parallel.recompute import Recompute, is_saved
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import params
 from kumi.spec.precision import PRECISIONS
@@ -58,3 +60,28 @@ def test_only_the_first_layers_recompute():
         model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=0)
         counts.append(sum(len(layer.wrappers) for layer in model.model.layers.values()))
     assert counts == [0, 1, 2, len(SPECS["llama"].layers)]
+
+
+def test_selective_modes_are_made_of_classes_that_exist():
+    """A class for each checkpoint would be garbage in cycles: 64 a microbatch with 32 layers."""
+
+    def classes(kind: type) -> int:
+        return 1 + sum(map(classes, kind.__subclasses__()))
+
+    _forward_backward("selective", "llama")
+    before = classes(TorchDispatchMode)
+    _forward_backward("selective", "llama")
+    assert classes(TorchDispatchMode) == before
+
+
+def test_a_replay_that_differs_from_its_forward_is_refused():
+    weight = torch.ones(2, 2, requires_grad=True)
+    products = [lambda x: torch.bmm(x[None], weight[None])[0], lambda x: torch.mm(x, weight)]
+    out = Recompute("selective")(lambda x: products.pop()(x).exp(), torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match=r"calls aten\.bmm\.default, where its forward called aten\.mm\.default"):
+        out.sum().backward()
+
+
+def test_the_matmuls_of_float8_are_saved():
+    assert is_saved(torch.ops.aten._scaled_mm.default)
+    assert not is_saved(torch.ops.aten.mul.Tensor)

@@ -149,7 +149,7 @@ def _shard(
         for linear in linears(decoder):
             linear.defers_wgrad = True
     layers = cast(list[DecoderLayer], list(decoder.model.layers.values()))
-    for layer, wrappers in zip(layers, _wrappers(decoder, layers, mesh, recomputed), strict=True):
+    for layer, wrappers in zip(layers, _wrappers(decoder, layers, mesh, recomputed, compile), strict=True):
         layer.wrappers.extend(wrappers)
     if compile:
         exclude_from_compile(decoder)
@@ -160,14 +160,14 @@ def _shard(
 
 
 def _wrappers(
-    decoder: Decoder, layers: Sequence[DecoderLayer], mesh: Mesh, recomputed: Sequence[nn.Module]
+    decoder: Decoder, layers: Sequence[DecoderLayer], mesh: Mesh, recomputed: Sequence[nn.Module], compiled: bool
 ) -> list[list[Wrapper]]:
     """Return the wrappers of each of `layers`, the innermost first: recomputation, then offloading of activations."""
     mode = mesh.layout.recompute
     wrappers: list[list[Wrapper]] = [[] for _ in layers]
     for layer, layer_wrappers in zip(layers, wrappers, strict=True):
         if mode != "none" and layer in recomputed:
-            layer_wrappers.extend(replay_dropout(decoder, Recompute(mode)))
+            layer_wrappers.extend(replay_dropout(decoder, Recompute(mode, compiled=compiled)))
     if mesh.layout.offload == "activations":
         for layer_wrappers, offload in zip(
             wrappers, offload_wrappers(OffloadStream(mesh.device), len(layers)), strict=True

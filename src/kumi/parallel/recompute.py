@@ -9,13 +9,15 @@ arXiv:2205.05198, recompute the attention core. Flash attention keeps no scores,
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kumi.compat import VARLEN_ATTENTION
@@ -36,6 +38,7 @@ SAVED_OPS = (
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
+    _aten._scaled_mm.default,  # the matmul of float8
     GROUPED_MATMUL,
     SCAN,
     PACKED_ATTENTION,
@@ -74,14 +77,15 @@ class Recompute:
 
     `mode`: "selective" or "full". FSDP's hooks on the layer run outside of the wrapper. For a part of the layer that is
     an FSDP unit by itself, call `leave_out`.
+    `compiled`: the layer is compiled.
     """
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, *, compiled: bool = False) -> None:
         self.not_replayed = NotReplayed()
         # A decoder draws no random numbers from PyTorch's generators.
         self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if mode == "selective":
-            self.options["context_fn"] = partial(_contexts, self.not_replayed)
+            self.options["context_fn"] = _compiled_contexts if compiled else partial(_contexts, self.not_replayed)
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -103,21 +107,68 @@ def _run_not_replayed(not_replayed: NotReplayed, hook: Callable[..., Any], *args
         not_replayed.on = before
 
 
-def _contexts(not_replayed: NotReplayed) -> tuple[Any, Any]:
-    """Return PyTorch's selective modes of the forward and the replay, without operations that are not replayed."""
+class _SaveResults(TorchDispatchMode):
+    """The mode of the forward: appends the results of `SAVED_OPS` to `results`, in the order of the calls.
+
+    PyTorch's own mode looks at every operation's arguments and stores an entry for each, which takes the host longer
+    than the operations.
+    """
+
+    def __init__(self, results: deque[tuple[Any, Any]], not_replayed: NotReplayed) -> None:
+        super().__init__()
+        self.results, self.not_replayed = results, not_replayed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if is_saved(func) and not self.not_replayed.on:
+            # The result will lead to the autograd graph, and the graph to `results`: a cycle, unless detached.
+            self.results.append((func, _detached(out)))
+        return out
+
+
+class _ReuseResults(TorchDispatchMode):
+    """The mode of the replay: returns the `results` of the forward instead of calling `SAVED_OPS` again."""
+
+    def __init__(self, results: deque[tuple[Any, Any]], not_replayed: NotReplayed) -> None:
+        super().__init__()
+        self.results, self.not_replayed = results, not_replayed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_saved(func) or self.not_replayed.on:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        saved, out = self.results.popleft() if self.results else (None, None)
+        if saved is not func:
+            raise RuntimeError(f"the replay of a layer calls {func}, where its forward called {saved or 'nothing'}")
+        return out
+
+
+def _contexts(not_replayed: NotReplayed) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the modes of the forward and of the replay of one selective checkpoint."""
+    results: deque[tuple[Any, Any]] = deque()
+    return _SaveResults(results, not_replayed), _ReuseResults(results, not_replayed)
+
+
+def _compiled_contexts() -> tuple[Any, Any]:
+    """Return PyTorch's selective modes: its compiler reads their policy and puts none of them into a compiled layer."""
     modes: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-    for mode in modes:
-        kind = type(mode)
-
-        def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None, kind: Any = kind) -> Any:
-            if not_replayed.on:
-                return func(*args, **(kwargs or {}))
-            return kind.__torch_dispatch__(self, func, types, args, kwargs)
-
-        mode.__class__ = type(kind.__name__, (kind,), {"__torch_dispatch__": dispatch})
     return modes
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saved = op in SAVED_OPS or op.name() in SAVED_OP_NAMES
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_saved(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_saved(op: Any) -> bool:
+    """Return True if selective recomputation saves the results of the operator `op`."""
+    if op not in _IS_SAVED:
+        _IS_SAVED[op] = op in SAVED_OPS or op.name() in SAVED_OP_NAMES
+    return _IS_SAVED[op]
+
+
+_IS_SAVED: dict[Any, bool] = {}
+
+
+def _detached(out: Any) -> Any:
+    if isinstance(out, Tensor):
+        return out.detach()
+    return type(out)(map(_detached, out)) if isinstance(out, tuple | list) else out
