@@ -26,7 +26,7 @@ from kumi.parallel import (
     unwrap,
 )
 from kumi.parallel.context_parallel import shard_sequence
-from kumi.parallel.mesh import FLATTENED_AXES, GROUP_NAMES
+from kumi.parallel.mesh import GROUP_NAMES
 from kumi.parallel.optim.optimizer import Optimizer
 from kumi.parallel.stage_modules import local_shard, params_by_name
 from kumi.parallel.state_tensors import local_pieces
@@ -35,7 +35,7 @@ from kumi.spec.ledger import decayed_names
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.process_groups import members_of
+from kumi.spec.process_groups import COMBINED_AXES, members_of
 from kumi.storage.checkpoint import Piece
 
 VOCAB, SEQUENCES, LENGTH = 250, 12, 16  # 4 ranks do not divide the 250 rows
@@ -222,7 +222,7 @@ def mesh_of(layout: Layout) -> Mesh:
 
     Layouts whose groups have the same ranks share them, for every group leaves threads behind.
     """
-    axes = [FLATTENED_AXES.get(name, (name,)) for name in GROUP_NAMES]
+    axes = [COMBINED_AXES.get(name, (name,)) for name in GROUP_NAMES]
     members = tuple(members_of(layout, names, rank) for names in axes for rank in range(layout.world_size))
     if members not in _MESHES:
         _MESHES[members] = build_mesh(layout, init_distributed())

@@ -34,6 +34,14 @@ def test_the_cause_is_the_earliest_of_the_lowest_class(deaths, failures, message
         raise error
 
 
+def test_the_record_of_collectives_is_named_if_nccl_wrote_it(tmp_path):
+    watch = SimpleNamespace(deaths=[ABORTED], killed={})
+    assert "last collectives" not in str(root_cause(watch, {}, [], tmp_path, out_of_memory=False).error)
+    (tmp_path / "flight_recorder_3").touch()
+    words = str(root_cause(watch, {}, [], tmp_path, out_of_memory=False).error)
+    assert words.endswith(f"and the last collectives of each rank in {tmp_path}/flight_recorder_*")
+
+
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [

@@ -281,8 +281,13 @@ def test_the_users_threads_count(monkeypatch):
     assert threads_per_rank(10**6, {}) == 1
     assert local.rank_environment(
         2, {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE", "GLOO_SOCKET_IFNAME": "eth0"}
-    ) == {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    ) == {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert "OMP_NUM_THREADS" not in local.rank_environment(1, {})
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_users_allocator_stays(name):
+    assert "PYTORCH_ALLOC_CONF" not in local.rank_environment(1, {name: "max_split_size_mb:128"})
 
 
 def test_the_interface_of_ranks_that_others_started_leads_to_rank_0(monkeypatch):

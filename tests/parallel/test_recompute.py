@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import product
 
 import pytest
@@ -85,3 +86,21 @@ def test_a_replay_that_differs_from_its_forward_is_refused():
 def test_the_matmuls_of_float8_are_saved():
     assert is_saved(torch.ops.aten._scaled_mm.default)
     assert not is_saved(torch.ops.aten.mul.Tensor)
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+def test_a_step_leaves_no_tensors_to_the_garbage_collector(how):
+    """Ranks with GPUs collect every 50 steps only: a tensor in a cycle would hold its memory until then."""
+    _forward_backward(how, "llama")
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        _forward_backward(how, "llama")
+        gc.collect()
+        large = [x for x in gc.garbage if isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter)]
+        assert [x.shape for x in large] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

@@ -168,6 +168,12 @@ class PrecisionSection(Section):
         "device that supports it.",
     )
 
+    tf32: Switch = Field(
+        False,
+        description="On a GPU, multiply float32 matrices in TF32: some 5 to 8 times as fast, with 10 bits of mantissa. "
+        "It concerns runs in fp32, and the routers and Mamba scans of all runs.",
+    )
+
     numerics: Text = Field(
         "auto",
         description="Implementations of operations on a CPU: 'auto' measures once per machine, and a run keeps its "

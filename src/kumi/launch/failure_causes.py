@@ -19,6 +19,8 @@ from kumi.launch.watch import RankDeath, Watch
 
 PRIMARY, UNCLEAR, SECONDARY, UNKNOWN = range(4)  # classes of causes, in the order in which they are blamed
 _TRACE_LINES = 12
+# The beginning of the names of the files with the last collectives of a rank, which NCCL writes when one times out.
+FLIGHT_RECORDER = "flight_recorder_"
 # gloo raises plain RuntimeErrors, both if a peer's process has ended and if a peer does not respond in time.
 _CLOSED = ("closed by peer", "connection reset", "connection refused", "broken pipe", "pair closure")
 _TIMEOUT = ("timed out", "timeout", "failed to pass monitoredbarrier")
@@ -138,10 +140,16 @@ def _death_error(death: RankDeath, log_dir: Path, *, out_of_memory: bool) -> Kum
             f"rank {death.rank} was killed by the kernel because this machine ran out of memory; use fewer ranks on "
             f"this machine, layout.zero=3, layout.recompute=full or a smaller layout.microbatch; its log is {log}"
         )
-    hint = f"{_exception_message(log)}see {log}"
+    hint = f"{_exception_message(log)}see {log}{_recorded_collectives(log_dir)}"
     if -death.code == signal.SIGKILL:
         hint = f"the kernel kills processes when memory runs out (see `dmesg`): use less memory per rank; see {log}"
     return CommunicationError(f"rank {death.rank} was killed by signal {-death.code} ({name}); {hint}")
+
+
+def _recorded_collectives(log_dir: Path) -> str:
+    """Return where NCCL wrote the last collectives of the ranks when one timed out; "" if it has not."""
+    written = any(log_dir.glob(f"{FLIGHT_RECORDER}*"))
+    return f", and the last collectives of each rank in {log_dir / FLIGHT_RECORDER}*" if written else ""
 
 
 def _exception_message(log: Path) -> str:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 # The agent handles only this signal, which makes it give up. `signals` handles the others.
 _AGENT_SIGNAL = signal.SIGUSR2
 _CUDA_ERROR_NOT_INITIALIZED = 3
+# The names under which a user may have set PyTorch's allocator.
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
@@ -101,14 +103,17 @@ def is_rank(environ: Mapping[str, str]) -> bool:
 def rank_environment(nproc: int, environ: Mapping[str, str], *, nodes: int = 1) -> dict[str, str]:
     """Return the variables that `nproc` ranks of this machine need and that `environ` does not set.
 
-    OMP_NUM_THREADS and OMP_WAIT_POLICY take effect only if they are set before torch is imported. Ranks that kumi
-    starts communicate over the loopback interface, if this machine is the only one of `nodes`; ranks of an outside
-    launcher, over the interface that leads to rank 0.
+    OMP_NUM_THREADS, OMP_WAIT_POLICY and PYTORCH_ALLOC_CONF take effect only if they are set before torch is imported.
+    Ranks that kumi starts communicate over the loopback interface, if this machine is the only one of `nodes`; ranks of
+    an outside launcher, over the interface that leads to rank 0.
     """
     variables = {
         **SLEEPING_THREADS,  # spinning threads would take the cores from the other ranks
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not start CUDA in the parent: a fork cannot use it
     }
+    if not any(name in environ for name in _ALLOCATOR_VARIABLES):
+        # Without segments that grow, microbatches of different sizes leave holes in a GPU's memory.
+        variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if nproc > 1:
         variables["OMP_NUM_THREADS"] = str(threads_per_rank(nproc, environ))
     launched = launched_rank(environ)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from kumi.errors import CommunicationError, LayoutError
 from kumi.spec.layout import AXES, Layout
+from kumi.spec.pipeline_channels import pipeline_channels
 from kumi.spec.process_groups import COMBINED_AXES, EXPERT_AXES, axis, members_of
 
 T = TypeVar("T")
@@ -27,16 +28,13 @@ T = TypeVar("T")
 # With NCCL, CPU tensors (flags, counts, checkpoint metadata) are sent by gloo.
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
-# Groups over several axes, and a second group of the pipeline stages, for gradients.
-FLATTENED_AXES = {**COMBINED_AXES, "pp_back": ("pp",)}
-GROUP_NAMES = (*AXES, "zero", *EXPERT_AXES, *FLATTENED_AXES)
+GROUP_NAMES = (*AXES, "zero", *EXPERT_AXES, *COMBINED_AXES)
+# The groups that only routed experts need.
+_EXPERT_GROUPS = (*EXPERT_AXES, "expert_data")
 # NCCL runs the operations of a communicator one after the other. On GPUs, operations that should overlap have separate
-# communicators: the weights' all-gathers and the gradients' reductions overlap with the collectives inside layers, and
-# the gradients that stages send overlap with the activations that stages send.
-SEPARATE_COMMUNICATORS = {
-    "weights": ("dp_replicate", "dp_shard", "zero", "expert_dp", "data", "expert_data"),
-    "back": ("pp_back",),
-}
+# communicators: the weights' all-gathers and the gradients' reductions overlap with the collectives inside layers. The
+# messages between stages have a group for each channel (see `kumi.spec.pipeline_channels`).
+SEPARATE_COMMUNICATORS = {"weights": ("dp_replicate", "dp_shard", "zero", "expert_dp", "data", "expert_data")}
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,8 @@ class RankInfo:
 class Mesh:
     """The process groups of this rank in a layout.
 
-    `groups`: the process groups of more than one rank, by their names in `GROUP_NAMES`.
+    `groups`: the process groups of more than one rank, by their names in `GROUP_NAMES`; on GPUs, also those of the
+    channels between pipeline stages, by the channels' names.
     """
 
     layout: Layout
@@ -113,7 +112,7 @@ def init_distributed(device_type: str = "cpu", *, timeout_s: float = 600.0) -> R
     if device.type == "cuda":
         _check_local_rank(rank, world_size)
         torch.cuda.set_device(device)
-        # Stages send messages one after the other, on one communicator for each direction, as intended.
+        # The messages of a channel are sent one after the other, as intended.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if world_size > 1 and not dist.is_initialized():
         try:
@@ -154,10 +153,11 @@ def close_distributed() -> None:
         dist.destroy_process_group()
 
 
-def build_mesh(layout: Layout, rank_info: RankInfo) -> Mesh:
+def build_mesh(layout: Layout, rank_info: RankInfo, *, experts: bool = True) -> Mesh:
     """Return the mesh of `layout`.
 
-    Every rank must call it. Raise LayoutError if layout and run differ in world size.
+    Every rank must call it. `experts`: make the groups of routed experts, which only a model with experts needs. Raise
+    LayoutError if layout and run differ in world size.
     """
     if layout.world_size != rank_info.world_size:
         degrees = " x ".join(f"{name} {getattr(layout, name)}" for name in AXES)
@@ -165,26 +165,30 @@ def build_mesh(layout: Layout, rank_info: RankInfo) -> Mesh:
             f"the layout needs {layout.world_size} ranks ({degrees}), {rank_info.world_size} were started; "
             f"start {layout.world_size} or change the layout"
         )
-    return Mesh(layout, rank_info, _groups(layout, rank_info))
+    return Mesh(layout, rank_info, _groups(layout, rank_info, experts=experts))
 
 
-def _groups(layout: Layout, rank_info: RankInfo) -> dict[str, dist.ProcessGroup]:
+def _groups(layout: Layout, rank_info: RankInfo, *, experts: bool) -> dict[str, dist.ProcessGroup]:
     """Return the groups of this rank by name.
 
     Only the members of a group make it, so thousands of ranks take no longer than a few. All ranks make equally many
     groups in the same order, because NCCL splits each off the world group, and all ranks must take part in that. Axes
-    with the same members share a group, except `SEPARATE_COMMUNICATORS` on GPUs.
+    with the same members share a group, except `SEPARATE_COMMUNICATORS` and the channels of a pipeline on GPUs.
     """
     made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-    groups = {}
+    groups, on_gpu = {}, rank_info.device.type == "cuda"
     for name in GROUP_NAMES:
-        members = members_of(layout, FLATTENED_AXES.get(name, (name,)), rank_info.rank)
-        if len(members) > 1:
-            key = _communicator(name) if rank_info.device.type == "cuda" else "", members
+        members = members_of(layout, COMBINED_AXES.get(name, (name,)), rank_info.rank)
+        if len(members) > 1 and (experts or name not in _EXPERT_GROUPS):
+            key = _communicator(name) if on_gpu else "", members
             if key not in made:
                 world = dist.group.WORLD if len(members) == rank_info.world_size else None
-                made[key] = new_group(members, rank_info) if world is None or world in made.values() else world
+                made[key] = new_group(members, rank_info, layout) if world is None or world in made.values() else world
             groups[name] = made[key]
+    if on_gpu and layout.pp > 1:
+        members = members_of(layout, ("pp",), rank_info.rank)
+        for channel in pipeline_channels(layout.schedule, layout.pp, layout.stages):
+            groups[channel] = new_group(members, rank_info, layout)
     return groups
 
 
@@ -192,10 +196,19 @@ def _communicator(name: str) -> str:
     return next((use for use, names in SEPARATE_COMMUNICATORS.items() if name in names), "")
 
 
-def new_group(members: Sequence[int], rank_info: RankInfo) -> dist.ProcessGroup:
-    """Return a new group of `members`, among them this rank. All ranks must make a group at the same time."""
-    timeout = timedelta(seconds=rank_info.timeout_s)  # PyTorch's default is 30 minutes
-    group: dist.ProcessGroup = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
+def new_group(members: Sequence[int], rank_info: RankInfo, layout: Layout) -> dist.ProcessGroup:
+    """Return a new group of `members`, among them this rank. All ranks must make a group at the same time.
+
+    On GPUs the group has no gloo, whose ranks would each connect to each other: only the world group carries CPU
+    tensors, unless the states of `layout` are on the host.
+    """
+    only_nccl = rank_info.device.type == "cuda" and not layout.offload.startswith("states")
+    group: dist.ProcessGroup = dist.new_group(
+        list(members),
+        timeout=timedelta(seconds=rank_info.timeout_s),  # PyTorch's default is 30 minutes
+        backend="nccl" if only_nccl else None,
+        use_local_synchronization=True,
+    )
     return group
 
 

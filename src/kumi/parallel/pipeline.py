@@ -29,6 +29,7 @@ from kumi.parallel import data_parallel, grad_sync
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.pipeline_trace import PipelineTrace, action_start, record_action
 from kumi.parallel.stage_modules import stages_of
+from kumi.spec.pipeline_channels import channel_name
 from kumi.spec.schedules.schedule_record import Action
 from kumi.spec.sends_and_recvs import (
     ACTIVATION,
@@ -45,8 +46,6 @@ from kumi.spec.sends_and_recvs import (
 MicrobatchInputs = Mapping[str, Any]
 # Kind of a tensor, the stage that computes it, microbatch.
 TensorKey = tuple[str, int, int]
-# Kind of a tensor -> the group that sends it.
-_GROUPS = {ACTIVATION: "pp", GRADIENT: "pp_back"}
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,7 @@ def _send_or_local(run: _Run, key: TensorKey, target: int, tensor: Tensor) -> No
 
 def _send(run: _Run, message: Message) -> None:
     tensor = run.outgoing.pop(message[:3]).contiguous()  # isend ignores strides
-    request = dist.isend(tensor, group=run.mesh.group(_GROUPS[message.kind]), group_dst=message.target)
+    request = dist.isend(tensor, group=_group(run.mesh, message), group_dst=message.target)
     assert request is not None
     run.sent.append((request, tensor))
 
@@ -237,9 +236,15 @@ def _receive(run: _Run, message: Message) -> None:
     decoder: Any = next(iter(run.stages.values()))
     shape = hidden_shape(run.microbatches[message.microbatch], decoder.spec.hidden_size, run.mesh)
     buffer = torch.empty(shape, dtype=decoder.compute_dtype, device=run.mesh.device)
-    request = dist.irecv(buffer, group=run.mesh.group(_GROUPS[message.kind]), group_src=message.source)
+    request = dist.irecv(buffer, group=_group(run.mesh, message), group_src=message.source)
     assert request is not None
     run.posted[message[:3]] = request, buffer
+
+
+def _group(mesh: Mesh, message: Message) -> dist.ProcessGroup | None:
+    """Return the group that sends `message`: that of its channel on GPUs, that of the stages on CPUs."""
+    channel = channel_name(message.kind, message.source, message.target, mesh.layout.pp)
+    return mesh.group(channel) or mesh.group("pp")
 
 
 def hidden_shape(inputs: MicrobatchInputs, hidden_size: int, mesh: Mesh) -> tuple[int, ...]:

@@ -130,5 +130,5 @@ def tie_group(spec: ModelSpec, mesh: Mesh) -> dist.ProcessGroup | None:
     # group. All ranks must therefore make the same number of groups: a rank without a tied table makes a group of
     # itself.
     ranks = [layout.rank({**coords, "pp": index}) for index in end_ranks] if tied else [mesh.rank]
-    group = new_group(ranks, mesh.rank_info)
+    group = new_group(ranks, mesh.rank_info, layout)
     return group if tied else None

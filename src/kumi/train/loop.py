@@ -29,6 +29,7 @@ from kumi.parallel.optim import build_optimizer
 from kumi.parallel.stage_modules import unwrap
 from kumi.parallel.state_tensors import fill_pieces, optimizer_pieces
 from kumi.rollout.collect_groups import GroupScorer
+from kumi.spec.model import MoE
 from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
 from kumi.storage.folders import checkpoint_root
@@ -39,6 +40,7 @@ from kumi.train.compare_ranks import check_agreement
 from kumi.train.critic import build_critic
 from kumi.train.evaluate import evaluate
 from kumi.train.export_probe import probe_ids, write_probe
+from kumi.train.gpu_process import collect_if_due, collect_together, record_collectives, use_matmul_precision
 from kumi.train.metrics import Metrics, truncate_metrics
 from kumi.train.open_batches import OpenSource, mixture_source
 from kumi.train.open_rollouts import open_rollouts, open_scorer
@@ -71,13 +73,21 @@ def train_rank(
     """
     stop = install()
     with convert_memory_errors(run):
+        if run.cluster.device.kind == "cuda":
+            record_collectives(run.out / "logs", os.environ)
         place = init_distributed(run.cluster.device.kind, timeout_s=run.config.train.timeout_s)
         check_agreement(run, place)
-        mesh = build_mesh(run.layout, place)
+        mesh = build_mesh(run.layout, place, experts=_may_have_experts(run))
         with open_scorer(run, mesh) as scorer:
             code = _train(run, store, mesh, stop, listener, open_source, scorer)
     close_distributed()  # only after success: a failing rank must not wait here for other ranks
     return code
+
+
+def _may_have_experts(run: ResolvedRun) -> bool:
+    """Return True if the policy has routed experts, or another model of the run may have some."""
+    others = run.config.rollout is not None or run.reference_folder is not None
+    return others or any(isinstance(layer.mlp, MoE) for layer in run.model.layers)
 
 
 def _train(
@@ -90,6 +100,7 @@ def _train(
     scorer: GroupScorer | None,
 ) -> int:
     memory_before = baseline_memory(mesh.device)
+    use_matmul_precision(mesh.device, tf32=run.config.precision.tf32)
     if mesh.device.type == "cpu":
         use_numerics(run.numerics or REFERENCE)
         keep_freed_memory()
@@ -117,7 +128,8 @@ def _train(
         )
     try:
         listener.begin(state.step, state.tokens)
-        code = _train_steps(rank_state, state, stop, reporter, saver, attempt)
+        with collect_together(mesh.device):
+            code = _train_steps(rank_state, state, stop, reporter, saver, attempt)
         saver.wait()
         if code == OK:
             write_probe(rank_state, run.out)
@@ -174,6 +186,7 @@ def _train_steps(
             return exit_code(step_batch.signal)
         reporter.step(train_step(rank_state, state, step_batch, before_update))
         before_update = None
+        collect_if_due(state.step)
         if _is_due(state.step, TRIM_EVERY):
             trim_heap(rank_state.mesh.device)
         last = state.step == steps

@@ -33,6 +33,18 @@ def peak_memory(device: torch.device) -> int:
     return sizes["VmHWM"] - sizes["RssFile"]
 
 
+def held_memory(device: torch.device) -> dict[str, int]:
+    """Return what the allocated memory of a GPU leaves out, in bytes: {} on a CPU.
+
+    `reserved`: the peak that PyTorch took from the GPU, with holes between tensors.
+    `free`: what no process has taken now. The rest is of contexts, libraries, NCCL's buffers and other processes.
+    """
+    if device.type != "cuda":
+        return {}
+    free, _ = torch.cuda.mem_get_info(device)
+    return {"reserved": torch.cuda.max_memory_reserved(device), "free": free}
+
+
 def baseline_memory(device: torch.device) -> int:
     """Return the bytes that are in use before the model is built, 0 on a GPU, and forget the peak before.
 

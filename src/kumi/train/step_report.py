@@ -18,7 +18,7 @@ from kumi.train.cpu_contention import CpuWait
 from kumi.train.critic import CriticStep
 from kumi.train.evaluate import Evaluation, means_of
 from kumi.train.metrics import Metrics
-from kumi.train.process_memory import peak_memory
+from kumi.train.process_memory import held_memory, peak_memory
 from kumi.train.refined_estimates import RefinedEstimates
 from kumi.train.step import StepResult
 from kumi.train.step_lines import legend, metric_lines, source_losses, task_lines
@@ -216,6 +216,7 @@ class Reporter:
             "time/data_s": result.data_s,
             **training,
             "mem/peak_bytes": peak_memory(self._rank_state.mesh.device) - self._memory_before,
+            **{f"mem/{name}_bytes": value for name, value in held_memory(self._rank_state.mesh.device).items()},
             "mem/estimated_bytes": self._estimated_memory(),
         }
 
