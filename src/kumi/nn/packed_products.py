@@ -87,7 +87,8 @@ class _PackedProjections(Projections):
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self.products: dict[int, tuple[_PackedProduct, Tensor | None]] = {}
+        # By the first layer: the product, its bias, and the sizes of the layers' outputs.
+        self.products: dict[int, tuple[_PackedProduct, Tensor | None, list[int]]] = {}
 
     def column_linear(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
         """Return the output of each of `layers` for hidden states `x`."""
@@ -100,6 +101,7 @@ class _PackedProjections(Projections):
             biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
             if biases and len(biases) != len(layers):
                 return super().column_linear(x, layers)
-            self.products[key] = product, torch.cat(biases).detach() if biases else None
-        product, bias = self.products[key]
-        return torch.split(product.multiply(x, bias), [len(layer.weight) for layer in layers], dim=-1)
+            sizes = [len(layer.weight) for layer in layers]
+            self.products[key] = product, torch.cat(biases).detach() if biases else None, sizes
+        product, bias, sizes = self.products[key]
+        return torch.split_with_sizes(product.multiply(x, bias), sizes, -1)

@@ -72,7 +72,7 @@ class Attention(nn.Module):
                 together = rope.rotate(
                     torch.cat((q, k), 2), *context.cos_sin[rotation], interleave=rotation[0].interleave
                 )
-                q, k = together[:, :, : q.shape[2]], together[:, :, q.shape[2] :]
+                q, k = together.split_with_sizes((q.shape[2], k.shape[2]), 2)
             else:
                 pairs = ((q, rotation), (k, keys))
                 q, k = (rope.rotate(x, *context.cos_sin[key], interleave=rotation[0].interleave) for x, key in pairs)
