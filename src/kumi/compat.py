@@ -128,6 +128,20 @@ def _complete_grads(group: Any) -> None:
                 param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=dtype)
 
 
+def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x / rms(x) * weight over the last dim, and 1 / rms(x), by one kernel of a GPU. Both inputs have one
+    dtype."""
+    out, scale = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, eps)
+    return out, scale
+
+
+def fused_rms_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `x` and `weight`, given `grad`, the gradient of the result of `fused_rms_norm`."""
+    operator = torch.ops.aten._fused_rms_norm_backward
+    grad_x, grad_weight = operator(grad, x, [x.shape[-1]], scale, weight, [True, True])
+    return grad_x, grad_weight
+
+
 def has_varlen(q: Tensor) -> bool:
     """Return True if PyTorch's variable-length attention supports `q`: 16-bit, on an Ampere or newer GPU."""
     return (
@@ -220,6 +234,21 @@ def flash_backward(
     options = {"scale": scale, "window_size_left": window_left}
     grads: tuple[Tensor, Tensor, Tensor] = backward(*tensors, *sizes, 0.0, causal, rng_state, unused, **options)
     return grads
+
+
+def activate_flash(version: str) -> None:
+    """Let an installed package compute flash attention: `version` is "FA3" or "FA4"."""
+    from torch.nn import attention
+
+    attention.activate_flash_attention_impl(version)  # type: ignore[arg-type]
+
+
+def restore_flash() -> None:
+    """Let PyTorch's own kernels compute flash attention again."""
+    from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
+
+    if current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kumi.compat import fused_rms_norm, fused_rms_norm_backward
 from kumi.nn.dtypes import wide
 from kumi.spec.model import ModelSpec
 
@@ -41,12 +42,14 @@ class RMSNorm(nn.Module):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """Return x / rms(x) * weight over the last dim of `x`."""
-    # The fused kernel of other devices needs the weight in the dtype of `x`, which is too coarse for 1 + weight.
-    if x.device.type == "cpu" or zero_centered:
+    if x.device.type == "cpu":
         if not torch.is_grad_enabled():
             return _normalized(x, weight, eps, zero_centered)[0]
         normed: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
         return normed
+    if zero_centered:
+        centred: Tensor = _ZeroCenteredRMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        return centred
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
@@ -117,6 +120,29 @@ class _RMSNorm(torch.autograd.Function):
         )
         centred = torch.mv(grad.reshape(-1, size), gain).view_as(scale).mul_(scale).mul_(1 / size)
         return grad_x.add_(centred).to(x.dtype), grad_weight.to(weight.dtype), None, None
+
+
+class _ZeroCenteredRMSNorm(torch.autograd.Function):
+    """RMSNorm with the factor 1 + weight on a GPU.
+
+    The fused kernel needs the factor in the dtype of `x`, and 16 bits are too coarse for 1 + weight: `x` is cast to
+    float32 or wider for the kernel, and kept as it is for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        dtype = wide(x.dtype)
+        normed, scale = fused_rms_norm(x.to(dtype), _factor(weight, dtype, zero_centered=True), eps)
+        ctx.save_for_backward(x, weight, scale)
+        return normed.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        dtype = wide(x.dtype)
+        factor = _factor(weight, dtype, zero_centered=True)
+        grad_x, grad_weight = fused_rms_norm_backward(grad.to(dtype), x.to(dtype), scale, factor)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 def _normalized(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
