@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -14,12 +14,15 @@ from torch import nn
 
 from kumi.errors import LayoutError
 from kumi.nn.decoder import Decoder
+from kumi.parallel import float8
 from kumi.parallel.float8 import swap_matmuls, use_float8
 from kumi.spec.cluster import Device
 from kumi.spec.layout import Layout
 from kumi.spec.legality import UNSUPPORTED, violations
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
+from kumi.spec.precision import PRECISIONS
 from kumi.spec.techniques import float8_rules
+from kumi.train import start
 from planned import job_of
 
 # The second layer's feed-forward width is no multiple of 16.
@@ -37,16 +40,19 @@ class Recorded(nn.Linear):
         return nn.functional.linear(x.bfloat16().to(x.dtype), self.weight)
 
 
-def _convert(holder):
+def _convert(holder, config):
+    assert config == "a scale for each rowwise"
     plain = holder[0]
     holder[0] = Recorded(plain.in_features, plain.out_features, bias=False, device="meta")
 
 
 @pytest.fixture
 def torchao(monkeypatch):
-    """A stand-in for the package, with the one function that is used of it."""
+    """A stand-in for the package, with what is used of it."""
     package, inner = ModuleType("torchao"), ModuleType("torchao.float8")
     inner.convert_to_float8_training = _convert
+    recipes = {"from_recipe_name": staticmethod(lambda name: f"a scale for each {name}")}
+    inner.Float8LinearConfig = type("Float8LinearConfig", (), recipes)
     monkeypatch.setitem(sys.modules, "torchao", package)
     monkeypatch.setitem(sys.modules, "torchao.float8", inner)
     monkeypatch.setattr(Recorded, "calls", [])
@@ -59,7 +65,7 @@ def test_the_layers_matrices_are_swapped_and_nothing_else(torchao):
     names = [name for name, _ in decoder.named_parameters()]
     ids = torch.randint(0, 64, (2, 16))
     expected = decoder(ids)
-    swapped = swap_matmuls(decoder)
+    swapped = swap_matmuls(decoder, rowwise=True)
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
     first = [*attention, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     assert swapped == [
@@ -79,7 +85,32 @@ def test_what_has_no_float8_is_refused():
         use_float8(Decoder(SPEC, device="meta"), torch.device("cpu"))
     if importlib.util.find_spec("torchao") is None:
         with pytest.raises(LayoutError, match="needs the package torchao, which is not installed"):
-            swap_matmuls(Decoder(SPEC, device="meta"))
+            swap_matmuls(Decoder(SPEC, device="meta"), rowwise=True)
+
+
+@pytest.mark.parametrize(("capability", "rowwise"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
+def test_gpus_that_can_have_a_scale_for_each_row(monkeypatch, capability, rowwise):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(float8, "swap_matmuls", lambda decoder, rowwise: chosen.append(rowwise))
+    use_float8(Decoder(SPEC, device="meta"), torch.device("cuda", 0))
+    assert chosen == [rowwise]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(LayoutError, match="has no float8 matmuls"):
+        use_float8(Decoder(SPEC, device="meta"), torch.device("cuda", 0))
+
+
+def test_layers_that_are_not_compiled_are_refused():
+    run = SimpleNamespace(
+        layout=Layout(),
+        precision=PRECISIONS["fp8"],
+        model=SPEC,
+        config=SimpleNamespace(train=SimpleNamespace(compile=False)),
+    )
+    with pytest.raises(LayoutError, match=r"slower than bf16 with train\.compile=false, .*set train\.compile=true"):
+        start._check_compiled(run)
+    run.config.train.compile = True
+    start._check_compiled(run)
 
 
 def refused(job, **fields):

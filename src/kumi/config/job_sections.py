@@ -164,8 +164,8 @@ class PrecisionSection(Section):
         "auto",
         description="'auto' is bf16 if the device computes it fast (on a CPU: if `numerics` says so), else fp16 if "
         "the device computes that fast, else fp32. Master weights are float32; 'bf16-pure' has no master weights and "
-        "can only be planned. 'fp8' computes the matmuls of layers in float8, with the package torchao and a CUDA "
-        "device that supports it.",
+        "can only be planned. 'fp8' computes the matmuls of layers in float8, with the package torchao, a CUDA device "
+        "that supports it and `train.compile`.",
     )
 
     tf32: Switch = Field(

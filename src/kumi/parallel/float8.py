@@ -1,7 +1,11 @@
 """Matmuls of layers in float8, with torchao's kernels and scales.
 
-The two inputs of a matmul and the gradient of its output are rounded to float8, each with one scale. Weights, saved
-tensors and sums keep their dtypes. The head, the token table, routers and routed experts multiply in the compute dtype.
+The two inputs of a matmul and the gradient of its output are rounded to float8, with one scale for each row; on GPUs
+of compute capability 8.9, for each matrix. Weights, saved tensors and sums keep their dtypes. The head, the token
+table, routers and routed experts multiply in the compute dtype.
+
+Layers must be compiled. Uncompiled, finding the scales and rounding are passes over memory of their own, some 31 bytes
+an element, which take longer than float8 saves in the matmuls.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from kumi.spec.model import ModelSpec
 
 # The kernels support matrices with numbers of rows and columns that are multiples of this.
 _SIDE = 16
+# Compute capabilities that multiply in float8, and that do so with a scale for each row.
+_FLOAT8, _ROWWISE = (8, 9), (9, 0)
 
 
 def use_float8(decoder: Decoder, device: torch.device) -> None:
@@ -28,29 +34,34 @@ def use_float8(decoder: Decoder, device: torch.device) -> None:
 
     Raise LayoutError if the device has no float8 matmuls or torchao is not installed.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if capability < _FLOAT8:
         raise LayoutError(
             f"precision.kind='fp8': {device} has no float8 matmuls, which need a CUDA device of compute capability "
             f"8.9 or higher; set precision.kind = 'bf16'"
         )
-    swap_matmuls(decoder)
+    swap_matmuls(decoder, rowwise=capability >= _ROWWISE)
 
 
-def swap_matmuls(decoder: Decoder) -> list[str]:
-    """Make the linear layers whose sides are multiples of `_SIDE` multiply in float8, and return their names."""
+def swap_matmuls(decoder: Decoder, *, rowwise: bool) -> list[str]:
+    """Make the linear layers whose sides are multiples of `_SIDE` multiply in float8, and return their names.
+
+    `rowwise`: with a scale for each row, instead of one for each matrix.
+    """
     try:
-        convert = importlib.import_module("torchao.float8").convert_to_float8_training
+        torchao = importlib.import_module("torchao.float8")
     except ImportError:
         raise LayoutError(
             "precision.kind='fp8' needs the package torchao, which is not installed; install it, or set "
             "precision.kind = 'bf16'"
         ) from None
+    config = torchao.Float8LinearConfig.from_recipe_name("rowwise" if rowwise else "tensorwise")
     names, swapped = _linear_names(decoder.spec), []
     for name, layer in decoder.named_modules():
         if isinstance(layer, Linear) and name in names and all(side % _SIDE == 0 for side in layer.weight.shape):
             rows, columns = layer.weight.shape
             holder = nn.Sequential(nn.Linear(columns, rows, bias=False, device="meta"))
-            convert(holder)
+            torchao.convert_to_float8_training(holder, config=config)
             layer.multiply = partial(_multiply, holder)
             swapped.append(name)
     return swapped

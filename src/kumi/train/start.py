@@ -254,8 +254,13 @@ def _check_ranks(run: ResolvedRun, standing: Standing | LaunchedRank | None) -> 
 
 
 def _check_compiled(run: ResolvedRun) -> None:
-    """Raise LayoutError if compiled layers cannot run with the run's schedule or adapters."""
+    """Raise LayoutError if compiled layers cannot run with the run's schedule or adapters, or float8 without them."""
     schedule = run.layout.schedule
+    if run.precision.products == "float8" and not run.config.train.compile:
+        raise LayoutError(
+            "precision.kind='fp8' is slower than bf16 with train.compile=false, because uncompiled layers find the "
+            "scales and round in passes over memory of their own; set train.compile=true, or precision.kind='bf16'"
+        )
     if run.config.train.compile and schedule not in FULL_BACKWARD:
         raise LayoutError(
             f"layout.schedule={schedule} defers weight gradients, which compiled layers cannot do; set "
