@@ -42,10 +42,15 @@ def clip_gradients(model: nn.Module, max_norm: float | None, mesh: Mesh, *, loss
     factor = torch.full_like(norm, 1 / loss_scale)
     if max_norm:
         factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if named and (factor.device.type != "cpu" or factor.item() != 1.0):
+    if named and not _scales_nothing(factor):
         grads = [local_shard(grad) for _, grad in named]
         torch._foreach_mul_(grads, factor.to(grads[0].device))  # gradients may be offloaded to the host
     return norm
+
+
+def _scales_nothing(factor: Tensor) -> bool:
+    """Return True if `factor` is 1 on a CPU; the host does not wait for that of a GPU."""
+    return factor.device.type == "cpu" and factor.item() == 1.0
 
 
 def _norm(grads: list[tuple[str, Tensor]], model: nn.Module, mesh: Mesh) -> Tensor:

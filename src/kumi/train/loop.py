@@ -21,6 +21,7 @@ from kumi.config.run_length import run_mixture
 from kumi.data import BatchSource, Store
 from kumi.errors import OK, DivergedError, NothingTrainedError, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
+from kumi.nn.attention.newer_flash import use_newer_flash
 from kumi.nn.decoder import Decoder
 from kumi.nn.numerics import use_kernels, use_numerics
 from kumi.parallel.embedding_noise import use_neftune
@@ -116,6 +117,8 @@ def _train(
         listener = Callbacks(run.config, ())
     reporter = Reporter(rank_state, state, metrics, memory_before, listener)
     reporter.legend()
+    if newer := use_newer_flash(run.model, mesh.device):
+        reporter.note(f"attention  {newer}")
     if state.step:
         counts = rank_state.data.state(state.step) if rank_state.rollouts is None else rank_state.rollouts.counts
         data = "".join(f", {value} {name}" for name, value in counts.items())
