@@ -1,9 +1,16 @@
 """Compiled layers compute the same as uncompiled ones. They are only traced: generated code needs a C++ compiler."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.nn.attention import varlen
 
+from kumi.nn.attention import flash_partial, grouped_query
+from kumi.nn.attention.attention_context import Segments, document_bounds
+from kumi.nn.attention.grouped_query import attend
 from kumi.parallel import RankInfo, build, build_mesh, clip_gradients, pipeline
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
@@ -23,3 +30,60 @@ def test_compiled_layers_train_as_others(monkeypatch, family, recompute):
         loss = pipeline.train_microbatches(model, mesh, [inputs])
         results.append((loss.item(), clip_gradients(model, 1.0, mesh).item()))
     assert results[1] == pytest.approx(results[0], rel=1e-12)
+
+
+def _kernel(q, *args, **options):
+    """The shapes of PyTorch's variable-length kernel, which exists on GPUs only."""
+    return torch.zeros_like(q), torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
+
+
+def _on_device(tokens, document_ids, cu_seqlens=None):
+    """The attention function of a batch on a GPU, with the boundaries as a tensor."""
+    rows, length = tokens.shape
+    bounds = list(cu_seqlens or range(0, rows * length + 1, length))
+    return partial(attend, Segments(document_ids, torch.tensor(bounds, dtype=torch.int32), bounds))
+
+
+@pytest.fixture
+def kernels_of_gpus(monkeypatch):
+    """Let CPU tensors in 16 bits take the path of a GPU: no generated code, and kernels without content."""
+    for module in (grouped_query, flash_partial):
+        monkeypatch.setattr(module, "has_varlen", lambda q: q.dtype.itemsize == 2)
+    monkeypatch.setitem(varlen._varlen_attn._backend_fns, None, lambda *args: _kernel(*args))
+    monkeypatch.setitem(
+        varlen._varlen_attn_backward._backend_fns,
+        None,
+        lambda grad, q, k, v, *rest: tuple(map(torch.zeros_like, (q, k, v))),
+    )
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("documents", [1, 3])
+def test_a_layer_on_a_gpu_is_one_graph(monkeypatch, kernels_of_gpus, recompute, documents):
+    """A graph break is an error here (`fullgraph`), and other documents need no other graph than the second batch's."""
+    graphs, compile = [], nn.Module.compile
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(nn.Module, "compile", lambda layer: compile(layer, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+    mesh = build_mesh(Layout(recompute=recompute), RankInfo(0, 1, 0, torch.device("cpu")))
+    model = build(SPECS["llama"], mesh, PRECISIONS["bf16-pure"], weights=0, compile=True)
+    model.make_attention = _on_device
+    counts = []
+    for number in range(3):
+        inputs = batch(0)
+        rows, length = inputs["input_ids"].shape
+        inputs["token_weights"] = torch.full((rows, length), -0.01)
+        inputs.pop("document_ids", None)
+        if documents > 1:
+            ids = (torch.arange(length) * (documents + number) // length).expand(rows, -1).contiguous()
+            inputs |= {"document_ids": ids, "cu_seqlens": tuple(document_bounds(ids).tolist())}
+        pipeline.train_microbatches(model, mesh, [inputs])
+        counts.append(len(graphs))
+    assert counts[0] >= 1
+    assert counts[1] == counts[2], "every batch compiles again"
+    assert counts[2] <= 2
