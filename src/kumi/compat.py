@@ -240,7 +240,7 @@ def activate_flash(version: str) -> None:
     """Let an installed package compute flash attention: `version` is "FA3" or "FA4"."""
     from torch.nn import attention
 
-    attention.activate_flash_attention_impl(version)  # type: ignore[arg-type]
+    attention.activate_flash_attention_impl(version)
 
 
 def restore_flash() -> None:

@@ -107,7 +107,7 @@ def _run_not_replayed(not_replayed: NotReplayed, hook: Callable[..., Any], *args
         not_replayed.on = before
 
 
-class _SaveResults(TorchDispatchMode):
+class _SaveResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The mode of the forward: appends the results of `SAVED_OPS` to `results`, in the order of the calls.
 
     PyTorch's own mode looks at every operation's arguments and stores an entry for each, which takes the host longer
@@ -115,7 +115,7 @@ class _SaveResults(TorchDispatchMode):
     """
 
     def __init__(self, results: deque[tuple[Any, Any]], not_replayed: NotReplayed) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.results, self.not_replayed = results, not_replayed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,11 +126,11 @@ class _SaveResults(TorchDispatchMode):
         return out
 
 
-class _ReuseResults(TorchDispatchMode):
+class _ReuseResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The mode of the replay: returns the `results` of the forward instead of calling `SAVED_OPS` again."""
 
     def __init__(self, results: deque[tuple[Any, Any]], not_replayed: NotReplayed) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.results, self.not_replayed = results, not_replayed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
