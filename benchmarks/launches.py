@@ -44,6 +44,7 @@ from kumi.parallel.build import assemble
 from kumi.parallel.mesh import Mesh, RankInfo, build_mesh
 from kumi.parallel.recompute import Recompute
 from kumi.parallel.run_microbatches import shard_batch, training_inputs
+from kumi.parallel.weight_copies import add_weight_copies, refresh_weight_copies
 from kumi.spec import families
 from kumi.spec.layout import Layout
 from kumi.spec.optim import Optim
@@ -233,6 +234,8 @@ def count(case: Case, layers: int) -> dict[str, Load]:
     objective, columns = OBJECTIVES["lm"](), _columns(case, mesh)
     with FakeTensorMode(allow_non_fake_inputs=True), as_on_gpu(model):
         model.to_empty(device=CPU)
+        if case.weights == "float32":
+            add_weight_copies(model, PRECISIONS["bf16"])
         optimizer = build_optimizer(model, mesh, Optim())
         on_device = {name: x if x.is_cpu else torch.empty_like(x, device=CPU) for name, x in columns.items()}
         with CountLaunches() as counter:
@@ -241,6 +244,7 @@ def count(case: Case, layers: int) -> dict[str, Load]:
             counter.updating = True
             clip_gradients(model, 1.0, mesh)
             optimizer.step()
+            refresh_weight_copies(model)
     return counter.loads
 
 

@@ -14,7 +14,7 @@ from launches import CASES, Case, CountLaunches, HostWaits, measure
 BOUNDS = {
     "dense": (24, 38, 8.6),
     "packed": (24, 40, 8.6),
-    "float32 weights": (33, 47, 11.2),
+    "float32 weights": (26, 47, 9.9),
     "selective": (24, 53, 11.7),
     "full": (24, 60, 11.7),
     "experts": (69, 141, 15.5),

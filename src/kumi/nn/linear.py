@@ -38,6 +38,7 @@ class Linear(nn.Module):
     `defers_wgrad`: allow the backward pass to defer the gradient of a trained weight.
     `deferred_wgrads`: the list of deferred gradients; None to compute them at once.
     `packed`: the matrix if it is quantised; `weight` is then removed.
+    `weight_copy`: the weight in another dtype, which the owner keeps equal to it; None to cast it in each forward pass.
     """
 
     weight: nn.Parameter
@@ -53,6 +54,7 @@ class Linear(nn.Module):
         self.defers_wgrad = False
         self.deferred_wgrads: DeferredWgrads | None = None
         self.packed: PackedMatrix | None = None
+        self.weight_copy: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias.to(x.dtype) if self.bias is not None and self.adds_bias else None)
@@ -61,11 +63,18 @@ class Linear(nn.Module):
         """Return x W^T + b, with `bias` in the dtype of `x`."""
         if self.packed is not None:
             return self.packed.product(x, bias)
-        weight = self.weight.to(x.dtype)
+        weight = self.weight_in(x.dtype)
         if not (self.defers_wgrad and self.weight.requires_grad and torch.is_grad_enabled()):
             return self.multiply(x, weight, bias)
         out: Tensor = _DeferrableLinear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return out
+
+    def weight_in(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight in `dtype`, differentiable."""
+        if self.weight_copy is None or self.weight_copy.dtype != dtype:
+            return self.weight.to(dtype)
+        copy: Tensor = _WeightCopy.apply(self.weight, self.weight_copy)  # type: ignore[no-untyped-call]
+        return copy
 
     def matrix(self) -> Tensor:
         """Return W in its stored dtype."""
@@ -74,6 +83,19 @@ class Linear(nn.Module):
     def extra_repr(self) -> str:
         shape = tuple(self.weight.shape) if self.packed is None else self.packed.shape
         return f"{shape}, bias={self.bias is not None}"
+
+
+class _WeightCopy(torch.autograd.Function):
+    """A weight's copy in the place of a cast: the gradient of the copy is that of the weight, in the weight's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
 
 
 class _DeferrableLinear(torch.autograd.Function):

@@ -78,6 +78,7 @@ class LoraLinear(Linear):
             old.deferred_wgrads,
             old.packed,
         )
+        self.weight_copy = None  # a frozen weight is in the compute dtype already
         self.lora, self.name, self.part, self.dropout_pass = lora, name, 0, DropoutPass()
         rows, columns = old.weight.shape
         device = old.weight.device

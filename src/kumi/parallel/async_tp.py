@@ -55,13 +55,13 @@ class OverlappedProjections(ShardedProjections):
     """Sharded projections with sequence parallelism whose collectives hide behind their matmuls."""
 
     def column_linear(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
-        weights = [layer.weight.to(x.dtype) for layer in layers]
+        weights = [layer.weight_in(x.dtype) for layer in layers]
         outputs: tuple[Tensor, ...] = _ColumnLinear.apply(x, self.group, layers, *weights)  # type: ignore[no-untyped-call]
         biases = [layer.bias for layer in layers]
         return tuple(out if bias is None else out + bias.to(x.dtype) for out, bias in zip(outputs, biases, strict=True))
 
     def row_linear(self, x: Tensor, layer: Linear) -> Tensor:
-        weight = layer.weight.to(x.dtype)
+        weight = layer.weight_in(x.dtype)
         out: Tensor = _RowLinear.apply(x.flatten(0, -2), self.group, layer, weight)  # type: ignore[no-untyped-call]
         return out if layer.bias is None else out + layer.bias.to(out.dtype)
 

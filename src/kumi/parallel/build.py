@@ -1,7 +1,7 @@
 """Build the model of one rank: sharded, with its weights, ready to train.
 
 The order is: decoder on the meta device -> adapters -> tensor, expert and context parallelism -> packed matrices ->
-recomputation and offloading -> compilation -> FSDP2 -> memory -> weights -> DDP.
+recomputation and offloading -> compilation -> FSDP2 -> memory -> weights -> copies of weights -> DDP.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from kumi.parallel.stage_modules import (
     uses_stages,
 )
 from kumi.parallel.state_tensors import PieceReader, draw_pieces, fill_pieces, model_pieces
+from kumi.parallel.weight_copies import add_weight_copies, uses_weight_copies
 from kumi.spec.comm import DEFAULT_COMM, Comm
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
@@ -74,6 +75,8 @@ def build(
         fill_pieces(pieces, weights)
     if frozen:
         return model.eval().requires_grad_(False)
+    if uses_weight_copies(mesh, precision):
+        add_weight_copies(model, precision)
     return with_ddp(model, mesh, precision, comm)
 
 

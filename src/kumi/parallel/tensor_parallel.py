@@ -192,7 +192,7 @@ class ShardedProjections(Projections):
 
 def _weight(layer: Linear, dtype: torch.dtype) -> Tensor | None:
     """Return the weight of `layer` in `dtype`, or None if it is packed: the backward pass then unpacks it again."""
-    return None if layer.packed is not None else layer.weight.to(dtype)
+    return None if layer.packed is not None else layer.weight_in(dtype)
 
 
 def _unpacked(weights: Sequence[Tensor | None], layers: Sequence[Linear], dtype: torch.dtype) -> list[Tensor]:
