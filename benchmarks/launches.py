@@ -259,11 +259,11 @@ def _columns(case: Case, mesh: Mesh) -> dict[str, Tensor]:
 
 def measure(case: Case) -> dict[str, Any]:
     """Return launches and gigabytes of a layer and of everything outside of layers, by phase."""
-    one, three = count(case, 1), count(case, 3)
+    shallow, deep = count(case, 1), count(case, 3)
     result: dict[str, Any] = {}
     for phase in PHASES:
-        layer = three[phase].minus(one[phase], 0.5)
-        outside = one[phase].minus(layer)
+        layer = deep[phase].minus(shallow[phase], 0.5)
+        outside = shallow[phase].minus(layer)
         result[phase] = {
             "launches": layer.kernels,
             "gigabytes": round(layer.gigabytes, 2),

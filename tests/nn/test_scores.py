@@ -15,8 +15,10 @@ from kumi.nn.attention import chunked_attention, cpu_attention, partial_attentio
 from kumi.nn.attention.attention_context import Segments
 from kumi.nn.attention.grouped_query import Attention, attend
 from kumi.nn.attention.scores import PLAIN_SCORES, Scores, alibi_slopes
-from kumi.parallel.compiled import exclude_from_compile
+from kumi.parallel import RankInfo, build_mesh
+from kumi.parallel.compiled import prepare_to_compile
 from kumi.spec import model
+from kumi.spec.layout import Layout
 from nn.test_flash_parts import ON_CPU
 
 ROWS, LENGTH, SIZE, VALUE_SIZE = 2, 11, 8, 8
@@ -228,5 +230,5 @@ def test_the_part_of_a_rank():
 def test_blocks_are_left_out_of_compiled_layers():
     plain, capped = (model.Attention(4, 2, 8, None, softcap=cap) for cap in (None, 2.0))
     parts = [Attention(16, spec, 1e-5, device=torch.device("meta"), dtype=torch.float32) for spec in (plain, capped)]
-    exclude_from_compile(torch.nn.ModuleList(parts))
+    prepare_to_compile(torch.nn.ModuleList(parts), build_mesh(Layout(), RankInfo(0, 1, 0, torch.device("cpu"))))
     assert [len(part.wrappers) for part in parts] == [0, 1]

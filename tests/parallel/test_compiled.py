@@ -1,9 +1,11 @@
 """Compiled layers compute the same as uncompiled ones. They are only traced: generated code needs a C++ compiler."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as flex_attention
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.nn.attention import varlen
@@ -11,7 +13,7 @@ from torch.nn.attention import varlen
 from kumi.nn.attention import flash_partial, grouped_query
 from kumi.nn.attention.attention_context import Segments, document_bounds
 from kumi.nn.attention.grouped_query import attend
-from kumi.parallel import RankInfo, build, build_mesh, clip_gradients, pipeline
+from kumi.parallel import RankInfo, build, build_mesh, clip_gradients, compiled, pipeline
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from steps import SPECS, batch
@@ -25,8 +27,8 @@ def test_compiled_layers_train_as_others(monkeypatch, family, recompute):
     mesh, results = build_mesh(Layout(recompute=recompute), RankInfo(0, 1, 0, torch.device("cpu"))), []
     inputs = batch(0)
     inputs["token_weights"] = torch.full(inputs["labels"].shape, -0.01, dtype=torch.float64)
-    for compiled in (False, True):
-        model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=0, compile=compiled)
+    for compiles in (False, True):
+        model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=0, compile=compiles)
         loss = pipeline.train_microbatches(model, mesh, [inputs])
         results.append((loss.item(), clip_gradients(model, 1.0, mesh).item()))
     assert results[1] == pytest.approx(results[0], rel=1e-12)
@@ -87,3 +89,27 @@ def test_a_layer_on_a_gpu_is_one_graph(monkeypatch, kernels_of_gpus, recompute, 
     assert counts[0] >= 1
     assert counts[1] == counts[2], "every batch compiles again"
     assert counts[2] <= 2
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_softcap_on_a_gpu_is_part_of_the_graph(monkeypatch, kernels_of_gpus, recompute):
+    """FlexAttention, which a CPU runs without its kernel, takes the place of attention in blocks."""
+    compile = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda layer: compile(layer, backend="aot_eager", fullgraph=True))
+    monkeypatch.setattr(compiled, "_has_flex", lambda mesh: True)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *args: None)
+    torch._dynamo.reset()
+    spec = SPECS["llama"]
+    attention = [replace(layer.attention, head_dim=16, softcap=5.0) for layer in spec.layers]
+    spec = replace(spec, layers=tuple(replace(layer, attention=own) for layer, own in zip(spec.layers, attention)))
+    mesh = build_mesh(Layout(recompute=recompute), RankInfo(0, 1, 0, torch.device("cpu")))
+    inputs = batch(0)
+    inputs["token_weights"] = torch.full(inputs["labels"].shape, -0.01)
+    inputs["cu_seqlens"] = tuple(document_bounds(inputs["document_ids"]).tolist())
+    norms = []
+    for compiles in (False, True):
+        model = build(spec, mesh, PRECISIONS["fp32"], weights=0, compile=compiles)
+        loss = pipeline.train_microbatches(model, mesh, [dict(inputs)])
+        norms.append((loss.item(), clip_gradients(model, 1.0, mesh).item()))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)

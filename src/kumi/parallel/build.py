@@ -19,7 +19,7 @@ from kumi.nn.wrappers import Wrapper
 from kumi.parallel import context_parallel, data_parallel, expert_parallel, mlp_tiling, tensor_parallel
 from kumi.parallel.activation_offload import OffloadStream, offload_wrappers
 from kumi.parallel.async_tp import use_async_tp
-from kumi.parallel.compiled import exclude_from_compile
+from kumi.parallel.compiled import prepare_to_compile
 from kumi.parallel.float8 import use_float8
 from kumi.parallel.lora import add_adapters, connect_adapters, draw_reader, fill_frozen_and_adapters, replay_dropout
 from kumi.parallel.mesh import Mesh
@@ -155,7 +155,7 @@ def _shard(
     for layer, wrappers in zip(layers, _wrappers(decoder, layers, mesh, recomputed, compile), strict=True):
         layer.wrappers.extend(wrappers)
     if compile:
-        exclude_from_compile(decoder)
+        prepare_to_compile(decoder, mesh)
         for layer in layers:
             layer.compile()
     if data_parallel.uses_fsdp(mesh):

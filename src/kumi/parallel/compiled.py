@@ -9,21 +9,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from kumi.nn.attention.flex import SMALLEST_HEAD, with_block_masks
 from kumi.nn.attention.grouped_query import Attention
+from kumi.nn.decoder import Decoder
 from kumi.nn.moe import MoE
+from kumi.parallel.mesh import Mesh
 
 
-def exclude_from_compile(decoder: nn.Module) -> None:
-    """Exclude the modules of `decoder` that would be recompiled for every batch.
+def prepare_to_compile(decoder: Decoder, mesh: Mesh) -> None:
+    """Exclude the modules of `decoder` that would be recompiled for every batch, and let it make FlexAttention's masks.
 
     Routed experts: the number of tokens of each expert depends on the data, and routers count in the backward pass.
-    Attention in blocks: the blocks depend on the documents.
+    Attention in blocks: the blocks depend on the documents. On a GPU, FlexAttention takes the place of most of it.
     """
     compiler: Any = torch.compiler
     uncompiled = compiler.disable(_call)
+    windows: set[int | None] = set()
     for module in decoder.modules():
-        if isinstance(module, MoE) or (isinstance(module, Attention) and _is_chunked(module)):
+        if isinstance(module, MoE) or (isinstance(module, Attention) and _is_chunked(module, mesh)):
             module.wrappers.append(uncompiled)
+        elif isinstance(module, Attention) and not module.scores.fused:
+            windows.add(module.spec.sliding_window)
+    if windows:
+        decoder.make_attention = with_block_masks(decoder.make_attention, windows)
 
 
 @contextmanager
@@ -42,8 +50,15 @@ def uncompiled(decoder: nn.Module) -> Iterator[None]:
         yield
 
 
-def _is_chunked(attention: Attention) -> bool:
-    return attention.sinks is not None or not attention.scores.fused
+def _is_chunked(attention: Attention, mesh: Mesh) -> bool:
+    if attention.sinks is not None or attention.scores.fused:
+        return attention.sinks is not None
+    return not _has_flex(mesh) or attention.scores.bf16_bias or attention.spec.head_dim < SMALLEST_HEAD
+
+
+def _has_flex(mesh: Mesh) -> bool:
+    """Return True if FlexAttention has kernels for this rank's rows: on a GPU with complete rows."""
+    return mesh.device.type == "cuda" and mesh.layout.cp == 1
 
 
 def _call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,7 @@ SAVED_OPS = (
     _aten._scaled_dot_product_cudnn_attention.default,
 )
 # Operators by name: importing the module that defines them takes longer than the other imports together.
-SAVED_OP_NAMES = (VARLEN_ATTENTION,)
+SAVED_OP_NAMES = (VARLEN_ATTENTION, "flex_attention")
 
 
 @dataclass

@@ -28,8 +28,8 @@ def uses_weight_copies(mesh: Mesh, precision: Precision) -> bool:
     Tiles of MLPs are cast one at a time.
     """
     casts = precision.param != precision.compute
-    held = mesh.layout.tiles == 1 and not data_parallel.offloads_states(mesh.layout)
-    return casts and held and mesh.device.type == "cuda" and not data_parallel.uses_fsdp(mesh)
+    on_device = mesh.layout.tiles == 1 and not data_parallel.offloads_states(mesh.layout)
+    return casts and on_device and mesh.device.type == "cuda" and not data_parallel.uses_fsdp(mesh)
 
 
 def add_weight_copies(model: nn.Module, precision: Precision) -> None:

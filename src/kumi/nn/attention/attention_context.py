@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -90,11 +90,13 @@ class Segments:
     None on other devices.
     `document_ids` (B, S): changes at each boundary within a row; None if every row is one document.
     `host_cu_seqlens`: `cu_seqlens` in the host's memory; None if only the device has it.
+    `block_masks`: the masks of FlexAttention by window, where compiled layers use them (see `kumi.nn.attention.flex`).
     """
 
     document_ids: Tensor | None
     cu_seqlens: list[int] | Tensor | None
     host_cu_seqlens: list[int] | None = None
+    block_masks: Mapping[int | None, Any] = field(default_factory=dict)
 
     @cached_property
     def cu_seqlens_list(self) -> list[int]:

@@ -241,11 +241,11 @@ def _visible_ranges(ids: Tensor, own: Tensor, other: Tensor) -> Iterator[tuple[_
 
 def supports_packed(q: Tensor, v: Tensor) -> bool:
     """Return True if PyTorch's variable-length kernel computes queries and values like these once they are padded to
-    `padded_size`."""
-    return has_varlen(q) and padded_size(q.shape[-1]) <= _LARGEST_HEAD and v.shape[-1] <= q.shape[-1]
+    `kernel_head_size`."""
+    return has_varlen(q) and kernel_head_size(q.shape[-1]) <= _LARGEST_HEAD and v.shape[-1] <= q.shape[-1]
 
 
-def padded_size(size: int) -> int:
+def kernel_head_size(size: int) -> int:
     """Return the smallest head size of the kernels that is at least `size`: they take multiples of 8 only."""
     return -(-size // 8) * 8
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kumi.compat import has_varlen, varlen_attention
 from kumi.nn import rope
-from kumi.nn.attention import cpu_flash, flash_partial
+from kumi.nn.attention import cpu_flash, flash_partial, flex
 from kumi.nn.attention.attention_context import AttentionContext, Segments, key_rotary, positions, rotary, visible
 from kumi.nn.attention.chunked_attention import chunked_attention
 from kumi.nn.attention.cpu_attention import packed_attention
@@ -133,7 +133,7 @@ def attend(
 def _attend_packed(cu_seqlens: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None, scores: Scores) -> Tensor:
     """Return the result of `attend` by the variable-length kernel, which needs one head size, a multiple of 8."""
     size, value_size = q.shape[3], v.shape[3]
-    padded = flash_partial.padded_size(size)
+    padded = flash_partial.kernel_head_size(size)
     # Zeros at the end of queries and keys change no product, but they would change the default scale.
     scale = scores.scale if padded == size else scores.factor(size)
     tokens = [flash_partial.padded_heads(x, padded).flatten(0, 1) for x in (q, k, v)]
@@ -148,6 +148,8 @@ def _attend_with_custom_scores(
     cu_seqlens = segments.cu_seqlens
     if isinstance(cu_seqlens, Tensor) and sinks is not None and scores.fused and flash_partial.supports_flash(q, v):
         return flash_partial.flash_with_sinks(q, k, v, window, sinks, cu_seqlens, scores.scale)
+    if window in segments.block_masks and sinks is None and flex.supports_flex(q, scores):
+        return flex.flex_attention(q, k, v, segments.block_masks[window], scores)
     if cu_seqlens is not None:
         return chunked_attention(q, k, v, segments.cu_seqlens_list, window, sinks, scores)
     return _attend_by_all_scores(segments.document_ids, q, k, v, window, sinks, scores)
