@@ -3,11 +3,11 @@
     python benchmarks/launches.py [--cases dense packed ...] [--verbose] [--host] [--json PATH]
 
 The trainer's step runs on fake CPU tensors, with the operators that it calls on a GPU: attention, norms and the chunks
-of the head are those of a GPU, and nothing is computed. Every operator that starts a kernel counts as one launch, one
-of kumi's own as the kernels that it starts (`OWN_LAUNCHES`). Bytes are those of an operator's inputs and outputs,
-without matrix products and attention; a gather or a scatter counts the rows that it moves. What a layer needs is half
-of the difference between models of one and of three layers, and the rest is outside of layers. An operator whose
-result the host would wait for ends the count with its name: no microbatch may wait.
+of the head are those of a GPU, and nothing is computed. Every operator that starts a kernel counts as one launch, also
+those of kumi's own, which start one each. Bytes are those of an operator's inputs and outputs, without matrix products
+and attention; a gather or a scatter counts the rows that it moves. What a layer needs is half of the difference between
+models of one and of three layers, and the rest is outside of layers. An operator whose result the host would wait for
+ends the count with its name: no microbatch may wait.
 
 `--host` measures the CPU time of a small layer on this machine, with and without recomputation.
 """
@@ -73,8 +73,6 @@ _FREE = {
 }
 # Operators whose result the host waits for.
 WAITING = {"_local_scalar_dense", "nonzero", "is_nonzero", "_unique2", "masked_select", "equal", "item"}
-# Kernels that an operator of kumi starts; the others start one.
-OWN_LAUNCHES = {"kumi::grouped_times": 2, "kumi::grouped_outer": 2}  # a sum of the rows before each expert, a product
 _PRODUCTS = {"mm", "addmm", "bmm", "grouped_times", "grouped_outer"}
 # Operators that move rows of a tensor: (moved, others of their size).
 _GATHERS = {"index", "index_select", "gather", "embedding"}
@@ -150,7 +148,7 @@ class CountLaunches(TorchDispatchMode):
         if not (func.is_view or name in _FREE or namespace == "prim"):
             in_backward = torch._C._current_graph_task_id() >= 0
             load = self.loads["update" if self.updating else "backward" if in_backward else "forward"]
-            load.launches[name] += OWN_LAUNCHES.get(f"{namespace}::{name}", 1)
+            load.launches[name] += 1
             load.bytes[name] += _moved_bytes(name, args, kwargs, out)
         return out
 

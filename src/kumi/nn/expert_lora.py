@@ -39,12 +39,12 @@ class LoraExperts(Experts):
                 values = torch.empty(count, *shape, device=matrix.device, dtype=dtype)
                 self.register_parameter(f"{name}_lora_{factor}", nn.Parameter(values))
 
-    def product(self, rows: Tensor, name: str, counts: Tensor) -> Tensor:
-        out, lora = super().product(rows, name, counts), self.loras.get(name)
+    def product(self, rows: Tensor, name: str, counts: Tensor, ends: Tensor) -> Tensor:
+        out, lora = super().product(rows, name, counts, ends), self.loras.get(name)
         if lora is None or not self.uses_adapter:
             return out
         a, b = (getattr(self, f"{name}_lora_{factor}") for factor in "AB")
-        added = grouped_linear(grouped_linear(rows, a.transpose(1, 2), counts), b, counts)
+        added = grouped_linear(grouped_linear(rows, a.transpose(1, 2), counts, ends), b, counts, ends)
         # This must not work in place, because selective recomputation keeps the results of matrix products.
         return torch.add(out, added, alpha=lora.scale)
 

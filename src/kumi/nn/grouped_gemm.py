@@ -20,13 +20,20 @@ from kumi.nn.numerics import expert_matmul_precision
 _ONES = 8
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor | None = None) -> Tensor:
     """Return rows (N, out): each of `rows` (N, in) times the transposed matrix of its group, in the dtype of `rows`.
 
-    The first counts[0] rows use the first matrix of `weight` (X, out, in), and so on. `counts` (X,) sums to N.
+    The first counts[0] rows use the first matrix of `weight` (X, out, in), and so on. `counts` (X,) sums to N. `ends`:
+    `row_ends(counts)`, for callers with several products of the same rows.
     """
-    out: Tensor = _GroupedLinear.apply(rows, weight.to(rows.dtype), counts)  # type: ignore[no-untyped-call]
+    ends = row_ends(counts) if ends is None else ends
+    out: Tensor = _GroupedLinear.apply(rows, weight.to(rows.dtype), counts, ends)  # type: ignore[no-untyped-call]
     return out
+
+
+def row_ends(counts: Tensor) -> Tensor:
+    """Return the number of rows (X,) up to the end of each group, as kernels take it."""
+    return counts.cumsum(0, dtype=torch.int32)
 
 
 def add_expert_bias(rows: Tensor, bias: Tensor | None, counts: Tensor, *, other_rank_adds: bool = False) -> Tensor:
@@ -56,31 +63,31 @@ class _AddExpertBias(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (counts,) = ctx.saved_tensors
         # Sum the groups by a product with ones: kernels accumulate in float32, in a fixed order, without a copy.
-        sums = GROUPED_OUTER(grad.contiguous(), grad.new_ones(len(grad), _ONES), counts)[..., 0]
+        sums = GROUPED_OUTER(grad.contiguous(), grad.new_ones(len(grad), _ONES), counts, row_ends(counts))[..., 0]
         return grad, sums.to(ctx.dtype), None, None
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(rows if weight.requires_grad else None, weight, counts)
-        out: Tensor = GROUPED_MATMUL(rows, weight.transpose(1, 2), counts)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows if weight.requires_grad else None, weight, counts, ends)
+        out: Tensor = GROUPED_MATMUL(rows, weight.transpose(1, 2), counts, ends)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        rows, weight, counts = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        rows, weight, counts, ends = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_rows = GROUPED_MATMUL(grad, weight, counts) if ctx.needs_input_grad[0] else None
-        grad_weight = GROUPED_OUTER(grad, rows, counts) if ctx.needs_input_grad[1] else None
-        return grad_rows, grad_weight, None
+        grad_rows = GROUPED_MATMUL(grad, weight, counts, ends) if ctx.needs_input_grad[0] else None
+        grad_weight = GROUPED_OUTER(grad, rows, counts, ends) if ctx.needs_input_grad[1] else None
+        return grad_rows, grad_weight, None, None
 
 
 @expert_matmul_precision()
-def _times(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+def _times(rows: Tensor, matrices: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
     """Return (N, b): each group of `rows` (N, a) times its matrix of `matrices` (X, a, b)."""
     if _has_kernel(rows, matrices.shape[2]):
-        return F.grouped_mm(rows, matrices, offs=counts.cumsum(0, dtype=torch.int32))
+        return F.grouped_mm(rows, matrices, offs=ends)
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
     sizes = counts.tolist()
     for part, matrix, target in zip(torch.split(rows, sizes), matrices, torch.split(out, sizes), strict=True):
@@ -89,10 +96,10 @@ def _times(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 
 @expert_matmul_precision()
-def _outer(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+def _outer(grad: Tensor, rows: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
     """Return (X, b, a): grad^T rows of each group of `grad` (N, b) and `rows` (N, a); 0 for an empty group."""
     if _has_kernel(rows, grad.shape[1]):
-        return F.grouped_mm(grad.T, rows, offs=counts.cumsum(0, dtype=torch.int32))
+        return F.grouped_mm(grad.T, rows, offs=ends)
     sizes = counts.tolist()
     parts = zip(torch.split(grad, sizes), torch.split(rows, sizes), strict=True)
     return torch.stack([torch.mm(_pad(grad_part).T, _pad(row_part)) for grad_part, row_part in parts])
@@ -141,15 +148,15 @@ def padded_size(count: int) -> int:
 
 GROUPED_MATMUL = define_op(
     "grouped_times",
-    "(Tensor rows, Tensor matrices, Tensor counts) -> Tensor",
+    "(Tensor rows, Tensor matrices, Tensor counts, Tensor ends) -> Tensor",
     _times,
-    lambda rows, matrices, counts: rows.new_empty(rows.shape[0], matrices.shape[2]),
+    lambda rows, matrices, counts, ends: rows.new_empty(rows.shape[0], matrices.shape[2]),
 )
 GROUPED_OUTER = define_op(
     "grouped_outer",
-    "(Tensor grad, Tensor rows, Tensor counts) -> Tensor",
+    "(Tensor grad, Tensor rows, Tensor counts, Tensor ends) -> Tensor",
     _outer,
-    lambda grad, rows, counts: rows.new_empty(counts.shape[0], grad.shape[1], rows.shape[1]),
+    lambda grad, rows, counts, ends: rows.new_empty(counts.shape[0], grad.shape[1], rows.shape[1]),
 )
 
 

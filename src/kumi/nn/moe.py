@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kumi.nn.activation_functions import Gate, activate, apply_gate_to_halves, clamped_swiglu, gate_by
-from kumi.nn.grouped_gemm import add_expert_bias, grouped_linear
+from kumi.nn.grouped_gemm import add_expert_bias, grouped_linear, row_ends
 from kumi.nn.linear import Linear
 from kumi.nn.mlp import MLP
 from kumi.nn.numerics import kernel
@@ -78,18 +78,19 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the results of `rows` (N, D). The first counts[0] rows go through the first expert, and so on."""
+        ends = row_ends(counts)
         if self.gate_up_proj is not None:
-            halves = add_expert_bias(self.product(rows, "gate_up_proj", counts), self.gate_up_proj_bias, counts)
+            halves = add_expert_bias(self.product(rows, "gate_up_proj", counts, ends), self.gate_up_proj_bias, counts)
             inner = apply_gate_to_halves(halves, self.how)
         else:
-            up = add_expert_bias(self.product(rows, "up_proj", counts), self.up_proj_bias, counts)
+            up = add_expert_bias(self.product(rows, "up_proj", counts, ends), self.up_proj_bias, counts)
             inner = activate(up, self.spec.hidden_act)
-        out = self.product(inner, "down_proj", counts)
+        out = self.product(inner, "down_proj", counts, ends)
         return add_expert_bias(out, self.down_proj_bias, counts, other_rank_adds=not self.adds_bias)
 
-    def product(self, rows: Tensor, name: str, counts: Tensor) -> Tensor:
+    def product(self, rows: Tensor, name: str, counts: Tensor, ends: Tensor) -> Tensor:
         """Return each of `rows` (N, in) times the matrix `name` of its expert, (N, out)."""
-        return grouped_linear(rows, getattr(self, name), counts)
+        return grouped_linear(rows, getattr(self, name), counts, ends)
 
 
 def expert_gate(spec: model.MoE) -> Gate:
