@@ -19,6 +19,7 @@ ALLOWED = {
     "torch.distributed.elastic calls it": ["reify", "root_log_dir"],
     "the tokenizers library reads it": ["post_processor"],
     "PyTorch's fake tensors read it": ["allow_non_fake_inputs", "_resize"],
+    "PyTorch's dispatch modes read it": ["_should_skip_dynamo"],
     "FSDP2 reads it": ["param_dtype"],
     "s3fs reads it": ["_s3", "retries"],
     "lm-evaluation-harness calls it": [
