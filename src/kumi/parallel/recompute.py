@@ -121,7 +121,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-class _SaveResults(_Mode):
+class _SaveResults(_Mode):  # type: ignore[no-untyped-call]
     """The mode of the forward: appends the results of `SAVED_OPS` to `results`, in the order of the calls.
 
     PyTorch's own mode looks at every operation's arguments and stores an entry for each, which takes the host longer
@@ -136,7 +136,7 @@ class _SaveResults(_Mode):
         return out
 
 
-class _ReuseResults(_Mode):
+class _ReuseResults(_Mode):  # type: ignore[no-untyped-call]
     """The mode of the replay: returns the `results` of the forward instead of calling `SAVED_OPS` again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
