@@ -38,6 +38,7 @@ from kumi.nn.attention import flash_partial, grouped_query
 from kumi.nn.attention.attention_context import AttentionFn, Segments
 from kumi.nn.decoder import Decoder
 from kumi.nn.norm import RMSNorm, rms_norm
+from kumi.nn.numerics import use_kernels
 from kumi.objectives import OBJECTIVES
 from kumi.parallel import build, build_optimizer, clip_gradients, grad_norm, pipeline
 from kumi.parallel.build import assemble
@@ -85,12 +86,14 @@ class Case:
 
     `weights`: "bf16", as FSDP2 gathers them, or "float32", as one GPU and DDP hold them.
     `documents`: in each row.
+    `kernels`: with the Triton kernels of kumi, which then have to be importable; else PyTorch's operations.
     """
 
     config: dict[str, Any]
     weights: str = "bf16"
     documents: int = 1
     recompute: str = "none"
+    kernels: bool = False
 
 
 CASES = {
@@ -100,7 +103,10 @@ CASES = {
     "selective": Case(shapes.LLAMA_8B, recompute="selective"),
     "full": Case(shapes.LLAMA_8B, recompute="full"),
     "experts": Case(shapes.QWEN_30B_A3B),
+    "dense, kernels": Case(shapes.LLAMA_8B, kernels=True),
+    "experts, kernels": Case(shapes.QWEN_30B_A3B, kernels=True),
 }
+KERNELS = tuple((operation, "triton") for operation in ("loss", "experts", "rotation"))
 PHASES = ("forward", "backward", "update")
 
 
@@ -230,6 +236,7 @@ def count(case: Case, layers: int) -> dict[str, Load]:
     mesh = build_mesh(Layout(recompute=case.recompute), RankInfo(0, 1, 0, CPU))
     model = assemble(spec, mesh, PRECISIONS["bf16-pure" if case.weights == "bf16" else "bf16"])
     objective, columns = OBJECTIVES["lm"](), _columns(case, mesh)
+    use_kernels(KERNELS if case.kernels else ())
     with FakeTensorMode(allow_non_fake_inputs=True), as_on_gpu(model):
         model.to_empty(device=CPU)
         if case.weights == "float32":
@@ -243,6 +250,7 @@ def count(case: Case, layers: int) -> dict[str, Load]:
             clip_gradients(model, 1.0, mesh)
             optimizer.step()
             refresh_weight_copies(model)
+    use_kernels(())
     return counter.loads
 
 
