@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -325,7 +326,8 @@ def table(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    available = [name for name, case in CASES.items() if not case.kernels or find_spec("triton")]
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=available)
     parser.add_argument("--verbose", action="store_true", help="list the operators of a layer")
     parser.add_argument("--host", action="store_true", help="measure CPU time of recomputation instead")
     parser.add_argument("--json", type=Path, help="write the results to this file")
