@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -270,3 +271,16 @@ def test_ppo_solves_a_bandit_and_short_replies(tmp_path, length):
         rewards.append(np.mean([entry["rollout/reward"] for entry in of_batches[-3:]]))
         assert abs(of_batches[-1]["critic/value"] - of_batches[-1]["critic/return"]) < 0.2
     assert np.mean(rewards) > solved, rewards
+
+
+def test_copies_of_the_weights_change_no_bit(trained, tmp_path):
+    """On a GPU without FSDP the linear layers of both models have copies, which each update fills again."""
+    losses = []
+    for copies in (False, True):
+        folder = tmp_path / str(copies)
+        shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("run"))
+        with mock.patch("kumi.parallel.build.uses_weight_copies", return_value=copies):
+            assert train(folder, **SETTINGS, precision={"kind": "bf16"}) == 0
+        losses.append([(entry["train/loss"], entry["critic/loss"]) for entry in metrics(folder / "run")])
+    plain, copied = losses
+    assert copied == plain
