@@ -377,6 +377,8 @@ def test_a_rank_that_fails_does_not_wait_to_leave_its_group(tmp_path):
     run = SimpleNamespace(
         cluster=SimpleNamespace(device=device),
         config=SimpleNamespace(train=train, rollout=None),
+        model=SimpleNamespace(layers=()),
+        reference_folder=None,
         layout=Layout(dp_replicate=2),
         digest="0" * 32,
     )
