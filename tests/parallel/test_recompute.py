@@ -92,7 +92,8 @@ def test_the_matmuls_of_float8_are_saved():
 def test_a_step_leaves_no_tensors_to_the_garbage_collector(how):
     """Ranks with GPUs collect every 50 steps only: a tensor in a cycle would hold its memory until then."""
     _forward_backward(how, "llama")
-    gc.collect()
+    while gc.collect():  # what compilers leave behind in other tests takes several collections
+        pass
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
