@@ -102,6 +102,20 @@ def test_the_mask_of_other_devices_is_right():
     torch.testing.assert_close(out[row, position, head], weights @ v[seen])
 
 
+@pytest.mark.parametrize(
+    ("tokens", "row", "ranges"),
+    [
+        (254, 127, [(0, 127), (127, 254)]),
+        (320, 160, [(0, 128), (128, 160), (160, 288), (288, 320)]),
+        (200, 40, [(0, 120), (120, 200)]),
+        (300, 300, [(0, 128), (128, 256), (256, 300)]),
+    ],
+)
+def test_blocks_end_with_a_row_or_with_complete_short_rows(monkeypatch, tokens, row, ranges):
+    monkeypatch.setattr(cpu_attention, "QUERY_BLOCK", 128)
+    assert list(cpu_attention._query_ranges(tokens, row)) == ranges
+
+
 def test_gradcheck():
     qkv, _ = inputs(2, 1)
     where = segments(torch.zeros(ROWS, LENGTH), DOCUMENTS)

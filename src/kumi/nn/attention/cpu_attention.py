@@ -6,6 +6,9 @@ bfloat16. Here a block of queries is multiplied only with the keys that one of i
 documents, up to the query itself, within the window. Scores and softmax are in float32 or wider. The backward pass
 recomputes the probabilities of each block, so no tensor of size S x S is kept (Dao et al., 2022, arXiv:2205.14135).
 
+A block has queries of one row, or complete rows where these are short. Every row starts a document, so a block that
+goes on in the next row would have the keys of both.
+
 If the documents of a batch can be split evenly among PyTorch's threads, each thread computes complete documents,
 because the products of one block are too small to be split among threads.
 
@@ -144,7 +147,7 @@ def _forward(
     values = v.flatten(0, 1).transpose(0, 1).contiguous()
     out = queries.new_empty(*queries.shape[:-1], v.shape[-1])
     mask = _mask(cu_seqlens, window, keys.dtype)
-    for block in _blocks(mask.earliest):
+    for block in _blocks(mask.earliest, q.shape[1]):
         weights, _, _ = _weights(_rows(queries, block), keys, block, mask, sinks, scores)
         _write_rows(out, block, torch.bmm(weights.to(q.dtype), values[:, block.first : block.last]))
     return out.view(*q.shape[:-1], -1)
@@ -168,7 +171,7 @@ def _gradients(
     grad_q, mask = torch.empty_like(queries), _mask(cu_seqlens, window, keys.dtype)
     grad_k, grad_v = (keys.new_zeros(*narrow_keys.shape[:-1], x.shape[-1]) for x in (k, v))
     grad_sinks = keys.new_zeros(0 if sinks is None else sinks.shape[0])
-    for block in _blocks(mask.earliest):
+    for block in _blocks(mask.earliest, q.shape[1]):
         seen = slice(block.first, block.last)
         rows, out_rows = _rows(queries, block), _rows(grads, block)
         weights, sink_weights, tanh = _weights(rows, keys, block, mask, sinks, scores)
@@ -195,14 +198,22 @@ def _mask(cu_seqlens: Sequence[int], window: int, dtype: torch.dtype) -> _Mask:
     return _Mask(begins, earliest, torch.full((QUERY_BLOCK, QUERY_BLOCK), -torch.inf, dtype=dtype).triu_(1))
 
 
-def _blocks(earliest: Tensor) -> Iterator[_Block]:
-    for start in range(0, len(earliest), QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, len(earliest))
+def _blocks(earliest: Tensor, row: int) -> Iterator[_Block]:
+    """Yield the blocks of rows of `row` tokens."""
+    for start, stop in _query_ranges(len(earliest), row):
         first = int(earliest[start])
         # Few sizes: what the size adds lies before the keys that are seen, or where a batch begins, after them.
         size = key_size(stop - first)
         first = max(0, stop - size)
         yield _Block(first, min(first + size, len(earliest)), start, stop, int(earliest[stop - 1]))
+
+
+def _query_ranges(tokens: int, row: int) -> Iterator[tuple[int, int]]:
+    """Yield the first query of each block, and the query after its last one."""
+    rows = row * max(1, QUERY_BLOCK // row)  # as many short rows as fit, or a long one
+    for first in range(0, tokens, rows):
+        end = min(first + rows, tokens)
+        yield from ((start, min(start + QUERY_BLOCK, end)) for start in range(first, end, QUERY_BLOCK))
 
 
 def _weights(
