@@ -11,9 +11,9 @@ from kumi.files.untrusted import inside, json_record, open_stream
 
 
 def json_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the lines of `path`, without broken lines; nothing without the file.
+    """Yield the JSON object of each line of `path`, leaving out broken lines; yield nothing if `path` does not exist.
 
-    Raise RefusedError if it is a link out of its folder.
+    Raise RefusedError if `path` is a link out of its folder.
     """
     if not path.exists():
         return

@@ -1,7 +1,8 @@
 """Write below a folder of kumi's own without following links inside it.
 
 A run folder may come from an untrusted source. The user names the folder, so the folder itself may be a link. Links
-below it are never followed: a link at the path of a new file is replaced, and at the path of an existing file refused.
+below it are never followed: a new file replaces a link at its path, and a link is refused where kumi appends to a file
+or creates a folder.
 """
 
 from __future__ import annotations

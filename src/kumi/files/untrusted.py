@@ -27,6 +27,7 @@ from kumi.errors import ConfigError, ModelError
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 _DIGITS = 40  # transformers writes 10**30, a number of 31 digits, for a tokenizer without a maximum length
+# JSON's escape of half a surrogate pair, such as \ud83d: valid only beside the other half.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # A dotted TOML key of more than 32 parts; tomllib needs quadratic time for it.
 _LONG_KEY = re.compile(
@@ -39,7 +40,7 @@ class Bounds:
     """Limits of a kind of file.
 
     size: bytes.
-    values: number of values; the commas and brackets are counted, an upper bound.
+    values: number of values, estimated from above by the number of commas and opening brackets.
     depth: levels of nesting.
     """
 
@@ -76,7 +77,7 @@ def inside(folder: Path, name: str, error: type[ConfigError] = ModelError) -> Pa
 
 
 def open_regular(path: Path, *, follow: bool = False) -> int:
-    """Return a file descriptor for reading `path`, a result of `inside`. Raise OSError unless it is a regular file.
+    """Return a file descriptor for reading `path`, which `inside` checked. Raise OSError unless it is a regular file.
 
     If `path` itself is a link, it is followed only with `follow`. Opening does not block, not even on a pipe without a
     writer.

@@ -1,12 +1,12 @@
-"""The folder with local copies of what stores have, and its limit.
+"""The folder with local copies of the files of stores, and its size limit.
 
     $KUMI_CACHE, else ~/.cache/kumi/stores
       files/NAME-DIGEST/    files that were fetched from a URL (see `fetched_files`)
       runs/NAME-DIGEST/     the run folder of a run whose train.out is a URL
       outputs/NAME-DIGEST/  the output of a conversion until it is uploaded
 
-Before more is stored, the copies that were not used for longest are removed until the folder stays within
-$KUMI_CACHE_LIMIT, by default half of its disk. A copy in use stays, and so does a run that is not uploaded completely.
+Before more is stored, the least recently used copies are removed until the folder stays within $KUMI_CACHE_LIMIT, by
+default half of its disk. Copies in use, outputs, and runs that are not uploaded completely stay.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from kumi.units import format_bytes, parse_bytes
 
 VARIABLE, LIMIT_VARIABLE = "KUMI_CACHE", "KUMI_CACHE_LIMIT"
 FILES, RUNS, OUTPUTS = "files", "runs", "outputs"
-# In a copy: held while it is made, held while it is used, the time of the last use, and the mark of an uploaded run.
+# Files in the folder of a copy: a lock held while the copy is made, a lock held while it is used, a file whose
+# modification time is that of the last use, and a file that exists if the run in the copy is uploaded.
 _FETCH_LOCK, _USE_LOCK, _USED, _UPLOADED = ".fetch.lock", ".use.lock", ".used", ".uploaded"
 
-# Locks of the copies that this process uses, until it ends; forked ranks share them.
+# The locks on the copies that this process uses. It holds them until it ends; forked ranks share them.
 _in_use: dict[Path, IO[str]] = {}
 
 
@@ -53,7 +54,7 @@ def local_run_folder(out: str) -> Path:
 
 
 def cache_limit() -> int:
-    """Return the most bytes that the cache may have. Raise ConfigError if $KUMI_CACHE_LIMIT is not a size."""
+    """Return the limit of the cache in bytes. Raise ConfigError if $KUMI_CACHE_LIMIT is not a size."""
     text = os.environ.get(LIMIT_VARIABLE)
     if text:
         try:
@@ -73,9 +74,9 @@ def cache_line() -> str:
 
 @contextmanager
 def making(copy: Path) -> Iterator[None]:
-    """Create the folder `copy` and lock it against other processes that would make it, for the duration of the block.
+    """Create the folder `copy` of a local copy, and let no other process write to it during the block.
 
-    Afterwards this process uses the copy: it is not removed before the process ends.
+    The copy counts as in use until this process ends, so it is not removed before.
     """
     make_folder(copy)
     use(copy)
@@ -95,7 +96,7 @@ def use(copy: Path) -> None:
 
 
 def mark_uploaded(copy: Path, *, uploaded: bool) -> None:
-    """Note whether the store has everything of the run in `copy`, so that the copy may be removed."""
+    """Note whether the run in `copy` is uploaded completely: only then the copy may be removed."""
     if uploaded:
         open_append(copy / _UPLOADED).close()
     else:
@@ -103,7 +104,7 @@ def mark_uploaded(copy: Path, *, uploaded: bool) -> None:
 
 
 def make_room(needed: int, what: str) -> None:
-    """Remove copies that were not used for longest until `needed` more bytes fit. Raise RefusedError if they do not.
+    """Remove the least recently used copies until `needed` more bytes fit. Raise RefusedError if they do not.
 
     `what`: the name of the new bytes, for the error.
     """
@@ -124,7 +125,7 @@ def make_room(needed: int, what: str) -> None:
 
 
 def _by_use(root: Path) -> list[Path]:
-    """Return the copies that may be removed, the one that was not used for longest first."""
+    """Return the copies that may be removed, the least recently used one first."""
     copies = [*(root / FILES).glob("*/"), *(path for path in (root / RUNS).glob("*/") if (path / _UPLOADED).exists())]
     return sorted((copy for copy in copies if copy not in _in_use), key=_last_use)
 
@@ -137,7 +138,7 @@ def _last_use(copy: Path) -> float:
 
 
 def _remove(copy: Path) -> int:
-    """Remove `copy` unless a process uses it; return the bytes that are free then."""
+    """Remove `copy` unless a process uses it; return the bytes that this frees."""
     size = _size(copy)
     with open_append(copy / _USE_LOCK) as lock:
         try:

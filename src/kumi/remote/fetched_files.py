@@ -30,15 +30,15 @@ Select = Callable[[str], bool]
 
 
 def fetch_folder(url: str, key: str, select: Select = lambda name: True) -> Path:
-    """Return the local folder with the files of the folder `url` that `select` takes, as of `fetch_files`."""
+    """Return the local folder with the files of the folder `url` that `select` takes; errors as in `fetch_files`."""
     return fetch_files(url, key, select)[0]
 
 
 def fetch_files(url: str, key: str, select: Select) -> tuple[Path, list[str]]:
     """Return a local folder with files of the folder `url`, and the names of those that `select` takes.
 
-    `key`: the run-file key or flag that has the value `url`. Raise ConfigError if there are none, or the store refuses
-    access; CommunicationError if it cannot be reached; RefusedError if the cache has no room.
+    `key`: the run-file key or flag that has the value `url`. Raise ConfigError if `select` takes none or the store
+    refuses access; CommunicationError if the store cannot be reached; RefusedError if the cache has no room.
     """
     copy = copy_of(FILES, url)
     with making(copy), open_store(url, key) as store:
@@ -46,7 +46,7 @@ def fetch_files(url: str, key: str, select: Select) -> tuple[Path, list[str]]:
         files = {name: file for name, file in listed.items() if select(name)}
         if not files:
             raise ConfigError(
-                f"{key}: {url} has {len(listed)} files, and none that is named or needed; correct the URL"
+                f"{key}: {url} has {len(listed)} files, but none of those that are needed here; correct the URL"
             )
         _forget(copy, [name for name in _read_manifest(copy) if name not in listed])
         update_copy(store, copy, files)
@@ -54,7 +54,7 @@ def fetch_files(url: str, key: str, select: Select) -> tuple[Path, list[str]]:
 
 
 def update_copy(store: RemoteStore, copy: Path, files: Mapping[str, RemoteFile]) -> None:
-    """Fetch the `files` of `store` that the locked folder `copy` lacks, and remove those that the store replaced."""
+    """Fetch the `files` of `store` that the folder `copy` lacks or has in an old version; the caller locks `copy`."""
     content, manifest = copy / _CONTENT, _read_manifest(copy)
     make_folder(content)
     listed = {name: [file.size, file.version] for name, file in files.items()}
@@ -85,7 +85,7 @@ def _forget(copy: Path, names: Sequence[str]) -> None:
 def download_files(
     store: RemoteStore, files: Mapping[str, RemoteFile], folder: Path, note: Callable[[str], None] = lambda name: None
 ) -> None:
-    """Download `files` of `store` into `folder`, small ones side by side; `note` is called for each complete one."""
+    """Download `files` of `store` into `folder`, small ones side by side; call `note` with each completed name."""
     total, lock, done = sum(file.size for file in files.values()), Lock(), 0
     with show_progress(f"downloading {store.url}", total, enabled=total > 0) as update:
 

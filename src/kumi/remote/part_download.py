@@ -1,7 +1,7 @@
 """Download files of any size in parts; an interrupted download goes on where it stopped.
 
-The bytes so far are in `NAME.part`, all of them from the beginning of the file, and `NAME.part.json` has the version
-that they belong to. Memory in use: a few parts.
+`NAME.part` has the bytes so far, from the beginning of the file without a gap; `NAME.part.json` has the size and
+version of the file to which they belong. The memory in use is that of a few parts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def download_file(
 ) -> None:
     """Download the file `name` of `store`, listed as `file`, to `path`, which appears once it is complete.
 
-    Its time of change is the store's. Raise CommunicationError if the file changes meanwhile or has gone, and what
-    `kumi.remote.retries.with_retries` raises.
+    `path` gets the modification time that the store lists. Raise CommunicationError if the file changes meanwhile or
+    has gone, and the errors of `kumi.remote.retries.with_retries`.
     """
     part, note = path.with_name(path.name + ".part"), path.with_name(path.name + ".part.json")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def download_file(
 
 
 def _fetch_rest(store: RemoteStore, name: str, file: RemoteFile, part: Path, progress: Progress) -> None:
-    """Append the missing bytes to `part`, in order; several parts are asked for at a time."""
+    """Append the missing bytes to the file `part`, in order; several requests are sent at a time."""
     with suppress(FileNotFoundError):
         if part.lstat().st_size > file.size:
             remove_file(part)

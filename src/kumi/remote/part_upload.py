@@ -1,8 +1,8 @@
 """Upload files of any size in parts; on S3 a part that the store already has is not sent again.
 
-An upload to S3 that was interrupted, even by the death of its process, is found by the name of its file. The store has
-the MD5 of each of its parts, and the parts whose MD5 is that of the local file's stay. Other stores get a file as one
-stream, which starts anew after a failure. The memory in use is that of a few parts.
+An upload to S3 that was interrupted, even by the death of its process, is found by the name of its file. The store
+lists the MD5 of each part that it has; a part with the same MD5 as in the local file is not sent again. Other stores
+get a file as one stream, which starts anew after a failure. The memory in use is that of a few parts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ Progress = Callable[[int], None]
 
 
 def upload_file(store: RemoteStore, path: Path, name: str, progress: Progress = lambda sent: None) -> int:
-    """Upload the file `path` as `name`, which appears once it is complete; return its bytes.
+    """Upload the file `path` as `name`, which appears once it is complete; return its size in bytes.
 
-    A file that grows meanwhile is uploaded up to its present end. `progress` is called with bytes as they are done,
-    sent or not. Raise OSError if the file cannot be read, and what `kumi.remote.retries.with_retries` raises.
+    A file that grows meanwhile is uploaded up to the end that it has now. `progress` is called with the size of each
+    part that is done, whether it was sent or the store had it. Raise OSError if the file cannot be read, and the errors
+    of `kumi.remote.retries.with_retries`.
     """
     handle = open_regular(path)
     try:
@@ -57,7 +58,7 @@ def part_bytes(size: int) -> int:
 
 
 def discard_uploads(store: RemoteStore, folder: str) -> None:
-    """Remove the parts of unfinished uploads below `folder`, for which a store asks money. For S3."""
+    """Remove the parts of unfinished uploads below `folder`, which S3 charges for; other stores have none."""
     if store.sends_parts:
         bucket, prefix = _bucket_and_key(store, f"{folder}/")
         for upload in _unfinished(store, bucket, prefix):
@@ -73,7 +74,7 @@ def _stream(store: RemoteStore, handle: int, size: int, name: str) -> None:
 def _send_parts(store: RemoteStore, handle: int, size: int, name: str, progress: Progress) -> None:
     bucket, key = _bucket_and_key(store, name)
     step = part_bytes(size)
-    upload, present = _open_upload(store, bucket, key, name)
+    upload_id, present = _open_upload(store, bucket, key, name)
     parts: dict[int, str] = {}
 
     def send(number: int) -> None:
@@ -84,7 +85,7 @@ def _send_parts(store: RemoteStore, handle: int, size: int, name: str, progress:
         if tag != digest.hexdigest():
             options = {"ContentMD5": base64.b64encode(digest.digest()).decode(), "Body": data}
             answer = store.ask(
-                name, lambda: _call(store, "upload_part", bucket, key, upload, PartNumber=number, **options)
+                name, lambda: _call(store, "upload_part", bucket, key, upload_id, PartNumber=number, **options)
             )
             tag = str(answer["ETag"]).strip('"')
         parts[number] = tag
@@ -99,7 +100,9 @@ def _send_parts(store: RemoteStore, handle: int, size: int, name: str, progress:
             future.result()
     listed = {"Parts": [{"PartNumber": number, "ETag": f'"{parts[number]}"'} for number in sorted(parts)]}
     try:
-        store.ask(name, lambda: _call(store, "complete_multipart_upload", bucket, key, upload, MultipartUpload=listed))
+        store.ask(
+            name, lambda: _call(store, "complete_multipart_upload", bucket, key, upload_id, MultipartUpload=listed)
+        )
     except FileNotFoundError:  # an attempt whose answer was lost has completed the upload
         complete = store.info(name)
         if complete is None or complete.size != size:
@@ -107,7 +110,7 @@ def _send_parts(store: RemoteStore, handle: int, size: int, name: str, progress:
 
 
 def _open_upload(store: RemoteStore, bucket: str, key: str, name: str) -> tuple[str, dict[int, str]]:
-    """Return the id of an upload of `key`, and the MD5 of its parts by number; an unfinished one is continued."""
+    """Return the id of an upload of `key`, an unfinished or a new one, and the MD5 of its parts by number."""
     uploads = [upload for upload in _unfinished(store, bucket, key) if upload["Key"] == key]
     uploads.sort(key=lambda upload: str(upload.get("Initiated", "")))
     for upload in uploads[:-1]:
@@ -134,18 +137,18 @@ def _unfinished(store: RemoteStore, bucket: str, prefix: str) -> list[dict[str, 
             if not answer.get("IsTruncated") or not answer.get("NextKeyMarker"):
                 return uploads
             marker = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
-    except ConfigError:  # policies often allow to write, but not this
+    except ConfigError:  # policies often allow writing, but not listing uploads
         return []
 
 
-def _parts(store: RemoteStore, bucket: str, key: str, name: str, upload: str) -> dict[int, str] | None:
-    """Return the MD5 of each part of `upload` by number; None if the upload has ended, or the store does not tell."""
+def _parts(store: RemoteStore, bucket: str, key: str, name: str, upload_id: str) -> dict[int, str] | None:
+    """Return the MD5 of each part of an upload by number; None if the upload has ended, or the store does not tell."""
     parts: dict[int, str] = {}
     marker = 0
     try:
         while True:
             options = {"PartNumberMarker": marker} if marker else {}
-            answer = store.ask(name, partial(_call, store, "list_parts", bucket, key, upload, **options))
+            answer = store.ask(name, partial(_call, store, "list_parts", bucket, key, upload_id, **options))
             listed = answer.get("Parts", [])
             parts |= {part["PartNumber"]: str(part["ETag"]).strip('"') for part in listed}
             if not answer.get("IsTruncated") or not listed:
@@ -156,13 +159,13 @@ def _parts(store: RemoteStore, bucket: str, key: str, name: str, upload: str) ->
 
 
 def _abort(store: RemoteStore, bucket: str, upload: dict[str, Any]) -> None:
-    key, number = upload["Key"], upload["UploadId"]
-    with suppress(ConfigError, FileNotFoundError):  # not allowed, or it has ended
-        store.ask("", partial(_call, store, "abort_multipart_upload", bucket, key, number))
+    key, upload_id = upload["Key"], upload["UploadId"]
+    with suppress(ConfigError, FileNotFoundError):  # aborting is not allowed, or the upload has ended
+        store.ask("", partial(_call, store, "abort_multipart_upload", bucket, key, upload_id))
 
 
-def _call(store: RemoteStore, method: str, bucket: str, key: str, upload: str, **options: Any) -> Any:
-    return store.filesystem.call_s3(method, Bucket=bucket, Key=key, UploadId=upload, **options)
+def _call(store: RemoteStore, method: str, bucket: str, key: str, upload_id: str, **options: Any) -> Any:
+    return store.filesystem.call_s3(method, Bucket=bucket, Key=key, UploadId=upload_id, **options)
 
 
 def _bucket_and_key(store: RemoteStore, name: str) -> tuple[str, str]:

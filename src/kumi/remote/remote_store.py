@@ -3,8 +3,8 @@
     with open_store("s3://bucket/runs/x") as store:
         store.list_files("checkpoints")      {"checkpoints/step_000100/index.json": RemoteFile(...), ...}
 
-A store is used by one process, from any of its threads. Object stores have a file completely or not at all. On file
-systems that show a file while it is written, it is written under another name and renamed.
+A store is used by one process, from any of its threads. Object stores show a file only when it is complete. On file
+systems that show a file while it is written, it is written under another name and then renamed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ _PACKAGES = {"s3": "kumi[s3]", "s3a": "kumi[s3]"}
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a store. version: changes with the content (an ETag, a time or ""). modified: seconds, or None."""
+    """A file of a store.
+
+    size: bytes.
+    version: changes with the content: an ETag or a time; "" if the store has neither.
+    modified: seconds since 1970; None if the store does not tell.
+    """
 
     size: int
     version: str
@@ -57,7 +62,7 @@ class RemoteStore:
         return f"{self._root}/{name}" if name else self._root
 
     def below(self, folder: str) -> RemoteStore:
-        """Return the store of the URL of `folder`; it ends with this one."""
+        """Return the folder `folder` as a store of its own, usable as long as this one is open."""
         return RemoteStore(join_url(self.url, folder), self.filesystem, self.path(folder))
 
     def ask(self, name: str, action: Callable[[], T]) -> T:
@@ -65,7 +70,7 @@ class RemoteStore:
         return with_retries(join_url(self.url, name), action)
 
     def ask_to_create(self, name: str, action: Callable[[], T]) -> T:
-        """Return the result of `action`, which creates the file `name`. Raise ConfigError if there is no bucket."""
+        """Return the result of `action`, which creates the file `name`. Raise ConfigError if the bucket is missing."""
         try:
             return self.ask(name, action)
         except FileNotFoundError as error:
@@ -74,7 +79,7 @@ class RemoteStore:
             ) from None
 
     def info(self, name: str = "") -> RemoteFile | None:
-        """Return the file `name`; None if there is none of that name."""
+        """Return size and version of the file `name`; None if there is no such file."""
         try:
             entry = self.ask(name, lambda: self.filesystem.info(self.path(name)))
         except FileNotFoundError:
@@ -82,7 +87,7 @@ class RemoteStore:
         return _remote_file(entry) if entry.get("type") == "file" else None
 
     def list_files(self, folder: str = "") -> dict[str, RemoteFile]:
-        """Return all files below `folder` by name, sorted; {} if there are none.
+        """Return all files below `folder` by their names relative to the URL, sorted; {} if there are none.
 
         Raise ConfigError for a name that could lead out of a local copy of the folder.
         """
@@ -96,7 +101,9 @@ class RemoteStore:
             if not name or entry.get("type", "file") != "file" or path.endswith((_UNFINISHED, "/")):
                 continue
             if not is_plain_name(name):
-                raise ConfigError(f"{self.url}: has a file with the name {name!r}, which is no path; rename it")
+                raise ConfigError(
+                    f"{self.url}: has a file with the name {name!r}, which no local copy of it can have; rename it"
+                )
             files[name] = _remote_file(entry)
         return files
 
@@ -143,7 +150,7 @@ class RemoteStore:
             self.filesystem.mv(path + _UNFINISHED, path)
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove the files `names`, one after the other; those that do not exist are left out."""
+        """Remove the files `names` if they exist, and then their folders if they are empty."""
         for name in names:
             with suppress(FileNotFoundError):
                 self.ask(name, lambda name=name: self.filesystem.rm_file(self.path(name)))  # type: ignore[misc]
@@ -217,7 +224,7 @@ def request_timeout() -> float:
 
 @contextmanager
 def _loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
-    """Yield an event loop that runs in a thread, which has ended after the block: ranks are forked later."""
+    """Yield an event loop that runs in a thread. The thread ends with the block, because ranks are forked later."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="kumi-store", daemon=True)
     thread.start()

@@ -11,11 +11,11 @@ from kumi.errors import CommunicationError, ConfigError, KumiError
 
 T = TypeVar("T")
 
-# Six attempts in about 10 s. Longer failures are for the caller: a run goes on and tries again later.
+# Six attempts, with 4 to 8 s of pauses in all. Longer failures are for the caller: a run goes on and tries again later.
 ATTEMPTS = 6
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0  # seconds
 
-# Failures that another attempt cannot repair, by the names of their classes: those of botocore must not be imported.
+# Failures that another attempt cannot repair, by the names of their classes: botocore, which has them, is not imported.
 _LASTING = {
     "NoCredentialsError": "there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in",
     "PartialCredentialsError": "the credentials are incomplete; set both the key and the secret",
@@ -46,7 +46,7 @@ def with_retries(url: str, action: Callable[[], T], pause: Callable[[float], Non
                     f"{url}: the store failed {ATTEMPTS} times in a row ({explain_failure(error)}); try again later"
                 ) from None
         longest = min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE)
-        pause(longest * random.uniform(0.5, 1.0))  # clients that failed together must not return together
+        pause(longest * random.uniform(0.5, 1.0))  # clients that failed together must not retry together
     raise AssertionError("the last attempt returns or raises")
 
 
