@@ -11,7 +11,7 @@ from kumi.cli import main
 from kumi.convert.hf.adapter_read import adapters_reader
 from kumi.data.binfile import open_file
 from kumi.errors import KumiError
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.spec import families
 from kumi.storage import checkpoint
 
@@ -94,8 +94,8 @@ def test_readers_say_from_where(name, tmp_path, monkeypatch):
 
 
 def test_absolute_paths_need_no_folder():
-    assert looked_for("/x/y") == "/x/y"
-    assert looked_for("~/y") == "~/y"
+    assert shown_path("/x/y") == "/x/y"
+    assert shown_path("~/y") == "~/y"
 
 
 def test_a_run_without_a_readable_checkpoint_is_refused(tmp_path, monkeypatch, capsys):

@@ -82,8 +82,8 @@ def train_run(
     `control.should_training_stop` stops the run after a checkpoint is saved. Under torchrun or srun, which have already
     started the ranks, every rank calls this and trains in its own process; callbacks are called on rank 0.
 
-    `allow_change` names run-file keys with other values than those with which the run started. `verbose`: print the
-    output of the run. Raise the KumiError with which `kumi train` would end.
+    `allow_change`: names of run-file keys whose values may differ from those with which the run started. `verbose`:
+    print the output of the run. Raise the KumiError with which `kumi train` would end.
     """
     from kumi.config import load
     from kumi.launch.local import is_rank
@@ -134,7 +134,7 @@ def generate(
     stop_strings: texts that end a reply, and are not in it.
     system: the message that begins each conversation without one.
     batch_size: sequences that are decoded at once; None for as many as fit, up to 8.
-    dtype, device, base, checkpoint: as of `load_model`.
+    dtype, device, base, checkpoint: as in `load_model`.
 
     Replies are a function of model, prompt, settings and seed, whatever the batch. Raise ConfigError for values out of
     range and for prompts that the model cannot take, FitError if the model and its cache do not fit the free memory.
@@ -159,7 +159,7 @@ def generate(
 def tokenizer(source: str | Path) -> Tokenizer:
     """Return the tokenizer of `source`: a Hugging Face folder or hub id, adapters, a checkpoint, or a run folder.
 
-    Raise ConfigError if there is none, or if its end-of-text token is unknown.
+    Raise ConfigError if `source` has no tokenizer, or if the tokenizer's end-of-text token is unknown.
     """
     from kumi.config.model_source import model_folder
     from kumi.data import load_tokenizer

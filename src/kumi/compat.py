@@ -65,7 +65,7 @@ def name_of_group(args: tuple[Any, ...]) -> str:
 
 
 def keep_integers_in_fsdp() -> None:
-    """Let FSDP2 gather parameters of integers as they are; 2.11 casts them to `MixedPrecisionPolicy.param_dtype`."""
+    """Let FSDP2 gather integer parameters in their dtype; 2.11 casts them to `MixedPrecisionPolicy.param_dtype`."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     original = FSDPParam.init_dtype_attrs
@@ -91,8 +91,8 @@ def reshards_after_forward(module: nn.Module) -> bool:
 def rerun_fsdp_post_backward(module: nn.Module) -> None:
     """Run FSDP2's post-backward of `module` again, to reduce gradients that were added after its backward pass.
 
-    `module` is the root of an FSDP2 model. Since 2.13 a module has any number of parameter groups, before it had
-    one or none.
+    `module` is the root of an FSDP2 model. Since 2.13 a module has any number of parameter groups; in older versions it
+    has one or none.
     """
     from torch.distributed.fsdp import fully_shard
 

@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 
-def looked_for(path: str | Path) -> str:
-    """Return `path` as text for an error; a relative path is followed by the working directory."""
-    return f"{os.fspath(path)}{from_where(path)}"
+def shown_path(path: str | Path) -> str:
+    """Return `path` as text for an error, followed by `cwd_note(path)`."""
+    return f"{os.fspath(path)}{cwd_note(path)}"
 
 
-def from_where(path: str | Path) -> str:
-    """Return the working directory in parentheses, with a leading space, or "" when `path` is absolute."""
+def cwd_note(path: str | Path) -> str:
+    """Return " (looked for from FOLDER)" with the working directory for a relative `path`, "" for an absolute one."""
     absolute = Path(os.path.expanduser(path)).is_absolute()
     return "" if absolute else f" (looked for from {_working_folder()})"
 

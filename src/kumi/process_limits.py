@@ -1,4 +1,4 @@
-"""The processor cores and the memory that this process may use, of the machine's, and how its threads wait."""
+"""The processor cores and the memory of the machine that this process may use, and how its threads wait."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 _MEMINFO, _GROUPS, _MOUNT = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
-# Files of a control group with its limit and its use of memory, in bytes, and the line of memory.stat with the bytes of
-# files that it gives back when memory runs short: in version 2 of control groups, and in version 1.
+# For version 2 and version 1 of control groups: the file with a group's limit of memory, the file with its memory in
+# use (both in bytes), and the key in memory.stat of cached files, whose memory is freed when memory runs short.
 _FILES = ("memory.max", "memory.current", "inactive_file")
 _OLD_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 

@@ -21,7 +21,7 @@ Format = Callable[[float], str]
 
 
 class Update(Protocol):
-    """Function that shows the amount done and a note."""
+    """A function that shows the amount `done` so far and a `note`."""
 
     def __call__(self, done: float, note: str = "") -> None: ...
 

@@ -14,15 +14,15 @@ _JOINERS = "\u200c\u200d"
 # Controls, format characters, surrogates, unassigned characters, separators of lines and paragraphs. Private-use
 # characters stay: they only look different from font to font.
 _ESCAPED = frozenset({"Cc", "Cf", "Cs", "Cn", "Zl", "Zp"})
-# A block in which each version of Unicode assigns new characters.
+# Emoji: each version of Unicode assigns new ones, which Python's older tables list as unassigned.
 _EMOJI = range(0x1F000, 0x1FB00)
 _FENCE = re.compile(r"`{3,}")
-# Within a word, an underscore is no emphasis. An ampersand begins an entity only before its name or number.
+# Characters with a meaning in Markdown. An underscore within a word has none, nor an ampersand outside of an entity.
 _MARKUP = re.compile(r"[\\`*\[\]|~$#]|(?<!\w)_|_(?!\w)|&(?=#?\w+;)")
 
 # Values of environment variables whose names contain one of these are never shown, compared or sent.
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
-# Characters below which the value of such a variable is no secret, but a word that other texts have, too.
+# A value of such a variable with fewer characters is not hidden: it may be a word that other texts have, too.
 _SHORTEST_SECRET = 8
 _PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]*:)[^/\s]+(?=@)")
 
@@ -44,7 +44,7 @@ def visible(text: str) -> str:
     """Return `text`, which anyone may have written, for a terminal, a log or a page.
 
     Line breaks and tabs stay. All other characters that a terminal would obey instead of showing are escaped as in
-    Python ("\\x1b"), those that reorder text or have no width too, but for the joiners that scripts and emoji need.
+    Python ("\\x1b"). So are characters that reorder text or have no width, except the joiners of scripts and emoji.
     """
     if text.isprintable():
         return text
@@ -66,7 +66,7 @@ def fenced(text: str) -> str:
 def inline_markdown(text: str) -> str:
     """Return `text` for a line or a table cell of Markdown, which shows it as it is, on one line.
 
-    Punctuation that Markdown, HTML or formulas give a meaning is escaped, but for an underscore within a word.
+    Punctuation with a meaning in Markdown, HTML or formulas is escaped, except an underscore within a word.
     """
     return _MARKUP.sub(r"\\\g<0>", visible(" ".join(text.split()))).replace("<", "&lt;").replace(">", "&gt;")
 

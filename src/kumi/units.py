@@ -1,4 +1,7 @@
-"""Convert between text and base units: bytes, seconds, bytes/s, FLOP/s, counts. kumi's quantities are in base units."""
+"""Convert between text and base units: bytes, seconds, bytes/s, FLOP/s, counts. kumi's quantities are in base units.
+
+The functions `parse_...` raise ConfigError for a text that they cannot read.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _BYTE_UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-# Vendors give the bandwidth of links in bits per second (small b), that of memory in bytes per second.
+# Vendors give the bandwidth of links in bits per second (small b), and the bandwidth of memory in bytes per second.
 _BANDWIDTH_UNITS = {f"{unit}/s": Decimal(size) for unit, size in _BYTE_UNITS.items()} | {
     f"{prefix}b/s": Decimal(10**power) / 8 for prefix, power in (("", 0), ("K", 3), ("M", 6), ("G", 9), ("T", 12))
 }
@@ -49,9 +52,9 @@ def parse_flops(text: str) -> float:
 def parse_duration(text: str) -> float:
     """Return the seconds of a text such as "24h", "1d12h30m", "1.5 s" or "25 us": parts from large to small units."""
     parts = re.findall(rf"({_NUMBER})\s*([A-Za-z]+)\s*", text)
-    places = [list(_DURATION_UNITS).index(unit) for _, unit in parts if unit in _DURATION_UNITS]
-    is_complete = re.fullmatch(rf"\s*(?:{_NUMBER}\s*[A-Za-z]+\s*)+", text) is not None and len(places) == len(parts)
-    if not is_complete or places != sorted(set(places)):
+    indexes = [list(_DURATION_UNITS).index(unit) for _, unit in parts if unit in _DURATION_UNITS]
+    is_complete = re.fullmatch(rf"\s*(?:{_NUMBER}\s*[A-Za-z]+\s*)+", text) is not None and len(indexes) == len(parts)
+    if not is_complete or indexes != sorted(set(indexes)):
         raise ConfigError(
             f"{text!r} is not a duration; write a number and one of {', '.join(_DURATION_UNITS)}, such as '90m' or "
             f"'25 us', or several from large to small, such as '1d12h'"

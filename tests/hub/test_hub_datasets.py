@@ -44,7 +44,7 @@ def test_the_train_split_is_fetched_and_read_from_the_cache_without_network(hub,
     with pytest.raises(ConfigError, match=r"has 1 of 2 files of data/train"):
         names("someone/chats")
     with pytest.raises(
-        ConfigError, match=r"'someone/other' is no file here, .* the hub failed .*; name a file or folder"
+        ConfigError, match=r"'someone/other' is not a local file, .* the hub failed .*; name a file or folder"
     ):
         names("someone/other")
 

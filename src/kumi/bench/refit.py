@@ -20,7 +20,7 @@ from kumi.config.schema import RunConfig
 from kumi.config.stored_config import load_stored_config, read_stored_run
 from kumi.errors import OK, ConfigError
 from kumi.files.run_names import CONFIG_FILE
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.plan.calibration.calibrate import MAX_FACTOR, Calibration, MeasuredRun, calibrate
 from kumi.report import phrases
 from kumi.report.phrases import plural
@@ -123,7 +123,7 @@ def _stored_config(folder: Path) -> RunConfig:
     """Return the configuration of the run in `folder`. Raise ConfigError if it is not a run folder."""
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
-            f"calibrate: {looked_for(folder)} has no {CONFIG_FILE}, so it is not a run folder; name the "
+            f"calibrate: {shown_path(folder)} has no {CONFIG_FILE}, so it is not a run folder; name the "
             f"train.out of a run"
         )
     return load_stored_config(folder)

@@ -13,7 +13,7 @@ from kumi.config.schema import PlanConfig, RunConfig
 from kumi.config.validation_messages import describe_errors
 from kumi.errors import ConfigError
 from kumi.files import untrusted
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 
 _Config = TypeVar("_Config", bound=PlanConfig)
 
@@ -95,7 +95,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         return untrusted.read_toml(file)
     except FileNotFoundError:
-        raise ConfigError(f"{looked_for(file)}: no such run file; name an existing TOML file") from None
+        raise ConfigError(f"{shown_path(file)}: no such run file; name an existing TOML file") from None
     except IsADirectoryError:
         raise ConfigError(f"{file} is a folder; {_files_to_name(file)}") from None
     except (OSError, ValueError) as error:

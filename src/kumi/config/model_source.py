@@ -14,7 +14,7 @@ from kumi.config.reward_section import model_rewards
 from kumi.config.schema import PlanConfig
 from kumi.config.stored_config import run_folder
 from kumi.errors import ModelError
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.remote.addresses import is_url, url_name
 from kumi.spec.families import read_config
 
@@ -114,5 +114,5 @@ def read_source_config(source: str, key: str, folder: Path | None = None) -> dic
         folder = file if file.is_dir() else folder
         file = hub.fetch_config(source, key) if folder is None else folder / "config.json"
     if not file.exists():
-        raise ModelError(f"{key}: {looked_for(str(folder))} has no config.json; name a Hugging Face model folder")
+        raise ModelError(f"{key}: {shown_path(str(folder))} has no config.json; name a Hugging Face model folder")
     return read_config(file)

@@ -16,7 +16,7 @@ from kumi.config.section import Section
 from kumi.config.validation_messages import describe_errors
 from kumi.errors import ConfigError
 from kumi.files.untrusted import parse_toml, read_toml
-from kumi.paths import from_where
+from kumi.paths import cwd_note
 
 _File = TypeVar("_File", bound=Section)
 
@@ -70,7 +70,7 @@ def read_machine_toml(kind: str, name: str, key: str = "name", also: str = "") -
     if not file.is_file():
         close = get_close_matches(name, preset_names(kind), n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        where = from_where(name) if name.endswith(".toml") else ""
+        where = cwd_note(name) if name.endswith(".toml") else ""
         raise ConfigError(
             f"{key}: {name!r} is neither a preset nor a TOML file{where}; {hint}use {also}{preset_list(kind)}, or a "
             f"file"

@@ -127,7 +127,7 @@ def checkpoint_reader(saved: SavedModel, spec: ModelSpec) -> Reader:
         source.read_into(out, PREFIX + name, start)
 
     dtypes = {param.name: saved.dtype(param.name) for param in tensors(spec)}
-    return Reader(dtypes, read_into, lambda name, row: source.cut(PREFIX + name, row), partial(_runs, source))
+    return Reader(dtypes, read_into, lambda name, row: source.block_end(PREFIX + name, row), partial(_runs, source))
 
 
 def _runs(source: checkpoint.Checkpoint, name: str) -> Runs | None:

@@ -32,7 +32,7 @@ from kumi.nn.expert_lora import LoraExperts
 from kumi.nn.linear import Linear
 from kumi.nn.lora import LoraLinear
 from kumi.nn.moe import Experts
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.remote.addresses import is_url
 from kumi.spec import families
 from kumi.spec.adapters import factor_names, has_adapter, is_adapter
@@ -83,7 +83,7 @@ def open_unmerged(folder: Path, base: str | None = None, *, critic: bool = False
     path = model_folder_of(base_name, "--base")
     if not path.is_dir():
         raise ConfigError(
-            f"{folder}: its base model {looked_for(str(base_name))} is not a folder here; name its folder with "
+            f"{folder}: its base model {shown_path(str(base_name))} is not a folder here; name its folder with "
             f"--base FOLDER"
         )
     source = open_source(path)

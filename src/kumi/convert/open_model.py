@@ -15,7 +15,7 @@ from kumi.convert.hf import read_folder
 from kumi.convert.hf.passthrough import passthrough_of_checkpoint, passthrough_tensors
 from kumi.errors import ConfigError, ModelError
 from kumi.megatron.checkpoint_files import is_checkpoint
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.spec import families
 from kumi.spec.families._shared import quantization
 from kumi.spec.ledger import tensors
@@ -102,7 +102,7 @@ def open_source(folder: str | Path, config: str | Path | None = None, *, critic:
     if candidates := models_in_run(folder):
         raise ModelError(f"{folder}: a run folder, which holds several models; name one of them: {candidates}")
     raise ModelError(
-        f"{looked_for(folder)}: neither a Hugging Face folder (with config.json) nor a checkpoint of kumi or "
+        f"{shown_path(folder)}: neither a Hugging Face folder (with config.json) nor a checkpoint of kumi or "
         f"Megatron; name a model's folder"
     )
 

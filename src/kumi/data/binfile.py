@@ -22,7 +22,7 @@ from kumi.data.checksums import Checksums, Guard
 from kumi.errors import DataError, RefusedError
 from kumi.files.output import open_new
 from kumi.files.untrusted import open_stream
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 
 Array = npt.NDArray[Any]
 Append = Callable[[Array, Array], None]
@@ -159,7 +159,7 @@ def open_file(prefix: Path | str, checksums: Checksums | None = None, vocab_size
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
             raise RefusedError(
-                f"{looked_for(path)}: no such file; indexed data needs both {prefix.name}.bin and {prefix.name}.idx"
+                f"{shown_path(path)}: no such file; indexed data needs both {prefix.name}.bin and {prefix.name}.idx"
             )
     dtype, sequences, documents = _header(idx_path(prefix))
     raw = np.memmap(idx_path(prefix), np.uint8, "r")

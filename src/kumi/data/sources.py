@@ -22,7 +22,7 @@ from kumi.data.remote_sources import fetch_source
 from kumi.errors import ConfigError
 from kumi.files.untrusted import INDEX, brief, inside, read_object
 from kumi.hub.datasets import fetch_dataset, is_dataset
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.remote.addresses import is_url
 from kumi.spec.data_source import FORMATS, Source, is_gym
 
@@ -73,7 +73,7 @@ def expand(source: Source) -> list[Path]:
     for pattern in _alternatives(source.path):
         matches.update(_matches(pattern, source.format == "indexed", excluded_folders))
     if not matches:
-        raise DataPathError(f"data source {looked_for(source.path)} matches no file; correct the path")
+        raise DataPathError(f"data source {shown_path(source.path)} matches no file; correct the path")
     return _without_excluded(source, sorted(matches, key=lambda f: f.as_posix()))
 
 

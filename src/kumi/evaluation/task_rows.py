@@ -16,7 +16,7 @@ from kumi.data.sources import file_format
 from kumi.errors import ConfigError
 from kumi.files.untrusted import brief
 from kumi.inference.prompt_encoder import Prompt
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.rewards.answers import answers_in
 from kumi.spec.data_source import is_gym
 
@@ -51,7 +51,7 @@ def _existing(task: TaskSection) -> Path:
         return gym_file(task.path)
     path = Path(task.path).expanduser()
     if not path.is_file():
-        raise ConfigError(f"task {task.name}: {looked_for(path)} is not a file; correct its path")
+        raise ConfigError(f"task {task.name}: {shown_path(path)} is not a file; correct its path")
     return path
 
 

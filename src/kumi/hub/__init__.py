@@ -2,7 +2,7 @@
 
 is_id(source)             -> True if `source` has the form `org/name` or `org/name@revision`
 split(source)             -> (name, revision)
-fetch(source, key)        -> Snapshot: all files of a repository except weights, at one commit
+fetch(source, key)        -> Snapshot: configuration, tokenizer and model card of a repository, at one commit
 fetch_weights(snapshot)   -> download its safetensors files to the same folder
 fetch_config(source, key) -> path of its config.json
 check_push(name, flag)    -> raise ConfigError if a push cannot succeed

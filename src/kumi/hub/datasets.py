@@ -16,22 +16,23 @@ from typing import Any
 from kumi.errors import ConfigError
 from kumi.hub.fetch import Snapshot, is_id, split
 from kumi.hub.reach import from_hub
-from kumi.paths import from_where
+from kumi.paths import cwd_note
 
 SCHEME = "hf://datasets/"
-# By preference: a repository that has its rows twice has them in parquet once.
+# In order of preference: a repository often has the same rows in several formats, and only the first of these is read.
 _SUFFIXES = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json")
 _COMPRESSED = (".gz", ".zst")
-# Descriptions beside the data.
+# JSON files that describe the data.
 _NO_DATA = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"})
+# The end of the name of one of several files of a split: train-00003-of-00017, or train/0003.
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})$|/\d{4,}$")
 
 
 def is_dataset(path: str) -> bool:
     """Return True if the data path names a hub dataset: `hf://datasets/OWNER/NAME`, or a hub id OWNER/NAME.
 
-    Either with @REVISION; the first also with a glob of files behind it. Of a hub id the first part must not be a
-    folder here, and the name must not be one of a data file, so that a mistyped path is no request to the hub.
+    Both may have @REVISION behind NAME, and the first also a glob of files behind that. A path OWNER/NAME is a local
+    path if OWNER exists here or NAME has a suffix, so that a mistyped path causes no request to the hub.
     """
     if path.startswith(SCHEME):
         return True
@@ -49,11 +50,11 @@ class Dataset:
 
 @functools.cache
 def fetch_dataset(path: str, commit: str | None = None) -> Dataset:
-    """Fetch the data files that `path` names, as `is_dataset` describes; by default those of the train split.
+    """Fetch the data files of the dataset `path` (see `is_dataset`); without a glob those of the train split.
 
     `commit` selects a commit instead of the newest. If the hub is unreachable, or HF_HUB_OFFLINE is set, the local
     cache is used. Raise ConfigError when the hub and the cache both lack the files, or the repository has several
-    splits, none of them named train.
+    splits and not exactly one of them is named train.
     """
     name, revision, pattern = _parse(path)
     folder, files = from_hub(
@@ -61,15 +62,15 @@ def fetch_dataset(path: str, commit: str | None = None) -> Dataset:
         name,
         commit or revision,
         lambda reason: ConfigError(
-            f"data source {path!r} is no file here, and fetching the dataset from the hub failed ({reason}); name a "
-            f"file or folder{from_where(path)}"
+            f"data source {path!r} is not a local file, and fetching the dataset from the hub failed ({reason}); name "
+            f"a file or folder{cwd_note(path)}"
         ),
     )
     return Dataset(Snapshot(folder, name, revision, folder.name), tuple(folder / file for file in files))
 
 
 def _parse(path: str) -> tuple[str, str | None, str]:
-    """Return the repository, revision and glob of `path`. Raise ConfigError if it has no such form."""
+    """Return the repository, revision and glob of `path`. Raise ConfigError unless it has a form of `is_dataset`."""
     parts = path.removeprefix(SCHEME).split("/", 2)
     identity = split("/".join(parts[:2]))
     if identity is None:
@@ -78,12 +79,15 @@ def _parse(path: str) -> tuple[str, str | None, str]:
 
 
 def _download(path: str, name: str, revision: str | None, pattern: str, cached: bool) -> tuple[Path, list[str]]:
-    """Download the files that `pattern` selects; return their folder and names. Raise the errors of the hub client."""
+    """Download the files that `pattern` selects; return their folder and names. With `cached`, use only the cache.
+
+    Raise the errors of the hub client, and ConfigError as `select_files` does or if the cache lacks some of the files.
+    """
     from huggingface_hub import HfApi, snapshot_download
 
     where: dict[str, Any] = {"repo_type": "dataset", "revision": revision}
     if cached:
-        # A pattern of no file: the client would refuse a snapshot without the files that were not asked for.
+        # A pattern that matches no file: the client refuses a cached snapshot that lacks any file of the pattern.
         folder = Path(snapshot_download(name, allow_patterns=["-"], local_files_only=True, **where))
         names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
         files = select_files(path, names, pattern)
@@ -96,9 +100,9 @@ def _download(path: str, name: str, revision: str | None, pattern: str, cached: 
 
 
 def select_files(path: str, names: Sequence[str], pattern: str) -> list[str]:
-    """Return the data files among `names` that `pattern` matches; without one those of the only split, or of train.
+    """Return the data files among `names` that `pattern` matches; without one, those of the only split or of train.
 
-    Raise ConfigError when there are none, or several splits.
+    Raise ConfigError when there are none, or several splits and not exactly one of them is named train.
     """
     data = [name for name in sorted(names) if _suffix(name) and name.rsplit("/", 1)[-1] not in _NO_DATA]
     if pattern:
@@ -130,14 +134,14 @@ def _only_split(path: str, files: list[str]) -> list[str]:
         name = path.removeprefix(SCHEME)
         shown = ", ".join(list(splits)[:8])
         raise ConfigError(
-            f"data source {path!r}: the dataset has several parts ({shown}), and not one of them is train; name one, "
-            f"such as {SCHEME}{name}/{next(iter(splits))}*"
+            f"data source {path!r}: the dataset has several parts ({shown}), and not exactly one of them is train; "
+            f"name one, such as {SCHEME}{name}/{next(iter(splits))}*"
         )
     return splits[chosen[0]]
 
 
 def _refuse_missing_shards(path: str, files: Sequence[str]) -> None:
-    """Raise ConfigError if a file of the cache is one of several whose others are missing."""
+    """Raise ConfigError if `files`, those of the cache, are some of several shards and others are missing."""
     shards: dict[tuple[str, str], set[str]] = defaultdict(set)
     for file in files:
         match = _SHARD.search(file.removesuffix(_compression(file)).removesuffix(_suffix(file)))

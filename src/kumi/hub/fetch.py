@@ -11,13 +11,13 @@ from pathlib import Path
 from kumi.errors import ConfigError, ModelError
 from kumi.files.untrusted import INDEX, brief, read_object
 from kumi.hub.reach import from_hub
-from kumi.paths import from_where
+from kumi.paths import cwd_note
 
 _ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w./-]*))?")
 
 # Files of a repository other than weights: configurations, tokenizers, and the model card with its licence.
 SMALL_SUFFIXES = (".json", ".jinja", ".model", ".txt", "README.md")
-_SMALL = tuple(name if name == "README.md" else f"*{name}" for name in SMALL_SUFFIXES)
+_SMALL = tuple(name if name == "README.md" else f"*{name}" for name in SMALL_SUFFIXES)  # as glob patterns
 # Files in subfolders are ignored: they are the same weights in other formats, or other models.
 _SUBFOLDERS = ("*/*",)
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -88,7 +88,7 @@ def fetch_weights(snapshot: Snapshot) -> None:
 
 
 def fetch_config(source: str, key: str) -> Path:
-    """Fetch only config.json of the repository `source`, the value of `key`; return its path."""
+    """Fetch only config.json of the repository `source`, the value of `key`; return its path. Errors as in `fetch`."""
     name, revision = _parse(source, key)
 
     def get(cached: bool) -> str:
@@ -125,7 +125,7 @@ def _parse(source: str, key: str) -> tuple[str, str | None]:
     if parts is None:
         raise ConfigError(
             f"{key}: {source!r} is neither a folder nor a hub id; name a folder with "
-            f"{_required_file(key)}{from_where(source)}"
+            f"{_required_file(key)}{cwd_note(source)}"
         )
     return parts
 
@@ -137,7 +137,7 @@ def _required_file(key: str) -> str:
 def _not_fetched(source: str, key: str, reason: str) -> ConfigError:
     return ConfigError(
         f"{key}: {source!r} is not a folder, and fetching it from the hub failed ({reason}); name a folder with "
-        f"{_required_file(key)}{from_where(source)}"
+        f"{_required_file(key)}{cwd_note(source)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Ask the hub for something: test whether it is reachable, and explain the errors of its client."""
+"""Send requests to the hub: test whether it is reachable, and explain the errors of its client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIMEOUT = 5.0
 def from_hub(get: Callable[[bool], T], name: str, revision: str | None, failure: Callable[[str], KumiError]) -> T:
     """Return `get(cached)` for the repository `name`; `cached` is true when the hub is unreachable.
 
-    Raise the errors of kumi that `get` raises; for any other, `failure(reason)`.
+    A KumiError of `get` is raised as it is; for any other error, `failure(reason)` is raised.
     """
     unreachable = unreachable_reason()
     try:

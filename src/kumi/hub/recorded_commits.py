@@ -29,7 +29,10 @@ def write_record(out: Path, sources: Mapping[str, str], snapshots: Mapping[str, 
 
 
 def recorded_commit(out: Path, key: str, source: str) -> str | None:
-    """Return the recorded commit for `key` of the run in `out`; None in a new run or for another `source`."""
+    """Return the recorded commit for `key` of the run in `out`; None in a new run or for another `source`.
+
+    Raise RefusedError if the record is damaged.
+    """
     file = out / FILE
     if not file.exists():
         return None

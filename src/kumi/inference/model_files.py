@@ -22,7 +22,7 @@ from kumi.data.tokenizer import Tokenizer
 from kumi.errors import ConfigError, ModelError
 from kumi.files.run_names import CONFIG_FILE
 from kumi.files.untrusted import INDEX, brief, read_bytes
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.spec.data_source import ChatOptions
 from kumi.spec.model import ModelSpec
 
@@ -69,7 +69,7 @@ def find_model(path: str | Path, *, base: str | Path | None = None, checkpoint: 
     """
     given = model_folder_of(path, "the model", checkpoint)
     if not given.is_dir():
-        raise ConfigError(f"{looked_for(path)}: neither a folder nor a hub id (org/name); name a model's folder")
+        raise ConfigError(f"{shown_path(path)}: neither a folder nor a hub id (org/name); name a model's folder")
     chosen = model_of(given, checkpoint)
     folder = chosen.folder
     adapted = None

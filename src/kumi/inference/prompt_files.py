@@ -20,7 +20,7 @@ from kumi.files.output import open_append
 from kumi.files.untrusted import strict_json
 from kumi.inference.prompt_encoder import Prompt
 from kumi.inference.text_generator import TextReply
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 
 # The largest file of prompts in plain text.
 _MAX_TEXT = 1 << 30
@@ -42,7 +42,7 @@ def read_prompts(path: Path, key: str = "--prompts") -> list[PromptRow]:
     `key`, the flag or key that names the file. Raise DataError for a row that cannot be read.
     """
     if not path.is_file():
-        raise ConfigError(f"{key} {looked_for(path)}: is no file; name a .txt or .jsonl file")
+        raise ConfigError(f"{key} {shown_path(path)}: is no file; name a .txt or .jsonl file")
     kind = file_format(path)
     if kind == "text":
         rows = list(_text_prompts(path, key))

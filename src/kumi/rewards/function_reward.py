@@ -15,7 +15,7 @@ from typing import Any
 
 from kumi.errors import ConfigError
 from kumi.files.untrusted import brief
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.rewards.reward_spec import FunctionReward
 from kumi.rewards.text_rewards import RewardFunction
 
@@ -29,7 +29,7 @@ def function_reward(spec: FunctionReward, folder: Path) -> RewardFunction:
     name, _, function_name = spec.file.rpartition(":")
     path = folder / Path(name).expanduser()
     if not path.is_file():
-        raise ConfigError(f"reward {spec.name!r}: {looked_for(path)} is not a file; correct file={spec.file!r}")
+        raise ConfigError(f"reward {spec.name!r}: {shown_path(path)} is not a file; correct file={spec.file!r}")
     try:
         module = _module(path.resolve())
     except Exception as error:

@@ -10,7 +10,7 @@ from typing import Any
 from kumi.errors import ConfigError
 from kumi.files import untrusted
 from kumi.files.untrusted import brief
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.rewards.answers import answers_in, is_answer
 from kumi.rewards.json_schema import SchemaError, is_valid
 from kumi.rewards.number_text import equal_answers, equal_numbers, last_boxed, last_number
@@ -137,7 +137,7 @@ def _schema(path: Path, spec: JsonSchemaReward) -> Any:
         for example in examples:
             is_valid(example, schema)
     except FileNotFoundError:
-        raise ConfigError(f"reward {spec.name!r}: {looked_for(path)} does not exist; correct `schema_file`") from None
+        raise ConfigError(f"reward {spec.name!r}: {shown_path(path)} does not exist; correct `schema_file`") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"reward {spec.name!r}: {path} is not a JSON schema ({error}); correct it") from None
     return schema

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kumi.errors import RefusedError
 from kumi.files.untrusted import inside, open_regular
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.storage.folders import list_complete
 from kumi.storage.index import IndexFault, StoredFile, StoredPiece, StoredTensor, parse_files, parse_tensors
 from kumi.storage.write import FORMAT, as_bytes, block_rows, blocks, read_sealed
@@ -38,7 +38,7 @@ class Checkpoint:
     _verified_headers: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def difference(self, shapes: Mapping[str, Sequence[int]], prefix: str = "") -> str | None:
-        """Return how the tensors whose names begin with `prefix` differ from those with the global `shapes`.
+        """Return how the tensors whose names begin with `prefix` differ from a model's, with the global `shapes`.
 
         Return None when there is no difference. Call this before reading slices into a model: `read_into` accepts any
         slice inside the stored tensor and would crop a larger tensor.
@@ -61,7 +61,7 @@ class Checkpoint:
         return tensor
 
     def read(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
-        """Return the slice of tensor `name` with `shape` at `start`, on the CPU; the full tensor by default."""
+        """Return the slice of tensor `name` with `shape` at `start`, on the CPU; by default all of it from `start`."""
         import torch
 
         tensor = self._entry(name)
@@ -77,8 +77,8 @@ class Checkpoint:
         Raise RefusedError when the checkpoint has no such tensor or slice, or when its bytes are damaged.
         """
         tensor, start, dims = self._entry(name), tuple(start), len(start)
-        inside = all(low >= 0 and low + count <= size for low, count, size in zip(start, out.shape, tensor.shape))
-        if not (dims == len(tensor.shape) == out.dim() and inside):
+        fits = all(low >= 0 and low + count <= size for low, count, size in zip(start, out.shape, tensor.shape))
+        if not (dims == len(tensor.shape) == out.dim() and fits):
             slice_ = f"{tuple(out.shape)} at {start}"
             raise RefusedError(f"{self.folder}: {name!r} is {tensor.shape} on disk and has no slice {slice_}")
         if not tensor.shape:
@@ -86,8 +86,8 @@ class Checkpoint:
         for piece in tensor.pieces:
             self._copy(name, tensor, piece, out, start)
 
-    def cut(self, name: str, row: int) -> int:
-        """Return the row at which the block with row `row` of tensor `name` ends.
+    def block_end(self, name: str, row: int) -> int:
+        """Return the row, exclusive, at which the block that has row `row` of tensor `name` ends.
 
         A checksum covers a block, so a reader that stops at block ends verifies each block once.
         """
@@ -153,7 +153,7 @@ class Checkpoint:
     def _load_block(
         self, handle: int, name: str, piece: StoredPiece, index: int, row: int, target: torch.Tensor
     ) -> None:
-        """Fill `target` (contiguous) with block `index` of `piece`, which starts at row `row`, and verify it."""
+        """Fill `target` (contiguous) with block `index` of `piece`, from the piece's row `row` on, and verify it."""
         view = as_bytes(target)
         row_bytes = len(view) // target.shape[0] if target.shape[0] else 0
         _read_all(handle, view, piece.offset + row * row_bytes)
@@ -199,7 +199,7 @@ def open(folder: Path | str) -> Checkpoint:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise RefusedError(f"{looked_for(folder)}: no such checkpoint folder")
+        raise RefusedError(f"{shown_path(folder)}: no such checkpoint folder")
     index = _read_json(folder, "index.json")
     if index.get("format") != FORMAT:
         raise RefusedError(

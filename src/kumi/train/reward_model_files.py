@@ -16,7 +16,7 @@ from kumi.data import load_tokenizer
 from kumi.data.chat.template import find_template
 from kumi.data.tokenizer import Tokenizer
 from kumi.files.untrusted import brief
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.rewards.reward_spec import ModelReward
 from kumi.spec import families
 from kumi.spec.data_source import ChatOptions
@@ -73,7 +73,7 @@ def _open(run: ResolvedRun, reward: ModelReward, folder: Path) -> RewardModelFil
         raise reward.error(
             "source",
             reward.source,
-            f"has no config.json in {looked_for(str(folder))}; name the Hugging Face folder of a reward model, such as "
+            f"has no config.json in {shown_path(str(folder))}; name the Hugging Face folder of a reward model, such as "
             "the `hf` of a run with objective.kind='reward'",
         )
     config = families.read_config(folder)

@@ -28,7 +28,7 @@ from kumi.launch.early_failure import telling_others
 from kumi.launch.launchers import pick_launcher
 from kumi.launch.local import rank_environment, run_node_ranks
 from kumi.launch.standing import LaunchedRank, Standing, find_standing, launched_rank
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.remote.addresses import is_url
 from kumi.remote.cache_folder import local_run_folder
 from kumi.report.reading_lines import describe_reading, reading_lines
@@ -325,7 +325,7 @@ def _check_critic(critic: ModelSpec, folder: Path) -> None:
 
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"critic.model: {looked_for(str(folder))} has no config.json; name a Hugging Face model folder"
+            f"critic.model: {shown_path(str(folder))} has no config.json; name a Hugging Face model folder"
         )
     spec = read_folder.spec_of_folder(folder, replace(critic, lora=None))
     read_folder.locate_params_by_headers(folder, spec)

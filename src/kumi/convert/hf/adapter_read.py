@@ -18,7 +18,7 @@ from kumi.convert.hf.expert_adapters import ExpertMatrix, expert_matrices, is_ta
 from kumi.convert.hf.full_modules import full_tensors, whole_tensors
 from kumi.errors import ModelError
 from kumi.files.untrusted import brief, inside, read_object
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.spec.adapters import factor_names, has_adapter
 from kumi.spec.ledger import HEADS, ops
 from kumi.spec.model import ModelSpec
@@ -330,7 +330,7 @@ def adapters_reader(folder: Path, spec: ModelSpec) -> Callable[[str, tuple[int, 
     Raise ModelError unless `folder` has adapters that fit `spec`.
     """
     if not (folder / CONFIG).exists():
-        raise ModelError(f"lora.source: {looked_for(folder)} has no {CONFIG}; name a folder of PEFT adapters")
+        raise ModelError(f"lora.source: {shown_path(folder)} has no {CONFIG}; name a folder of PEFT adapters")
     base = replace(spec, lora=None)
     full = read_full_modules(folder, base)
     expected = {tensor.native for tensor in full_tensors(spec).values()}

@@ -8,7 +8,7 @@ from pathlib import Path
 from kumi import hub
 from kumi.convert.hf.card import check_verified
 from kumi.errors import RefusedError
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 from kumi.remote.addresses import is_url
 from kumi.storage.run_download import fetch_model
 
@@ -34,7 +34,7 @@ def publish(folder: str | Path, name: str, *, public: bool = False, unverified: 
     folder = Path(folder)
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise RefusedError(
-            f"{looked_for(folder)}: holds neither a Hugging Face model (config.json) nor adapters "
+            f"{shown_path(folder)}: holds neither a Hugging Face model (config.json) nor adapters "
             f"(adapter_config.json); write one with kumi convert --to hf"
         )
     hub.check_push(name, "--push")

@@ -10,7 +10,7 @@ from pathlib import Path
 from kumi.convert.vocab.base_tokenizer import Base
 from kumi.errors import ConfigError
 from kumi.files.untrusted import CONFIG, read_regular
-from kumi.paths import looked_for
+from kumi.paths import shown_path
 
 _LONGEST = 1000
 
@@ -38,7 +38,7 @@ def read_tokens(file: str | Path, *, special: bool) -> list[NewToken]:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except OSError as error:
         raise ConfigError(
-            f"{looked_for(path)}: cannot be read ({error.strerror}); name a text file with one token per line"
+            f"{shown_path(path)}: cannot be read ({error.strerror}); name a text file with one token per line"
         ) from None
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; name a text file with one token per line") from None
