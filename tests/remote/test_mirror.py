@@ -15,7 +15,7 @@ from kumi.storage import checkpoint, remote_checkpoints
 from kumi.storage.checkpoint import Piece, list_complete, rotate, step_folder, step_of
 from kumi.storage.remote_checkpoints import complete_steps, download_checkpoint, remote_name
 from kumi.storage.run_download import fetch_model, pull_run
-from kumi.storage.run_mirror import DisplacedError, MirrorTask, RunMirror, claim, upload_again
+from kumi.storage.run_mirror import DisplacedError, MirrorTask, RunMirror, claim, finish_with_retries
 
 VALUES = torch.arange(1000, dtype=torch.float32)
 
@@ -236,7 +236,7 @@ def test_a_start_that_was_displaced_uploads_nothing_more(url, tmp_path):
             first.update()
         assert complete_steps(store) == [1]
         with pytest.raises(DisplacedError):
-            upload_again(first, patience=60.0)
+            finish_with_retries(first, patience=60.0)
 
 
 def test_an_export_cannot_be_opened_before_it_is_complete(url, tmp_path, monkeypatch):

@@ -65,9 +65,10 @@ def save(
 ) -> None:
     """Write this rank's pieces to disk; on rank 0 also wait for the other ranks and commit the checkpoint `folder`.
 
-    Every rank calls this function. Rank 0 polls the folder for up to `timeout` seconds and uses no collective. It
-    removes leftovers of dead processes first, and afterwards all but the newest `keep` checkpoints and those in
-    `protect`. Raise SaveError when a file cannot be written or a rank is missing.
+    Every rank calls this function, with the same `attempt`, a text that identifies the launch. Rank 0 polls the folder
+    for up to `timeout` seconds and uses no collective. It removes leftovers of dead processes first, and afterwards,
+    unless `keep` is None, all but the newest `keep` checkpoints and those in `protect`. Raise SaveError when a file
+    cannot be written or a rank is missing.
     """
     folder = Path(folder)
     temporary = temporary_folder(folder)

@@ -71,7 +71,7 @@ def latest(root: Path | str) -> Path | None:
 
 
 def best_step(root: Path | str) -> int | None:
-    """Return the step in best.json under `root`, or None if there is no such file; it may have no checkpoint.
+    """Return the step in best.json under `root`, or None if there is no such file; the step may have no checkpoint.
 
     Raise RefusedError if the file is damaged.
     """
@@ -80,7 +80,9 @@ def best_step(root: Path | str) -> int | None:
         return None
     step = read_object(root, BEST, RefusedError).get("step")
     if type(step) is not int or step < 0:
-        raise RefusedError(f"{root / BEST}: names step {step!r}, which is no step; delete it, or name a checkpoint")
+        raise RefusedError(
+            f"{root / BEST}: names step {step!r}, which is not a step; delete the file, or write a checkpoint's step"
+        )
     return step
 
 
@@ -103,8 +105,8 @@ def rotate(root: Path | str, keep: int, protect: Collection[Path | str] = ()) ->
 def clean(root: Path | str, before: int) -> list[Path]:
     """Remove the leftovers of dead processes under `root`, for steps below `before`; return the removed folders.
 
-    Leftovers of later steps stay: another rank may be writing them already. Otherwise the save of that step reuses
-    the folder.
+    Leftovers of later steps stay: another rank may be writing them already, and a save of such a step overwrites what a
+    dead process left.
     """
     root = Path(root)
     if not root.is_dir():

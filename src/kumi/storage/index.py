@@ -18,7 +18,9 @@ from kumi.storage.write import DTYPES, ITEMSIZE, blocks, tiling_problem
 if TYPE_CHECKING:
     import torch
 
+# The safetensors name of each dtype -> torch's name.
 _NAMES = {stored: name for name, stored in DTYPES.items()}
+# Bytes of a file, or elements of a tensor, above which an index is refused.
 _MAX_SIZE = 2**60
 
 
@@ -29,7 +31,7 @@ class StoredPiece:
     file: name of the shard.
     start, extent: first index and length in each dim of the global tensor.
     offset: first byte in `file`.
-    sums: CRC-32 of each block.
+    sums: CRC-32 of each block of full rows (see `kumi.storage.write`).
     """
 
     file: str
@@ -88,7 +90,7 @@ def parse_files(folder: Path, index: Mapping[str, Any]) -> dict[str, StoredFile]
         if not isinstance(name, str) or name in files or not name.endswith(".safetensors"):
             raise IndexFault(f"the file {name!r} is listed twice or is not a safetensors file")
         if not _are_sizes([file.size, file.header, file.crc32]) or file.header > file.size:
-            raise IndexFault(f"{name} has the sizes {file.size!r} bytes and {file.header!r} bytes for its header")
+            raise IndexFault(f"{name} cannot have {file.size!r} bytes with {file.header!r} bytes for its header")
         try:
             size = os.stat(inside(folder, name, RefusedError)).st_size
         except FileNotFoundError:
@@ -108,13 +110,13 @@ def parse_tensors(index: Mapping[str, Any], files: Mapping[str, StoredFile]) -> 
     if not isinstance(entries, dict):
         raise IndexFault("it lists no tensors")
     tensors = {name: _tensor(name, entry, files) for name, entry in entries.items()}
-    ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)  # (offset, bytes) of the pieces in each file
+    positions: dict[str, list[tuple[int, int]]] = defaultdict(list)  # (offset, bytes) of the pieces in each file
     for tensor in tensors.values():
         for piece in tensor.pieces:
-            ranges[piece.file].append((piece.offset, math.prod(piece.extent) * tensor.itemsize))
-    for file, in_file in ranges.items():
-        in_file.sort()
-        if any(offset + size > following for (offset, size), (following, _) in pairwise(in_file)):
+            positions[piece.file].append((piece.offset, math.prod(piece.extent) * tensor.itemsize))
+    for file, of_file in positions.items():
+        of_file.sort()
+        if any(offset + size > next_offset for (offset, size), (next_offset, _) in pairwise(of_file)):
             raise IndexFault(f"two pieces overlap in {file}")
     return tensors
 
@@ -140,11 +142,13 @@ def _piece(
     if not all(map(_are_sizes, (start, extent, sums))) or not len(start) == len(extent) == len(shape):
         raise IndexFault(f"{name!r} has a piece at {start!r} of {extent!r}")
     if any(low + count > size for low, count, size in zip(start, extent, shape)):
-        raise IndexFault(f"{name!r} {shape} has a piece at {start} of {extent}, beyond its end")
+        raise IndexFault(f"{name!r} {shape} has a piece at {start} of {extent}, beyond its end in a dim")
     file = files.get(entry["file"]) if isinstance(entry["file"], str) else None
     nbytes = math.prod(extent) * itemsize
     if file is None or not _are_sizes([entry["offset"]]) or not file.header <= entry["offset"] <= file.size - nbytes:
-        raise IndexFault(f"{name!r} has {nbytes} bytes at {entry['offset']!r} of {entry['file']!r}, beyond its end")
+        raise IndexFault(
+            f"{name!r} has {nbytes} bytes at {entry['offset']!r} of {entry['file']!r}, in its header or beyond its end"
+        )
     rows = extent[0] if extent else 1
     if len(sums) != len(list(blocks(rows, nbytes // rows if rows else 0))):
         raise IndexFault(f"{name!r} has a piece with {len(sums)} checksums")

@@ -3,8 +3,9 @@
     start of the run --task as JSON--> mirror: look for a new checkpoint twice a second, upload it
     end of the run   --"finish"------> mirror: upload what is left  --result as JSON--> the run's exit code
 
-A process of its own does not take the interpreter from training, and is not forked with it. It imports no torch. If the
-training dies, its end of the pipe closes, and the mirror ends at once: the next start of the run goes on.
+The mirror is a process of its own, so that it does not hold the interpreter's lock while the training needs it, and is
+not copied when the training forks. It imports no torch. If the training dies, its end of the pipe closes, and the
+mirror ends at once; the next start of the run uploads the rest.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import Any
 from kumi.errors import ConfigError, KumiError, SaveError
 from kumi.progress import show_progress
 from kumi.remote.remote_store import open_store
-from kumi.storage.run_mirror import DisplacedError, MirrorTask, RunMirror, upload_again
+from kumi.storage.run_mirror import DisplacedError, MirrorTask, RunMirror, finish_with_retries
 from kumi.units import format_seconds
 
 _POLL_SECONDS = 0.5
-# Seconds before uploads are tried again after a failure, which has had its retries; doubled with each failure.
+# Seconds from a failed upload, whose requests were retried already, to the next one; doubled with each failure.
 _FIRST_WAIT, _LONGEST_WAIT = 5.0, 120.0
 _FINISH = "finish\n"
 
@@ -44,12 +45,12 @@ class MirrorProcess:
             start_new_session=True,
         )
         assert self._process.stdin is not None, "it is a pipe"
-        with suppress(BrokenPipeError):  # it has died, which `finish` reports
+        with suppress(BrokenPipeError):  # the mirror has died, which `finish` reports
             self._process.stdin.write(f"{task.text()}\n")
             self._process.stdin.flush()
 
     def finish(self) -> None:
-        """Wait until everything is uploaded. Raise SaveError if that fails; the run folder has everything."""
+        """Wait until everything is uploaded. Raise SaveError if that fails; the run folder still has everything."""
         try:
             text, _ = self._process.communicate(_FINISH)
         except BaseException:  # a signal: the user does not want to wait for the uploads
@@ -87,7 +88,7 @@ def main() -> int:
 
 
 def _follow(mirror: RunMirror, task: MirrorTask) -> None:
-    """Upload checkpoints as they appear, until the training says that it has ended. Failures are reported once each."""
+    """Upload checkpoints as they appear, until the training sends "finish". Report the first of successive failures."""
     wait, due, failed = _FIRST_WAIT, 0.0, False
     while not _finish_asked(_POLL_SECONDS):
         if time.monotonic() < due:
@@ -107,7 +108,7 @@ def _follow(mirror: RunMirror, task: MirrorTask) -> None:
 
 
 def _finish(mirror: RunMirror, task: MirrorTask) -> None:
-    """Upload what is left, with a bar. Raise SaveError if it fails for longer than the task's patience."""
+    """Upload what is left, with a bar. Raise SaveError after a failure without progress for `task.patience` seconds."""
     before, end_with_parent = mirror.bytes_done, mirror.on_progress
     with show_progress(f"uploading to {task.url}", max(mirror.left(), 1)) as update:
 
@@ -117,14 +118,14 @@ def _finish(mirror: RunMirror, task: MirrorTask) -> None:
 
         mirror.on_progress = progress
         try:
-            upload_again(mirror, task.patience)
+            finish_with_retries(mirror, task.patience)
         except (KumiError, OSError) as error:
-            place = f"everything is in {task.out}; run the same command again to upload the rest"
-            raise error if isinstance(error, DisplacedError) else SaveError(f"{error}; {place}") from None
+            remedy = f"everything is in {task.out}; run the same command again to upload the rest"
+            raise error if isinstance(error, DisplacedError) else SaveError(f"{error}; {remedy}") from None
 
 
 def _finish_asked(seconds: float) -> bool:
-    """Return True if the training has sent "finish"; wait for it for `seconds`. End this process if it has died."""
+    """Wait for `seconds` and return True if the training sends "finish". End this process if the training has died."""
     if not select.select([0], [], [], seconds)[0]:
         return False
     if _read_line() != _FINISH:

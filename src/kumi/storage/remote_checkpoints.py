@@ -1,7 +1,7 @@
 """Checkpoints of a run on a store: upload, list, remove and download them.
 
 A checkpoint on a store is the same folder as on a disk. Its index.json is uploaded last and removed first, so a folder
-with an index is complete, and one without is none: it is being uploaded, or its upload was interrupted.
+with an index is a complete checkpoint. A folder without an index is being uploaded or removed, or was interrupted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 
 def remote_name(step: int) -> str:
-    """Return the folder of the checkpoint of `step` within the run."""
+    """Return the name of the folder of the checkpoint of `step`, relative to the run."""
     return f"{ROOT}/{step_folder('', step)}"
 
 
@@ -67,14 +67,16 @@ def upload_checkpoint(
     """Upload the complete checkpoint in `folder` as that of `step`, unless the store has a complete one.
 
     `check` is called before the index is written, which completes the checkpoint, and may raise. `progress` is called
-    with bytes as they are done. Raise FileNotFoundError if a file of `folder` is gone, and the errors of the store.
+    with the bytes of each part that is uploaded. Raise FileNotFoundError if a file of `folder` is gone, OSError if the
+    store then lists other files, and the errors of the store.
     """
     target = remote_name(step)
     if store.info(f"{target}/{INDEX}") is not None:
         return
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != INDEX)
-    others = {f"{target}/{name}" for name in names}
-    store.remove([name for name in store.list_files(target) if name not in others])  # of an upload by other ranks
+    expected = {f"{target}/{name}" for name in names}
+    # Other files are left from an interrupted upload, of a save of this step by more ranks.
+    store.remove([name for name in store.list_files(target) if name not in expected])
     sizes = {f"{target}/{name}": upload_file(store, folder / name, f"{target}/{name}", progress) for name in names}
     stored = {name: file.size for name, file in store.list_files(target).items()}
     if stored != sizes:
@@ -86,7 +88,7 @@ def upload_checkpoint(
 def prune(store: RemoteStore, keep: int, protect: Collection[int] = ()) -> list[int]:
     """Remove all complete checkpoints except the newest `keep` and those in `protect`; return the removed steps.
 
-    Incomplete ones before the newest complete one are removed, too.
+    Incomplete checkpoints of steps before the newest complete one are removed, too.
     """
     complete = complete_steps(store)
     outdated = [step for step in complete[:-keep] if step not in protect]
@@ -126,9 +128,9 @@ def download_checkpoint(store: RemoteStore, step: int, root: Path, incoming: Pat
 
 
 def fetch_checkpoint(store: RemoteStore, name: str, folder: Path) -> None:
-    """Download the files of the checkpoint `name` of `store` that `folder` lacks: the index first, then its files.
+    """Download the index of the checkpoint `name` of `store` to `folder`, and then its other files that `folder` lacks.
 
-    Raise ConfigError if it is incomplete.
+    Raise ConfigError if the checkpoint is incomplete.
     """
     listed = store.list_files(name)
     index = f"{name}/{INDEX}" if name else INDEX

@@ -31,10 +31,12 @@ _CONFIG = "config.toml"
 
 
 def pull_run(url: str, copy: Path, out: Path, lock: str) -> list[str]:
-    """Bring the run at `url` to the run folder `out` in `copy`, if the store is ahead of it; return what was done.
+    """Bring the run at `url` to the run folder `out` in `copy`, if the store is ahead of it; return a line for each
+    download.
 
-    That is its newest complete checkpoint, the best one, and the files that a resumed run reads. `lock`: the name of
-    the file that a training process locks in `out`; while it is locked, nothing is changed.
+    Downloads are the newest complete checkpoint, the best one, and the files that a resumed run reads. `lock`: the name
+    of the file that a training process locks in `out`; while such a process runs, nothing is changed. Raise ConfigError
+    if the run has checkpoints and no configuration.
     """
     with making(copy), open_store(url, "train.out") as store, _unless_training(out, lock) as idle:
         names = store.list_folder()
@@ -91,8 +93,8 @@ def _unless_training(out: Path, lock: str) -> Iterator[bool]:
 def fetch_model(url: str, key: str, step: int | None = None) -> Path:
     """Return a local folder with the model at `url`: a Hugging Face folder, a checkpoint, or a run.
 
-    Of a run that is the folder with its configuration, its newest complete checkpoint, the best one and that of `step`.
-    Raise ConfigError if there is none, or the checkpoint is incomplete.
+    The folder of a run has its configuration, its newest complete checkpoint, the best one and that of `step`. Raise
+    ConfigError if `url` has no files, if its checkpoint is incomplete, or if the run has no checkpoint of `step`.
     """
     with open_store(url, key) as store:
         names = store.list_folder()
@@ -101,7 +103,7 @@ def fetch_model(url: str, key: str, step: int | None = None) -> Path:
             return _fetch_checkpoint(store, url, key)
         if ROOT in names and _CONFIG in names:
             return _fetch_run(store, url, step)
-    # Subfolders of a Hugging Face folder are other models; those of Megatron are the checkpoint.
+    # Subfolders of a Hugging Face folder have other models; those of a Megatron folder have its checkpoint.
     return fetch_folder(url, key, lambda name: "config.json" not in names or "/" not in name)
 
 

@@ -29,15 +29,16 @@ from kumi.storage.folders import BEST, best_step, latest, list_complete, step_fo
 from kumi.storage.remote_checkpoints import ROOT, prune, upload_checkpoint
 
 OWNER = "owner.json"
-# In the folder of checkpoints that are being uploaded: the other files that the store has already.
+# A file beside the checkpoints that are being uploaded: it lists the other files of the run that the store has already.
 _STATE_FILE = "uploaded.json"
 # Folder of the tokenizer within the run on a store, and the endings of its files.
 TOKENIZER, _TOKENIZER_FILES = "tokenizer", (".json", ".jinja", ".model", ".txt")
-# In a run folder: what another machine makes anew, what is unfinished, what was put aside, and what only locks.
+# Names in a run folder that are not uploaded with its other files: those that another machine makes anew, checkpoints,
+# unfinished files, folders that were put aside, and hidden files such as locks.
 _LOCAL_ONLY = re.compile(
     r"data|offload|checkpoints|rollouts|wandb|mlruns|\..*|.*\.part|.*\.unverified|(hf|adapter)\.\d+"
 )
-# Of a folder with a model, the file without which no program opens it is uploaded last.
+# Files without which no program opens a model's folder. They are uploaded last: a folder that opens is complete.
 LAST_FILES = (
     "config.json",
     "adapter_config.json",
@@ -58,8 +59,8 @@ class MirrorTask:
 
     out: the run folder. uploading: a folder on the same file system, for the checkpoints that are being uploaded.
     tokenizer: the folder of the run's tokenizer, which a run that is used elsewhere needs; "" if there is none.
-    attempt: a random name of this start of the run. previous: that of the start that wrote to the store before it.
-    keep: checkpoints on the store.
+    attempt: a random name of this start of the run. previous: the name of the start that wrote to the store before.
+    keep: number of newest checkpoints to keep on the store, besides the best one.
     patience: at the end of the run, seconds without progress after which uploads are given up.
     """
 
@@ -84,16 +85,16 @@ class RunMirror:
         self._out, self._uploading = Path(task.out), Path(task.uploading)
         self._tokenizer = Path(task.tokenizer) if task.tokenizer else None
         self._complete: set[int] = set()  # steps whose checkpoints this mirror has uploaded
-        # Other files: name -> [size, time of change] when they were uploaded.
+        # Files other than checkpoints: name -> [bytes, modification time] when they were uploaded.
         self._uploaded = _read_uploaded(self._uploading, task.previous)
         self.bytes_done = 0
         self.progress_at = time.monotonic()
         self.on_progress: Callable[[], None] = lambda: None
 
     def update(self) -> bool:
-        """Upload the newest complete checkpoint and the best one, unless they are uploaded. Return True if one was.
+        """Upload the newest complete checkpoint and the best one. Return False if both were uploaded before.
 
-        Raise what the store raises, and DisplacedError.
+        Raise the errors of the store, and DisplacedError if another start of the run writes there now.
         """
         folders = self._due()
         for folder in folders:
@@ -147,7 +148,7 @@ class RunMirror:
         self._prune()
 
     def _linked(self, folder: Path) -> Path | None:
-        """Return a folder with hard links to the files of `folder`, or `folder` itself where there are none.
+        """Return a folder with hard links to the files of `folder`, or `folder` itself where links are impossible.
 
         Return None if rotation removed `folder` meanwhile. Links of other checkpoints are removed.
         """
@@ -185,17 +186,21 @@ class RunMirror:
         _write_uploaded(self._uploading, self._attempt, self._uploaded)
 
     def _upload_folder(self, folder: Path) -> None:
-        """Upload `folder`; of a model the file that opens it last, and if it replaces another, that file goes first."""
+        """Upload the changed files of `folder`, those in `LAST_FILES` last.
+
+        If one of `LAST_FILES` changed, the folder has a new model: first the old `LAST_FILES` and all files that this
+        folder does not have are removed from the store, so that nothing opens a mixture of two models.
+        """
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
         paths = [path for path in paths if "/." not in self._name(path)]
         changed = [path for path in paths if self._uploaded.get(self._name(path)) != _state(path)]
         last = [folder / name for name in LAST_FILES if folder / name in changed]
         if last:
             present = self._store.list_files(folder.name)
-            first = [f"{folder.name}/{name}" for name in LAST_FILES]
-            self._store.remove([name for name in first if name in present])
+            openers = [f"{folder.name}/{name}" for name in LAST_FILES]
+            self._store.remove([name for name in openers if name in present])
             local = {self._name(path) for path in paths}
-            self._store.remove([name for name in present if name not in local and name not in first])
+            self._store.remove([name for name in present if name not in local and name not in openers])
         for path in [*(path for path in changed if path not in last), *last]:
             self._upload_changed(path, self._name(path))
 
@@ -236,10 +241,10 @@ class RunMirror:
 
 
 def claim(store: RemoteStore, attempt: str) -> str:
-    """Write the name of a start of the run to the store: its latest start is the one that may write there.
+    """Write `attempt`, the name of this start of the run, to the store: only the latest start may upload there.
 
-    Return the name of the start before it, or "". Raise ConfigError if the store refuses it, CommunicationError if it
-    cannot be reached.
+    Return the name of the start before it, or "". Raise ConfigError if the store refuses access, CommunicationError if
+    it cannot be reached.
     """
     owner = {"attempt": attempt, "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     previous = str(read_owner(store).get("attempt", ""))
@@ -281,9 +286,9 @@ def _write_uploaded(folder: Path, attempt: str, files: dict[str, list[int]]) -> 
     part.replace(folder / _STATE_FILE)
 
 
-def upload_again(mirror: RunMirror, patience: float) -> None:
+def finish_with_retries(mirror: RunMirror, patience: float) -> None:
     """Finish `mirror`, again and again while uploads make progress. Raise the last error after `patience` seconds
-    without any, and an error of the configuration or a DisplacedError at once.
+    without progress; raise a ConfigError or a DisplacedError at once.
     """
     mirror.progress_at = time.monotonic()
     while True:

@@ -1,4 +1,4 @@
-"""Write a folder whose place is a URL: locally first, then uploaded; an interrupted upload goes on."""
+"""Write a folder to a URL: write it locally, then upload it; an interrupted upload is continued by the next call."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _NOTE = "output.json"
 
 
 def write_to_url(url: str, key: str, request: Mapping[str, Any], write: Callable[[Path], str]) -> str:
-    """Upload the folder that `write` writes, as `url`, the value of `key`; return its message with the URL in it.
+    """Let `write` write a local folder, and upload it to `url`, the value of `key`.
 
-    `request` (JSON data) describes what is written: if an earlier call with an equal one was interrupted during the
-    upload, only the rest is uploaded. Raise RefusedError if the URL has files already, and CommunicationError if the
-    upload fails; the local folder stays then.
+    Return the message of `write`, with the URL in place of the local folder. `request` (JSON data) describes what is
+    written: if an earlier call with an equal request was interrupted during the upload, only the rest is uploaded.
+    Raise RefusedError if the URL has files already, and CommunicationError if the upload fails; the local folder stays
+    then.
     """
     check_url(url, key)
     copy = copy_of(OUTPUTS, url)
@@ -55,7 +56,7 @@ def write_to_url(url: str, key: str, request: Mapping[str, Any], write: Callable
 
 
 def upload_folder(store: RemoteStore, folder: Path) -> None:
-    """Upload the files of `folder`, with a bar; the files without which no program opens it last."""
+    """Upload the files of `folder`, with a bar; those in `LAST_FILES` last, as no program opens it without them."""
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     names.sort(key=lambda name: name in LAST_FILES)
     present = store.list_files()
@@ -70,13 +71,13 @@ def upload_folder(store: RemoteStore, folder: Path) -> None:
         for name in names:
             size = (folder / name).stat().st_size
             if name in present and present[name].size == size and name not in LAST_FILES:
-                progress(size)  # uploaded by the interrupted call: this process wrote nothing since
+                progress(size)  # an interrupted call uploaded it, and the local file has not changed since
             else:
                 upload_file(store, folder / name, name, progress)
 
 
 def _written_message(copy: Path, request: Mapping[str, Any]) -> str | None:
-    """Return the message of an earlier call with an equal `request`, whose folder is complete; else None."""
+    """Return the message of an earlier call with an equal `request` that has completed the local folder; else None."""
     try:
         note = read_object(copy, _NOTE, RefusedError)
     except RefusedError:

@@ -33,6 +33,7 @@ FORMAT = 1
 BLOCK_BYTES = 4 * 2**20
 # An index has one checksum per block: 250,000 checksums, 3 MB of JSON, for a terabyte of tensors.
 MAX_INDEX_BYTES = 2 * 10**9
+# The end of each JSON file, with the checksum of the text before it.
 _SEAL = ',\n"crc32": "%08x"}\n'
 
 # torch's name of each dtype -> the safetensors name, and the bytes of an element.
@@ -277,7 +278,6 @@ def _key(blank: Blank) -> str:
 
     A piece that is a full tensor has the tensor's name, under which other readers look for it. Other pieces have the
     index ranges in addition.
-
     """
     if tuple(blank.extent) == tuple(blank.shape):
         return blank.name
