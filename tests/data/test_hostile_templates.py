@@ -101,7 +101,7 @@ def test_output_is_limited_by_its_input():
     content = "x" * (1 << 20)
     roomy = renderer(text, memory_gib=1, timeout_s=2)
     assert len(roomy.render([{"role": "user", "content": content}], n=64)) == 64 << 20
-    with pytest.raises(RowRefused, match="64 for each of its input"):
+    with pytest.raises(RowRefused, match="64 for each character of its input"):
         roomy.render([{"role": "user", "content": content}], n=66)
 
 

@@ -24,7 +24,7 @@ _EXCERPT = 60
 
 
 class Reply(NamedTuple):
-    """Characters `start` to `end` of a sample's text: message number `message`, from 0. Its stop token is at `stop`."""
+    """Characters `start` to `end` of a sample's text: message number `message`, from 0; its stop token is at `stop`."""
 
     message: int
     start: int
@@ -61,19 +61,20 @@ def alternatives(tokens: Sequence[str]) -> re.Pattern[str]:
 
 
 def split_samples(render: Render, messages: Sequence[Message], trained: Sequence[int], markup: Markup) -> list[Sample]:
-    """Return samples in which each message of the assistant in `trained` (ascending numbers) is a reply of exactly one.
+    """Return samples in which each message of the assistant in `trained` is a reply of exactly one sample.
 
-    Raise RowRefused for a reply that inference could not generate after its prompt, or that the template does not show.
+    trained: numbers of messages, from 0, ascending. Raise RowRefused for a reply that inference could not generate
+    after its prompt, or that the template does not show.
     """
     done: list[Sample] = []
     text, count, replies = "", 0, list[Reply]()
     for i in trained:
-        parts = shown(messages[i], markup.added)
+        parts = required_texts(messages[i], markup.added)
         if not parts:
             raise RowRefused("empty-completion", f"message {i + 1} is an empty reply; there is nothing to train in it")
         whole = render(messages[: i + 1], False, {})
         start = _prompt_length(render, messages[:i], whole, parts, markup)
-        whole, stop, end = _ended(render, messages, i, whole, start, parts, markup)
+        whole, stop, end = _reply_end(render, messages, i, whole, start, parts, markup)
         _check_shown(parts, whole[start:end], i, "reply")
         check_values(_argument_values(messages[i]), whole[start:end], i, "reply")
         check_prompt(messages, i, whole[:start])
@@ -86,7 +87,7 @@ def split_samples(render: Render, messages: Sequence[Message], trained: Sequence
     return [*done, Sample(text, count, tuple(replies))] if replies else done
 
 
-def shown(message: Message, added: re.Pattern[str]) -> list[str]:
+def required_texts(message: Message, added: re.Pattern[str]) -> list[str]:
     """Return the texts of `message` that a rendering must contain: thoughts, content, names and arguments of calls.
 
     Content is split at `added` tokens such as `</think>`, because templates move what they enclose.
@@ -130,9 +131,10 @@ def contains(text: str, part: str) -> bool:
 
 
 def _prompt_length(render: Render, before: Sequence[Message], whole: str, parts: Sequence[str], markup: Markup) -> int:
-    """Return the length of the longest prompt of inference with which `whole`, the text up to the reply, begins.
+    """Return the length of the longest prompt of inference with which `whole` begins.
 
-    The longest, because a part that some mode of inference supplies, such as an empty think block, is not generated.
+    `whole` is the text to the end of the reply. The longest prompt counts, because a part that some mode of inference
+    supplies, such as an empty think block, is not generated.
     """
     prompt = render(before, True, {})
     length = len(prompt) if whole.startswith(prompt) else -1
@@ -162,13 +164,13 @@ def _difference(first: str, second: str) -> int:
     return low
 
 
-def _ended(
+def _reply_end(
     render: Render, messages: Sequence[Message], i: int, whole: str, start: int, parts: Sequence[str], markup: Markup
 ) -> tuple[str, int, int]:
     """Return the text up to reply `i` with its stop token, and the positions of the token's start and end."""
     match = markup.stops.search(whole, start)
     if match is None:
-        return _ended_by_next(render, messages, i, whole, start, parts, markup)
+        return _reply_end_by_next(render, messages, i, whole, start, parts, markup)
     rest = markup.special.sub("", whole[match.end() :]).strip()
     if rest:
         raise RowRefused(
@@ -179,12 +181,12 @@ def _ended(
     return whole, match.start(), match.end()
 
 
-def _ended_by_next(
+def _reply_end_by_next(
     render: Render, messages: Sequence[Message], i: int, whole: str, start: int, parts: Sequence[str], markup: Markup
 ) -> tuple[str, int, int]:
-    """Return the text up to reply `i` with the token that begins the next message, for templates that end replies so.
+    """Return what `_reply_end` returns, for templates in which the token that begins the next message ends a reply.
 
-    Raise RowRefused if that token is no stop token.
+    Raise RowRefused if that token is not a stop token.
     """
     following = {"role": "tool" if messages[i].get("tool_calls") else "user", "content": "0"}
     longer = render([*messages[: i + 1], following], False, {})
@@ -207,7 +209,10 @@ def _ended_by_next(
 
 
 def check_prompt(messages: Sequence[Message], i: int, prompt: str) -> None:
-    """Raise RowRefused unless `prompt`, of the first `i` messages, shows the first and those since the last reply."""
+    """Raise RowRefused unless `prompt`, that of the first `i` messages, shows all messages since the last reply.
+
+    It must also show a system message that comes first.
+    """
     for j in range(i - 1, -1, -1):
         if messages[j]["role"] == "assistant":
             break

@@ -28,6 +28,8 @@ class ControlTokens:
     special: pattern of the special tokens and the stop tokens, which no text of a row may become.
     cuts: pattern of the added tokens before which a text can be cut without changing its tokens, with the white space
         that they take along.
+    special_ids, stop_ids: ids of the special tokens and of the stop tokens.
+    safe: texts of the added tokens that are matched in any surroundings.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, stops: Sequence[str]) -> None:
@@ -36,15 +38,15 @@ class ControlTokens:
         texts = {token.content: token for token in tokens.values() if len(token.content) > 1}
         special = {text for text, token in texts.items() if token.special} | set(stops)
         special.add(tokenizer.backend.id_to_token(tokenizer.eos_id))
-        # Of the other added tokens a template's own, such as <think>: text of a person may not pass for them. The rest
-        # are pieces of text, such as Gemma's runs of spaces and HTML tags, and inference makes them of text.
+        # Of the other added tokens, those that the template writes, such as <think>: a person's text must not become
+        # one. The rest are pieces of text, such as Gemma's runs of spaces and HTML tags; inference makes them of text.
         written = {text for text in texts if text in template and not text.isspace()}
         self.added = alternatives([text for text in texts if not text.isspace()])
         self.special = alternatives([text for text in special if len(text) > 1])
-        numbers = {token.content: number for number, token in tokens.items()}
+        ids = {token.content: token_id for token_id, token in tokens.items()}
         self.stops = alternatives(stops)
-        self.special_ids = frozenset(number for text, number in numbers.items() if text in special)
-        self.stop_ids = frozenset(numbers[stop] for stop in stops if stop in numbers)
+        self.special_ids = frozenset(token_id for text, token_id in ids.items() if text in special)
+        self.stop_ids = frozenset(ids[stop] for stop in stops if stop in ids)
         self._foreign = alternatives([text for text in special | written if len(text) > 1])
         safe = [token for token in texts.values() if not token.normalized and not token.single_word]
         left = [token.content for token in safe if token.lstrip]
@@ -56,7 +58,7 @@ class ControlTokens:
         self._last = re.compile(f"(?:{alternatives([*self.safe]).pattern})\\s*$")
 
     def ends_with_token(self, text: str) -> bool:
-        """Return whether the last token of `text` is an added token, besides white space that it may take along."""
+        """Return whether `text` ends with an added token, apart from white space that the token may take along."""
         return self._last.search(text, max(0, len(text) - 256)) is not None
 
     def marked(
@@ -65,7 +67,7 @@ class ControlTokens:
         """Return messages and tools with a mark inside each control token that they spell.
 
         The third result is the mark, or "" if nothing is spelt; the fourth the number of spellings. In messages of the
-        assistant, added tokens that are not special, such as <think>, stay those that the model writes.
+        assistant, added tokens that are not special, such as <think>, get no mark: the model writes such tokens.
         """
         patterns = [self.special if message["role"] == "assistant" else self._foreign for message in messages]
         if not (tools and spells(tools, self._foreign)) and not any(map(spells, messages, patterns)):

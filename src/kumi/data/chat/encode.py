@@ -31,7 +31,7 @@ from kumi.data.tokenizer import Tokenizer
 from kumi.errors import ConfigError
 from kumi.spec.data_source import TURNS, ChatOptions
 
-# Inference may render the prompt of a reply in these modes, where the template has them.
+# An argument of some templates: inference may set it, to False or True, when it renders the prompt of a reply.
 MODE = "enable_thinking"
 
 
@@ -81,7 +81,7 @@ class ConversationEncoder:
         self.counts: Counter[str] = Counter()
 
     def encode(self, example: Example) -> list[EncodedUnit]:
-        """Return the units of an example: one a sample of a conversation, one of two sequences for a preference.
+        """Return the units of an example: one for each sample of a conversation, one with both sides of a preference.
 
         Raise RowRefused if it cannot be trained on as it would be generated.
         """
@@ -93,7 +93,7 @@ class ConversationEncoder:
             self._renderer.limits.end()
 
     def whole(self, side: Conversation) -> MaskedSequence:
-        """Return the tokens of all that the template renders of a conversation, as transformers' apply_chat_template.
+        """Return the tokens of a whole conversation as the template renders it, as apply_chat_template of transformers.
 
         Spellings of control tokens in messages stay text. Raise RowRefused as `encode` does.
         """
@@ -263,7 +263,10 @@ _NOTHING = Sample("", 0, ())
 
 
 def _after_same_prompt(left: _Rendered, right: _Rendered) -> tuple[_Rendered, _Rendered]:
-    """Return both sides with the shorter prompt, if one begins with the other: each mode of inference may give it."""
+    """Return both sides with the shorter of their prompts, which another mode of inference may give.
+
+    Raise RowRefused unless the longer prompt begins with the shorter one.
+    """
     start = min(left.sample.replies[0].start, right.sample.replies[0].start)
     result = []
     for side in (left, right):
@@ -284,7 +287,7 @@ def _prompt_columns(side: Conversation | PlainText) -> dict[str, Any]:
 
 
 def _trained(side: Conversation) -> list[int]:
-    """Return the numbers of the messages to train. Raise RowRefused if there are none, or a reply comes first."""
+    """Return the numbers, from 0, of the messages to train. Raise RowRefused for none, or if a reply comes first."""
     _check_roles(side.messages)
     trained = [i for i, (message, train) in enumerate(zip(side.messages, side.train, strict=True)) if train]
     trained = [i for i in trained if side.messages[i]["role"] == "assistant"]

@@ -63,7 +63,7 @@ class Limits:
 
     def start(self) -> None:
         """Begin a conversation: the time is that of all calls of `run` until `end`."""
-        self._together, self._left = True, self.timeout_s
+        self._in_conversation, self._left = True, self.timeout_s
         self._before = resource.getrlimit(resource.RLIMIT_AS)
         self._bound = self._before
         if self._statm >= 0:
@@ -78,15 +78,15 @@ class Limits:
         Objects of a template that worked long are freed here: it may have linked so many, in a cycle, that freeing them
         ends the process, which must not happen in another row.
         """
-        self._together = False
+        self._in_conversation = False
         if self.timeout_s - self._left > _LONG_S:
             gc.collect()
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Return `function()`. Raise RowRefused if it needs more than the time that is left, or more memory."""
-        if not self._together:
+        if not self._in_conversation:
             self.start()
-            self._together = False
+            self._in_conversation = False
         try:
             try:
                 self._arm()

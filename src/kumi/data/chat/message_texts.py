@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from kumi.data.chat.as_generated import Message, Sample, shown
+from kumi.data.chat.as_generated import Message, Sample, required_texts
 from kumi.data.chat.masked import ROLE_SHIFT, TRAINED
 from kumi.data.formats.example import ROLES
 
-# First and last positions of messages in a text, by their number from 0.
+# Start and end of messages in a text, by the number of the message from 0.
 Places: TypeAlias = Mapping[int, tuple[int, int]]
 NOWHERE: Places = MappingProxyType({})
 ASSISTANT = ROLES.index("assistant")
 
 
 class MessageText(NamedTuple):
-    """Characters `start` to `end` of a text, from message `number`, from 1; `mask` is that of their tokens."""
+    """Characters `start` to `end` of a text: those of message `number`, from 1. mask: that of their tokens."""
 
     start: int
     end: int
@@ -32,8 +32,8 @@ def message_texts(
 ) -> list[MessageText]:
     """Return where `sample` has the texts of its messages, in the order of the text; a trained reply is one segment.
 
-    Other messages are searched in their order between the replies around them, without what the template adds or
-    rewrites. places: of messages that are not searched.
+    The texts of other messages are searched in their order, between the replies around them; what the template adds or
+    rewrites is in no segment. places: where messages are that need not be searched.
     """
     replies = {reply.message: reply for reply in sample.replies}
     starts = [reply.start for reply in sample.replies]
@@ -50,7 +50,7 @@ def message_texts(
             continue
         place = places.get(i)
         if place is None:
-            parts = shown(message, added)
+            parts = required_texts(message, added)
             # Some templates write the system message after others.
             place = _find(sample.text, parts, position, limit) or _find(sample.text, parts, first, limit)
         if place is not None:
@@ -60,7 +60,7 @@ def message_texts(
 
 
 def _find(text: str, parts: Sequence[str], start: int, end: int) -> tuple[int, int] | None:
-    """Return the first and last position of `parts`, one after another in `text[start:end]`; None without any."""
+    """Return start and end of `parts`, one after another in `text[start:end]`; None if it has none of them."""
     first, position = -1, start
     for part in parts:
         at = text.find(part, position, end)

@@ -11,9 +11,10 @@ from kumi.data.chat.control_tokens import ControlTokens, without_added_tokens
 from kumi.data.chat.masked import RowRefused
 from kumi.data.tokenizer import Tokenizer
 
-# Before a piece, and its tokens dropped again, a newline keeps tokenizers from adding the space that begins a text.
+# A newline before a piece keeps tokenizers from adding the space that begins a text; its tokens are dropped again.
 _ANCHOR = "\n"
-# Texts of at most so many characters, such as the template's between messages, are encoded again to find their end.
+# Texts of at most `_SHORT` characters, such as the template's between messages, are encoded again to find their last
+# token; the tokens of up to `_SHORT_TEXTS` such texts are kept.
 _SHORT, _SHORT_TEXTS = 1024, 512
 
 
@@ -37,7 +38,7 @@ class PieceTokens:
         self._cache: dict[Piece, list[int]] = {}
         self._short: dict[str, list[int]] = {}
         self._newline = self._ids(_ANCHOR)
-        # Before which kinds of text a piece needs the anchor.
+        # The kinds of text after which a piece needs the anchor.
         alone, token = self._ids("kumi"), min(controls.safe, default="")
         after = {"text": self._ids(f"{_ANCHOR}kumi")[len(self._newline) :], "token": self._ids(f"{token}kumi")[1:]}
         self._anchored = {name for name, ids in after.items() if ids != alone and (token or name == "text")}
@@ -75,7 +76,7 @@ class PieceTokens:
         return start, max(start, stop)
 
     def _encoding(self, piece: Piece) -> tuple[Any, int, int]:
-        """Return the encoding of a piece, with numbers of tokens and characters before it that are not of the piece."""
+        """Return the encoding of a piece, and how many of its first tokens and characters are those of the anchor."""
         backend = self._without_added if piece.spelt else self._backend
         if piece.before in self._anchored:
             encoding = backend.encode(_ANCHOR + piece.text, add_special_tokens=False)
@@ -91,7 +92,7 @@ class PieceTokens:
         if special.isdisjoint(ids[1:] if begins else ids):
             return
         written = 0 if piece.spelt else len(self._controls.special.findall(piece.text))
-        if sum(number in special for number in ids) > written:
+        if sum(token_id in special for token_id in ids) > written:
             raise RowRefused("control-token", f"the tokenizer makes a control token of the text {excerpt(piece.text)}")
 
     def _short_ids(self, text: str) -> list[int]:

@@ -36,8 +36,8 @@ class SampleTokens:
         """Return the tokens of `sample`; `mark` is inside each control token that the row spells, "" if it spells none.
 
         `places` are those of `message_texts`.
-        Raise RowRefused if it begins with two BOS tokens or has more than 4 Mi characters, if a stop token is no token,
-        or if the tokenizer makes control tokens of text.
+        Raise RowRefused if it begins with two BOS tokens or has more than 4 Mi characters, if the tokenizer splits a
+        stop token, or if it makes control tokens of text.
         """
         text = sample.text
         if len(text) > PIECE:
@@ -49,23 +49,23 @@ class SampleTokens:
         ids: list[int] = []
         mask: list[int] = []
         turns: list[int] = []
-        number, nearest = 0, 0
+        turn, nearest = 0, 0  # the turn of the last text before the piece, and the index of the segment after it
         for (start, end, piece), new in zip(pieces, encoded, strict=True):
             if start in stops and new[:1] != [self._backend.token_to_id(stops[start])]:
                 raise RowRefused("no-stop-token", f"{stops[start]!r} ends a reply, but the tokenizer splits it there")
             while nearest < len(segments) and segments[nearest].end <= start:
-                number = segments[nearest].number
+                turn = segments[nearest].number
                 nearest += 1
-            masks, numbers = [0] * len(new), [number] * len(new)
+            new_mask, new_turns = [0] * len(new), [turn] * len(new)
             for segment in takewhile(lambda segment: segment.start < end, islice(segments, nearest, None)):  # noqa: B023
                 before, until = text[start : max(start, segment.start)], text[start : min(segment.end, end)]
                 first, last = self._tokens.tokens_of(piece, len(unmarked(before, mark)), len(unmarked(until, mark)))
-                masks[first:last] = [segment.mask] * (last - first)
-                numbers[first:] = [min(segment.number, _MAX_TURN)] * (len(new) - first)
+                new_mask[first:last] = [segment.mask] * (last - first)
+                new_turns[first:] = [min(segment.number, _MAX_TURN)] * (len(new) - first)
             ids += new
-            mask += masks
-            turns += numbers
-        # Some templates, such as Seed-OSS's, begin each message with it.
+            mask += new_mask
+            turns += new_turns
+        # Only two at the beginning are refused: some templates, such as Seed-OSS's, begin each message with BOS.
         if self._bos is not None and ids[:2] == [self._bos] * 2:
             raise RowRefused("two-bos", f"the rendering begins with two BOS tokens: {excerpt(text)}")
         return MaskedSequence(ids, mask, turns)

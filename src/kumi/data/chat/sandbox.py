@@ -31,17 +31,18 @@ from kumi.spec.data_source import ChatOptions
 
 # A rendering has at most this many characters, and `OUTPUT_RATIO` more for each character of its input.
 OUTPUT_FREE, OUTPUT_RATIO = 1 << 20, 64
-# Arguments that are not the row's or the run file's to set.
+# Arguments that neither a row nor the run file may set.
 RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template", "conversation")
+# The keys under which a message may have its thoughts.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Renderer:
     """A compiled chat template with its fixed arguments.
 
-    tokens: special tokens by name, as of `kumi.data.chat.template.load_tokens`.
+    tokens: special tokens by name, as `kumi.data.chat.template.load_tokens` returns them.
     kwargs: arguments of the template.
-    date: YYYY-MM-DD, the result of `strftime_now`.
+    date: YYYY-MM-DD, the date that `strftime_now` formats.
     timeout_s, memory_gib: limits of one conversation; see `kumi.data.chat.limits`.
 
     Raise ConfigError unless the template can be compiled within the same limits.
@@ -78,13 +79,13 @@ class Renderer:
     ) -> str:
         """Return the text of `messages`; with `prompt`, followed by the start of a reply.
 
-        Raise RowRefused if the template raises or exceeds a limit. The limit of time is that of all renderings between
-        `limits.start()` and `limits.end()`.
+        Raise RowRefused if the template raises or exceeds a limit. All renderings between `limits.start()` and
+        `limits.end()` share one limit of time; outside of them, each rendering has the limit to itself.
         """
         return self.limits.run(lambda: self._render(messages, tools, prompt, kwargs))
 
     def _compile(self, environment: ImmutableSandboxedEnvironment, text: str) -> Template:
-        """Return the compiled template. Constants are computed here, so that this is limited as rendering is."""
+        """Return the compiled template. Jinja computes constant expressions here, so the limits of rendering apply."""
         origin = self.template.origin
         try:
             return self.limits.run(lambda: _compile(environment, text, origin))
@@ -140,8 +141,8 @@ def _join(pieces: Iterator[str], context: Mapping[str, Any]) -> str:
             if total > limit:
                 raise RowRefused(
                     OUTPUT,
-                    f"the chat template writes more than {limit} characters: {OUTPUT_RATIO} for each of its input, "
-                    f"and {OUTPUT_FREE}",
+                    f"the chat template writes more than {limit} characters, its limit: {OUTPUT_FREE}, and "
+                    f"{OUTPUT_RATIO} for each character of its input",
                 )
         result.append(piece)
     return "".join(result)
@@ -157,16 +158,15 @@ def _characters(value: Any) -> int:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates take it: without empty keys, its thoughts under all names that they read."""
+    """Return a message as templates take it: without null keys, its thoughts as "reasoning_content" and "thinking"."""
     plain = {key: _plain(value) for key, value in message.items() if value is not None}
     thoughts = next((plain[key] for key in _REASONING if key in plain), None)
     return plain if thoughts is None else {"thinking": thoughts, **plain, "reasoning_content": thoughts}
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as JSON types: objects of other types have methods, which the sandbox does not know.
-
-    They become the name of their type in angle brackets.
+    """Return `value` as JSON types. An object of another type becomes the name of its type in angle brackets: such an
+    object may have methods that the sandbox does not check.
     """
     kind = type(value)
     if kind is str or kind is int or kind is float or kind is bool or value is None:
@@ -198,7 +198,7 @@ def _explain(error: Exception, compiled: Template, origin: str) -> str:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with shorter ways to the same results for dicts, texts, loops and namespaces, read most."""
+    """The sandbox, with faster paths for what templates read most: attributes of dicts, texts, loops, namespaces."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return `obj.attribute`, or `obj[attribute]` of a dict."""

@@ -9,22 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from kumi.data.chat.as_generated import Message, Render, Sample, shown
+from kumi.data.chat.as_generated import Message, Render, Sample, required_texts
 from kumi.data.chat.control_tokens import PRIVATE
 from kumi.data.chat.limits import ERROR
 from kumi.data.chat.masked import RowRefused
 
-# Characters of a text that is short. Longer texts are not parts of headers.
+# The most characters of a short text. Longer texts are not parts of headers.
 _SHORT = 16
 
 
 def short_places(
     render: Render, sample: Sample, messages: Sequence[Message], added: re.Pattern[str]
 ) -> dict[int, tuple[int, int]]:
-    """Return the first and last position in `sample` of short contents, by the number of their message from 0.
+    """Return start and end of short contents in the text of `sample`, by the number of their message from 0.
 
-    Contents are absent which the template does not write as they are, or that are not all of their message. Raise
-    RowRefused if the second rendering exceeds a limit.
+    A content is absent if the template does not write it as it is, or if it is not all of its message. Raise RowRefused
+    if the second rendering exceeds a limit.
     """
     replies = {reply.message for reply in sample.replies}
     texts = {
@@ -50,7 +50,7 @@ def short_places(
 
 def _is_short(message: Message, added: re.Pattern[str]) -> bool:
     content = message.get("content")
-    return isinstance(content, str) and len(content) <= _SHORT and shown(message, added) == [content.strip()]
+    return isinstance(content, str) and len(content) <= _SHORT and required_texts(message, added) == [content.strip()]
 
 
 def _places(text: str, parts: Sequence[str], texts: Mapping[int, str]) -> dict[int, tuple[int, int]]:

@@ -39,6 +39,6 @@ def check_values(values: Iterable[Value], text: str, i: int, name: str) -> None:
     written |= {number.removeprefix("-") for number in written}
     numbers = set(map(float, written))
     for value in values:
-        shown = str(value).lower() in words if isinstance(value, bool) else value in numbers or str(value) in written
-        if not shown:
+        is_shown = str(value).lower() in words if isinstance(value, bool) else value in numbers or str(value) in written
+        if not is_shown:
             raise RowRefused("not-shown", f"message {i + 1}: the template does not show {value!r:.60} of the {name}")

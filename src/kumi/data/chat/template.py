@@ -66,7 +66,7 @@ def find_template(options: ChatOptions, folder: Path | str) -> ChatTemplate | No
         path = Path(name).expanduser()
         if path.is_file():
             return _template(_read_named(path), str(path))
-        among = f"none of {', '.join(sorted(texts))} in {origin}" if texts else f"no name in {folder}, which has none"
+        among = f"none of {', '.join(sorted(texts))} in {origin}" if texts else f"{folder} has no chat templates"
         raise ConfigError(
             f"data.chat.template={name!r}: is no file, and {among}; name a Jinja file, or leave template out"
         )
@@ -146,7 +146,7 @@ def load_tokens(folder: Path | str) -> dict[str, str]:
     """Return the special tokens that a template may write, such as {"bos_token": "<s>"}, as transformers passes them.
 
     They are the named tokens of tokenizer_config.json, its other keys that end in `_token`, and its dict
-    `extra_special_tokens`; without an `added_tokens_decoder` there, special_tokens_map.json comes first.
+    `extra_special_tokens`; without an `added_tokens_decoder` there, those of special_tokens_map.json replace them.
     """
     folder = Path(folder)
     config = _json(folder, TOKENIZER_CONFIG)
@@ -182,15 +182,15 @@ def load_stops(tokenizer: Tokenizer, options: ChatOptions) -> tuple[str, ...]:
                 )
         return tuple(dict.fromkeys(options.stop_tokens))
     value = _json(tokenizer.folder, "generation_config.json").get("eos_token_id")
-    numbers = value if isinstance(value, list) else [tokenizer.eos_id] if value is None else [value]
-    for number in numbers:
-        known_id = type(number) is int and 0 <= number < 2**32 and backend.id_to_token(number) is not None
+    stop_ids = value if isinstance(value, list) else [tokenizer.eos_id] if value is None else [value]
+    for stop_id in stop_ids:
+        known_id = type(stop_id) is int and 0 <= stop_id < 2**32 and backend.id_to_token(stop_id) is not None
         if not known_id:
             raise ConfigError(
-                f"{tokenizer.folder / 'generation_config.json'}: eos_token_id {brief(number)} is no token of "
+                f"{tokenizer.folder / 'generation_config.json'}: eos_token_id {brief(stop_id)} is no token of "
                 "tokenizer.json; correct it, or set data.chat.stop_tokens"
             )
-    return tuple(dict.fromkeys(tokenizer.decode([number]) for number in numbers or [tokenizer.eos_id]))
+    return tuple(dict.fromkeys(tokenizer.decode([stop_id]) for stop_id in stop_ids or [tokenizer.eos_id]))
 
 
 def _json(folder: Path, name: str) -> Mapping[str, Any]:
