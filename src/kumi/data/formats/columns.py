@@ -24,7 +24,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "feedback": ("prompt", "completion", *CHAT, *_INSTRUCTION, "output", *LABELS, *_TEMPLATE),
     "prompt": ("prompt", *_TEMPLATE),
 }
-# Groups of columns that a kind reads its prompt from: the first with all columns before the "" counts.
+# Groups of columns that a kind reads its prompt from, the required ones before the "", the optional ones after it. The
+# first group counts whose required columns are all there.
 _PROMPTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "preference": (("prompt", ""), ("conversations", ""), ("instruction", "", *_INSTRUCTION)),
     "feedback": (
@@ -67,7 +68,7 @@ class Format:
         """The columns to read from a file, under their names there; None for all."""
         if self.kind in ("prompt", "text"):
             return None
-        # A row of another kind shows itself by its other columns.
+        # The columns of all kinds: a row of another kind is recognised by its other columns.
         names = COLUMNS[self.kind] if self.forced else sorted({name for group in COLUMNS.values() for name in group})
         return tuple(self.columns.get(name, name) for name in names)
 
@@ -164,5 +165,5 @@ def no_kind(path: str, names: Iterable[str]) -> ConfigError:
 
 
 def as_kind(kind: str) -> RowKind:
-    """Return the kind of a run file, which its type does not bind."""
+    """Return `kind`, a value of a run file that was checked already, with the type RowKind."""
     return cast(RowKind, kind)

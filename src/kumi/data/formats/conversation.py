@@ -77,7 +77,7 @@ def add_system(messages: Messages, text: Any) -> Messages:
 
 
 def instruction_messages(values: Mapping[str, Any]) -> Messages:
-    """Return the messages of an Alpaca row before its output; the question is its instruction, and its input below."""
+    """Return the messages of an Alpaca row before its output; the last has the instruction, and the input below it."""
     parts = [text_message("user", values[name], name)["content"] for name in ("instruction", "input") if name in values]
     question = "\n".join(part for part in parts if part)
     if not question.strip():

@@ -68,10 +68,10 @@ def _chat_messages(values: Values) -> Messages:
 
 
 def _prompt_completion(values: Values, file: str, line: int) -> Example:
-    return Example("prompt-completion", (_prompted(values),), file, line)
+    return Example("prompt-completion", (_completion_side(values),), file, line)
 
 
-def _prompted(values: Values) -> Conversation | PlainText:
+def _completion_side(values: Values) -> Conversation | PlainText:
     """Return the prompt and completion of a row: both text, or both messages."""
     prompt, completion = values["prompt"], values["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -91,10 +91,10 @@ def _prompted(values: Values) -> Conversation | PlainText:
 
 
 def _instruction(values: Values, file: str, line: int) -> Example:
-    return Example("instruction", (_instructed(values),), file, line)
+    return Example("instruction", (_instruction_side(values),), file, line)
 
 
-def _instructed(values: Values) -> Conversation:
+def _instruction_side(values: Values) -> Conversation:
     messages = instruction_messages(values)
     messages = join(messages, convert_messages({"role": "assistant", "content": values["output"]}, "output"))
     check_replies(messages, 0)
@@ -112,7 +112,7 @@ def _feedback(values: Values, file: str, line: int) -> Example:
     if not isinstance(label, bool):
         raise RowRefused("bad-label", f"{name} is {brief_value(label)}, not true or false")
     if "prompt" in values and "completion" in values:
-        side = _prompted(values)
+        side = _completion_side(values)
     elif "instruction" in values and "output" in values:
         side = _last_reply(instruction_messages(values), values)
     else:
@@ -122,7 +122,9 @@ def _feedback(values: Values, file: str, line: int) -> Example:
 
 
 def _last_reply(messages: Messages, values: Values) -> Conversation:
-    """Return a conversation in which only the last message, the reply, is judged."""
+    """Return the conversation, with the row's output if it has one; only the last message, which the label judges, is
+    trained.
+    """
     if "instruction" in values and "output" in values:
         messages = join(messages, convert_messages({"role": "assistant", "content": values["output"]}, "output"))
     count = len(messages.messages) - 1

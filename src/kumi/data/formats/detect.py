@@ -25,6 +25,7 @@ from kumi.data.row_files import read_rows
 from kumi.errors import ConfigError
 from kumi.spec.data_source import Source
 
+# Rows from which a format is detected.
 _SAMPLE = 64
 # Formats without columns, which hold text or tokens only.
 _PLAIN = ("text", "indexed")

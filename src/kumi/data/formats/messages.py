@@ -33,7 +33,7 @@ class Messages:
 
 
 def convert_messages(value: Any, where: str) -> Messages:
-    """Return the messages in the column `where`: a list of messages, or one message. Raise RowRefused."""
+    """Return the messages in the column `where`: a list of messages, or one. Raise RowRefused for another value."""
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list):
@@ -43,11 +43,11 @@ def convert_messages(value: Any, where: str) -> Messages:
         if not isinstance(raw, dict):
             raise RowRefused("not-messages", f"{where}[{number}] is {type_name(raw)}, not a message")
         message = _message(raw, f"{where}[{number}]")
-        replies = message["role"] == "assistant"
+        is_reply = message["role"] == "assistant"
         explicit = raw.get("train")
         if explicit is not None and not isinstance(explicit, bool):
             raise RowRefused("bad-train", f"{where}[{number}].train is {brief_value(explicit)}, not true or false")
-        if explicit and not replies:
+        if explicit and not is_reply:
             raise RowRefused(
                 "bad-train",
                 f"{where}[{number}].train is true for the role {message['role']!r}; only replies of the assistant are "
@@ -56,7 +56,7 @@ def convert_messages(value: Any, where: str) -> Messages:
         weight = _weight(raw.get("weight"), f"{where}[{number}].weight")
         result.messages.append(message)
         result.explicit.append(explicit)
-        result.train.append(replies and explicit is not False and weight > 0)
+        result.train.append(is_reply and explicit is not False and weight > 0)
         result.weight.append(weight)
     return result
 
@@ -125,9 +125,9 @@ def _content(content: Any, where: str) -> str:
 def _weight(value: Any, where: str) -> float:
     if value is None:
         return 1.0
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # The comparison is exact for whole numbers of any size, which a float cannot hold.
-    if not number or not 0 <= value <= _LARGEST_WEIGHT:
+    if not is_number or not 0 <= value <= _LARGEST_WEIGHT:
         raise RowRefused("bad-weight", f"{where} is {brief_value(value)}, not a finite number of at least 0")
     return float(value)
 
@@ -155,7 +155,10 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(text: str, where: str) -> Any:
-    """Return the object that `text` is; other text stays, for a call may take text. Broken objects are refused."""
+    """Return the object in the JSON `text`, or `text` itself if it begins no object: a call may take text.
+
+    Raise RowRefused for a broken object.
+    """
     if not text.lstrip().startswith("{"):
         return text
     return parse_text(text, where, "broken-tool-call")

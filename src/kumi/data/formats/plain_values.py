@@ -9,7 +9,7 @@ from typing import Any
 from kumi.data.chat.masked import RowRefused
 from kumi.files.untrusted import brief, json_record
 
-# The deepest JSON that `kumi.files.untrusted.Bounds` allows in any file.
+# The deepest JSON that `kumi.files.untrusted.Bounds` allows in any file, and the most digits of a whole number there.
 _DEPTH = 64
 _DIGITS = 40
 

@@ -29,8 +29,8 @@ def preference_sides(values: Mapping[str, Any]) -> Sides:
         return _text_sides(values)
     first, second = convert_messages(chosen, "chosen"), convert_messages(rejected, "rejected")
     prompt = _prompt(values)
-    # Some files repeat the prompt at the begin of both replies.
-    count = _prompt_length(first, second) if prompt is None else _repeated(prompt, first, second)
+    # Some files repeat the prompt at the beginning of both replies.
+    count = _prompt_length(first, second) if prompt is None else _repeated_length(prompt, first, second)
     if prompt is None:
         prompt = untrained(_cut(first, 0, count), "chosen")
     sides = [_cut(first, count), _cut(second, count)]
@@ -92,7 +92,7 @@ def _prompt(values: Mapping[str, Any]) -> Messages | None:
 
 
 def _prompt_length(first: Messages, second: Messages) -> int:
-    """Return the number of messages with which both sides begin."""
+    """Return the number of messages with which both sides begin. Raise RowRefused if it is 0."""
     count = 0
     for one_side, other_side in zip(first.messages, second.messages, strict=False):
         if one_side != other_side:
@@ -105,7 +105,7 @@ def _prompt_length(first: Messages, second: Messages) -> int:
     return count
 
 
-def _repeated(prompt: Messages, first: Messages, second: Messages) -> int:
+def _repeated_length(prompt: Messages, first: Messages, second: Messages) -> int:
     """Return the number of messages of `prompt` if both sides repeat it, otherwise 0."""
     count = len(prompt.messages)
     both = all(side.messages[:count] == prompt.messages for side in (first, second))

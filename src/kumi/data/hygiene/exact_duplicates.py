@@ -39,7 +39,7 @@ class DigestTable:
         return "".join(f"{column[number]:016x}" for column in self._digests)
 
     def duplicates(self) -> Iterator[tuple[int, int]]:
-        """Yield (row, first row with the same digest) of every row but the first, by the number of the row."""
+        """Yield (row, first row with the same digest) for each row whose digest an earlier row has, in order."""
         if not len(self):
             return
         high, low = (np.frombuffer(column, np.uint64) for column in self._digests)

@@ -25,9 +25,9 @@ def words_of(text: str) -> list[str]:
 
 
 def gram_hashes(words: list[str], size: int) -> Array:
-    """Return a hash of each n-gram of `size` words: (len(words) - size + 1,) uint64; of fewer words, one of them all.
+    """Return a hash of each n-gram of `size` words, (len(words) - size + 1,) uint64.
 
-    Without a word, the result has shape (0,).
+    For fewer words the result has one hash, of all of them; without a word, it has shape (0,).
     """
     if not words:
         return np.zeros(0, np.uint64)

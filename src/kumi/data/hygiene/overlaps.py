@@ -17,13 +17,18 @@ from kumi.data.hygiene.row_texts import file_rows
 from kumi.data.record_files import Fault
 
 GRAM = 13
-# Texts of fewer words than this are not searched for: chance alone would find them. Of up to 12 words, all must match.
+# Rows of other files with fewer words are not compared: chance would match them. Of 8 to 12 words, all must match.
 SHORTEST = 8
 
 
 @dataclass
 class ComparedFile:
-    """A file that rows are compared with: its rows, those too short to compare, and those that share an n-gram."""
+    """A file that rows of the data are compared with.
+
+    rows, too_short, faults: its rows, those too short to compare, and those that cannot be read.
+    hits: rows of the data that share an n-gram with it.
+    matched: lines of its rows that share an n-gram with the data.
+    """
 
     file: str
     rows: int = 0
@@ -33,7 +38,7 @@ class ComparedFile:
     matched: set[int] = field(default_factory=set)
 
     def summary(self) -> dict[str, Any]:
-        """Return the counts: `hits` are rows of the data, `matched` rows of this file."""
+        """Return the counts as plain data."""
         return {
             "file": self.file,
             "rows": self.rows,
@@ -58,7 +63,7 @@ class OverlapIndex:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.files = [ComparedFile(str(path)) for path in paths]
-        # By the number of words of an n-gram: hashes in order, and the file and line of each.
+        # By the number of words of an n-gram: hashes in order, and the place of each, file number << 40 | line.
         self._grams: dict[int, tuple[Array, Array]] = {}
         blocks: dict[int, list[tuple[Array, Array]]] = {}
         for number, path in enumerate(paths):

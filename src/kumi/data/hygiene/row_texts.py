@@ -41,7 +41,7 @@ class TextRow:
 def example_row(example: Example) -> TextRow:
     """Return the row of an example: the contents of its messages, with thoughts and tool calls.
 
-    Of a second side, those after the texts that it begins with like the first.
+    Of a second side, only the contents after those that both sides begin with.
     """
     return TextRow(example.file, example.line, "\n".join(example_texts(example)), example.label)
 
@@ -66,20 +66,20 @@ def _side_texts(side: Any) -> Iterator[str]:
 
 
 def training_files(source: Source) -> tuple[Format, list[tuple[Path, str]]]:
-    """Return the format of the rows of `source`, and its files with their formats; none for files of tokens."""
+    """Return the format of the rows of `source`, and its files with their formats, but no files of tokens."""
     files = [(path, file_format(path, source.format) or "") for path in expand(source)]
     tables = [item for item in files if item[1] != "indexed"]
     return detect_source(source, files), tables
 
 
 def with_validation(source: Source) -> list[Source]:
-    """Return `source`, after its own validation data if it has any: of equal rows, the first is not a duplicate."""
+    """Return `source`, after its own validation data if it has any, whose copies in `source` are then duplicates."""
     own = [] if source.validation is None else [replace(source, path=source.validation, validation=None)]
     return [*own, replace(source, validation=None)]
 
 
 def source_rows(source: Source, without: Collection[str] = ()) -> Iterator[TextRow | Fault]:
-    """Yield the rows of `source` in order, but for files `without`; a Fault for each that cannot be used."""
+    """Yield the rows of `source` in order, except those of the files `without`; a Fault for each unusable row."""
     fmt, files = training_files(source)
     for path, kind in files:
         if str(path) in without:

@@ -17,9 +17,9 @@ import numpy as np
 from kumi.data.binfile import Array
 from kumi.data.feistel import key, scramble
 
-# Another number for another result of `pack` on the same input: it is part of the name of a stored plan.
+# Part of the name of a stored plan: raise it if `pack` changes its result for the same input.
 VERSION = 1
-# Units of a window: so many that few rows have space left, and so few that a row's units are a random choice.
+# Units of a window: enough that few rows have space left, and few enough that a row's units are a random choice.
 _WINDOW = 1 << 16
 
 
@@ -27,9 +27,9 @@ _WINDOW = 1 << 16
 class Bins:
     """Units in rows: row r has the units `units[bounds[r] : bounds[r + 1]]`.
 
-    units: numbers of units, int32, each at most once.
+    units: numbers of units, from 0, int32, each at most once.
     bounds: int32 (rows + 1,), ascending from 0.
-    too_long, empty: units that are in no row: longer than a row, or without any position.
+    too_long, empty: how many units are in no row because they are longer than a row, or have no position.
     """
 
     units: Array
@@ -86,7 +86,7 @@ def _placements(lengths: Array, seq_len: int) -> list[tuple[int, int, int]]:
                 first, stop = ranges.pop()
             else:
                 space, first, stop, ranges = seq_len, begun, begun + count, []
-            # A row with the least free space has it still after a unit, so that it takes all units that it can.
+            # After it takes a unit, the row with the least free space still has the least, so it takes all that fit.
             each = space // length
             rows = min(stop - first, count // each)
             if not rows:

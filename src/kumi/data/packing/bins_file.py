@@ -62,8 +62,9 @@ def open_bins(units: Units, content: str, seq_len: int, seed: int, form: RowForm
 
 
 def _path(units: Units, content: str, seq_len: int, seed: int, form: RowForm) -> Path:
-    lengths = f"{' scored' if form.scored else ''}{' mismatched' if form.mismatched else ''}"
-    inputs = f"{VERSION} {content} {units.kind} {seq_len} {seed}{lengths}"
+    # What of the form decides the positions of units.
+    options = f"{' scored' if form.scored else ''}{' mismatched' if form.mismatched else ''}"
+    inputs = f"{VERSION} {content} {units.kind} {seq_len} {seed}{options}"
     return Path(f"{units.prefix}.bins.{hashlib.blake2b(inputs.encode(), digest_size=8).hexdigest()}.i4")
 
 

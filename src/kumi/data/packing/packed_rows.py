@@ -28,8 +28,9 @@ from kumi.objectives import IGNORED, LM_ROWS, MISMATCHED, RowForm
 class PackedRows:
     """The units of `bins` as rows of `seq_len` positions.
 
-    reference: the reference model's log-probs, float64, one a sequence of the source; None for an objective without.
-    mismatched_reference: those of the mismatched sequences, one a unit.
+    reference: the reference model's log-probs, float64, one for each sequence of the source; None for an objective
+        without a reference.
+    mismatched_reference: log-probs of the mismatched sequences (see `mismatched_of`), one for each unit.
     """
 
     source: Units
@@ -69,7 +70,7 @@ class PackedRows:
         )
 
     def mean_document_span(self) -> float:
-        """Return the mean over positions, without padding, of the positions of their sequence."""
+        """Return the mean over positions, without padding, of the length of the sequence at the position."""
         return mean_sequence_span(self.source, self.seq_len, self.form)
 
     def units_of(self, row: int) -> Array:
@@ -95,8 +96,8 @@ class PackedRows:
             records = self.source.columns[numbers]
             write_unit_records(batch, place, records)
             if self.reference is not None:
-                places = zip(records["first_document"].tolist(), records["documents"].tolist(), strict=True)
-                sums = [self.reference[first : first + count] for first, count in places]
+                documents = zip(records["first_document"].tolist(), records["documents"].tolist(), strict=True)
+                sums = [self.reference[first : first + count] for first, count in documents]
                 write_reference(batch, place, sums)
             if self.form.mismatched:
                 self._fill_mismatched(batch, place, row, numbers, units)
@@ -104,7 +105,7 @@ class PackedRows:
     def mismatched_of(self, unit: int, tokens: SequenceTokens | None = None) -> SequenceTokens:
         """Return the prompt of unit number `unit` with the trained tokens of the unit before it in the source.
 
-        `tokens`: those of the unit, if they were read already.
+        `tokens`: the tokens of the unit, if they were read already.
         """
         tokens = self.source.tokens_of(unit) if tokens is None else tokens
         other = self.source.tokens_of((unit - 1) % len(self.source.columns))

@@ -49,7 +49,7 @@ def write_sequences(batch: Batch, at: int, lengths: Array, labels: Array, ignore
 
 
 def write_unit_records(batch: Batch, at: int, records: Array) -> None:
-    """Write what the `records` of the units of row `at` say of them: margins of pairs, or desirable replies."""
+    """Write to row `at` the margins of pairs, or which replies are desirable, from the `records` of its units."""
     if "margins" in batch:
         batch["margins"][at, : len(records)] = np.nan_to_num(np.asarray(records["margin"]), nan=0.0)
     if "desirable" in batch:

@@ -71,9 +71,10 @@ def positions_of(units: Units, form: RowForm = LM_ROWS) -> Array:
 
 
 def mean_sequence_span(units: Units, seq_len: int, form: RowForm = LM_ROWS) -> float:
-    """Return the mean over positions of the positions of their sequence, over the units that fit a row of `seq_len`.
+    """Return the mean over positions of the length of the sequence at the position, for units that fit a row.
 
-    No sequence is split, so it depends on no plan of bins. Padding is not counted. It is `seq_len` if nothing fits.
+    A row has `seq_len` positions. No sequence is split, so the mean depends on no plan of bins. Padding is not counted.
+    The mean is `seq_len` if nothing fits.
     """
     fits = positions_of(units, form) <= seq_len
     lengths = np.array(units.file.lengths[: int(units.columns["documents"].sum(dtype=np.int64))], np.float64) - 1
