@@ -14,14 +14,16 @@ from kumi.data.json_rows import Row
 from kumi.data.record_files import BLOCK, Fault, first_line, import_optional, no_record
 from kumi.files.untrusted import open_stream
 
+# The most rows, and about the most bytes, that are converted to Python at a time.
 _BATCH_ROWS, _BATCH_BYTES = 256, 4 << 20
+# The beginning of an Arrow file; an Arrow stream begins otherwise.
 _FILE_MAGIC = b"ARROW1"
 # Formats of files with a schema.
 TABLES = ("parquet", "arrow")
 
 
 def column_names(path: Path, fmt: str) -> list[str]:
-    """Return the names of the columns of a file of one of the `TABLES`; none of an unreadable file."""
+    """Return the names of the columns of a file of one of the `TABLES`; [] for an unreadable file."""
     try:
         if fmt == "arrow":
             return list(next(_open_arrow(path)).schema.names)
@@ -35,7 +37,7 @@ def column_names(path: Path, fmt: str) -> list[str]:
 
 
 def group_rows(path: Path, fmt: str) -> list[int] | None:
-    """Return the rows of each row group ("parquet") or record batch ("arrow"); None for an unreadable file."""
+    """Return the number of rows of each row group ("parquet") or record batch ("arrow"); None if it is unreadable."""
     try:
         if fmt == "arrow":
             return [batch.num_rows for batch in _open_arrow(path)]
@@ -51,21 +53,21 @@ def group_rows(path: Path, fmt: str) -> list[int] | None:
 def table_rows(
     path: Path, fmt: str, columns: Sequence[str] | None, start: int, end: int | None
 ) -> Iterator[tuple[int, Row | Fault]]:
-    """Yield (row, item) for each row of the row groups or record batches [start, end) of `path`.
+    """Yield (row, item) for each row of the row groups or record batches [start, end) of `path`; rows count from 1.
 
-    Keys of structs that are None are left out, for the schema of a file unites the keys of all its rows; but not below
-    a field "arguments", where None may be meant. Dates and decimals are text. Raise ValueError where the file cannot be
-    read on.
+    `end` None is the end of the file. Keys of structs whose value is None are left out, because the schema of a file
+    has the keys of all its rows; below a field "arguments" they stay, because None may be meant there. Dates and
+    decimals are text. Raise ValueError where the file cannot be read on.
     """
     file, empty = str(path), True
     read = _arrow_batches if fmt == "arrow" else _parquet_batches
     try:
         for first, batch in read(path, columns, start, end):
-            for number, item in enumerate(_batch_rows(batch, file, first), first):
+            for row, item in enumerate(_batch_rows(batch, file, first), first):
                 empty = False
-                yield number, item
+                yield row, item
     except (MemoryError, import_optional("pyarrow", fmt).ArrowException) as error:
-        # Some are IndexError or KeyError: a row refers to a missing dictionary entry.
+        # Some Arrow errors are IndexError or KeyError, not ValueError: a row refers to a missing dictionary entry.
         raise ValueError(first_line(error)) from error
     if empty and start == 0 and end is None:
         yield 0, no_record(file)
@@ -90,7 +92,7 @@ def _parquet_batches(
 
 
 def _batch_length(groups: Sequence[Any]) -> int:
-    """Return a number of rows with about 4 MiB of values."""
+    """Return the number of rows with about 4 MiB of values, at most 256."""
     size: int = sum(group.total_byte_size for group in groups)
     rows: int = sum(group.num_rows for group in groups)
     return max(1, min(_BATCH_ROWS, rows * _BATCH_BYTES // max(size, 1)))
@@ -102,14 +104,14 @@ def _arrow_batches(path: Path, columns: Sequence[str] | None, start: int, end: i
         if number >= start:
             names = None if columns is None else [name for name in columns if name in batch.schema.names]
             part = batch if names is None else batch.select(names)
-            # Offsets out of a buffer would be read as they are.
+            # Without this, an offset beyond the end of a buffer would read foreign memory.
             part.validate(full=True)
             yield from ((row + n, part.slice(n, _BATCH_ROWS)) for n in range(0, part.num_rows, _BATCH_ROWS))
         row += batch.num_rows
 
 
 def _open_arrow(path: Path) -> Iterator[Any]:
-    """Open the record batches of an Arrow stream or file; those that are not looked at are not read from the disk."""
+    """Open the record batches of an Arrow stream or file; batches that are not used are not read from the disk."""
     pyarrow = import_optional("pyarrow", ".arrow")
     with open_stream(path, follow=True) as stream:
         if not stream.peek(1):
@@ -124,7 +126,7 @@ def _open_arrow(path: Path) -> Iterator[Any]:
 
 
 def _batch_rows(batch: Any, file: str, first: int) -> Iterator[Row | Fault]:
-    """Yield the rows of `batch`; one by one if a value cannot be converted."""
+    """Yield the rows of `batch`, numbered from `first`; a row with text that is not UTF-8 is a Fault."""
     names = batch.schema.names
     try:
         columns = [_values(column) for column in batch.columns]
@@ -143,7 +145,7 @@ def _batch_rows(batch: Any, file: str, first: int) -> Iterator[Row | Fault]:
 
 
 def _values(array: Any, keep_none: bool = False) -> list[Any]:
-    """Return the values of an Arrow array in Python, a column of a struct at a time."""
+    """Return the values of an Arrow array as Python values. `keep_none`: structs keep keys whose value is None."""
     types = import_optional("pyarrow", ".arrow").types
     kind = array.type
     if types.is_struct(kind):

@@ -30,7 +30,7 @@ Append = Callable[[Array, Array], None]
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-_BLOCK = 1 << 18
+_BLOCK = 1 << 18  # entries of a list that are processed at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class IndexedFile:
         return len(self.first) - 1
 
     def starts(self, documents: Array) -> Array:
-        """Return the position of the first token of each document, int64; `token_count` for one past the last."""
+        """Return the position of the first token of each document, int64; `token_count` for `document_count`."""
         sequences = self.first[documents]
         inside = sequences < len(self.offsets)
         starts = np.full(len(sequences), self.token_count, np.int64)
@@ -71,7 +71,7 @@ class IndexedFile:
     def read(self, start: int, stop: int) -> Array:
         """Return the ids of the tokens in [start, stop).
 
-        Raise RefusedError when they do not match their checksums, DataError for an id outside the vocabulary.
+        Raise RefusedError when the tokens do not match their checksums, DataError for an id outside the vocabulary.
         """
         if self.guard is not None:
             self.guard.check(int(start) * self.tokens.itemsize, int(stop) * self.tokens.itemsize)

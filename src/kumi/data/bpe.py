@@ -37,7 +37,7 @@ from kumi.spec.data_source import Source
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 _ALPHABET, _SPECIALS = 256, (EOS, PAD)
-_CHUNK = 1 << 20
+_CHUNK = 1 << 20  # bytes of a unit of the sample
 # Estimated ratio of text to compressed bytes, for the size of a sample.
 _EXPANSION = 4
 
@@ -52,11 +52,12 @@ def train(
 ) -> Tokenizer:
     """Train a byte-level BPE tokenizer with at most `vocab_size` ids on `sources`; write it to `out_folder`.
 
-    transformers can load the folder. Of rows that are examples it learns the texts of the messages: content, thoughts
-    and tool calls. From sources with more than `sample_bytes` of text a sample of about that size is drawn, by a hash
-    of file name and position. Documents and rows that `prepare` would hold out with the same `validation` are skipped,
-    and so are the files of a source's own validation data. Id 0 is `<|endoftext|>` (bos and eos), id 1 is `<|pad|>`. A
-    folder that already has this tokenizer is reused.
+    transformers can load the folder. From rows that are examples the tokenizer learns the texts of the messages:
+    content, thoughts and tool calls. From sources with more than `sample_bytes` of text a sample of about that size is
+    drawn, by a hash of file name and position. Documents and rows that `prepare` would hold out with the same
+    `validation` are skipped, and so are the files of a source's own validation data. Id 0 is `<|endoftext|>` (bos and
+    eos), id 1 is `<|pad|>`. A folder that already has this tokenizer is reused. Raise ConfigError if `vocab_size` is
+    too small or the sources have no text, RefusedError if the folder has other files.
     """
     if vocab_size < _ALPHABET + len(_SPECIALS):
         raise ConfigError(
@@ -77,11 +78,11 @@ def train(
 
 
 def _sample(sources: Sequence[Source], sample_bytes: int, validation: float) -> list[dict[str, Any]]:
-    """Return the units of the sample (see `kumi.data.shards`), each with its source's text key and a limit of
-    characters, and the digests of blocks of its files.
+    """Return the units of the sample (ranges of files, see `kumi.data.shards`) as JSON data.
 
-    Units of examples have the format of their rows, too, and those of a source with its own validation data a fraction
-    that is held out instead of `validation`.
+    Each unit has the text key of its source, a limit of characters, and the digests of blocks of its files. A unit of
+    examples also has the format of its rows. A unit of a source with its own validation data also has the fraction that
+    is held out of this unit, in place of `validation`.
     """
     chunks: list[tuple[shards.Unit, dict[str, Any]]] = []
     contents = [shards.files_and_format(source) for source in sources]
@@ -109,7 +110,7 @@ def _sample(sources: Sequence[Source], sample_bytes: int, validation: float) -> 
 
 
 def _plain(unit: shards.Unit, more: dict[str, Any]) -> dict[str, Any]:
-    """Return the unit with `more` as JSON data, and the digests of blocks of its files."""
+    """Return `unit` as JSON data, with the digests of blocks of its files and the fields `more`."""
     segments = {"segments": shards.plain_segments(unit.segments), "blocks": shards.blocks_of(unit.segments)}
     return asdict(unit) | segments | more
 
@@ -129,7 +130,7 @@ def _position_hash(unit: shards.Unit) -> bytes:
 def _is_trained_from(folder: Path, origin: str, blocks: str) -> bool:
     """Return True when `folder` has an unchanged tokenizer that was trained from `origin` and these blocks of files.
 
-    The record of an earlier version lacks the blocks.
+    The record of an earlier version lacks the blocks, and is then compared without them.
     """
     try:
         record = strict_json(read_bytes(folder, tokenizer.ORIGIN))
@@ -189,15 +190,15 @@ def _texts(job: dict[str, Any], faults: list[Fault]) -> Iterator[str]:
 
 
 def _rows(unit: dict[str, Any], segment: dict[str, Any]) -> Iterator[tuple[str | bytes, Sequence[str]] | Fault]:
-    """Yield the content of each row of a segment, which decides whether it is held out, and its texts."""
-    file, place = segment["file"], (segment["start"], segment["end"])
+    """Yield (content, texts) of each row of a segment, or a Fault; the content decides whether the row is held out."""
+    file, bounds = segment["file"], (segment["start"], segment["end"])
     path = Path(file["path"])
     if "format" not in unit:
-        for item in records.read_range(path, file["format"], unit["text_key"], *place):
+        for item in records.read_range(path, file["format"], unit["text_key"], *bounds):
             yield item if isinstance(item, Fault) else (item.text, [item.text])
         return
     fmt = Format(**unit["format"])
-    for row in read_rows(path, file["format"], fmt.reads, *place):
+    for row in read_rows(path, file["format"], fmt.reads, *bounds):
         if isinstance(row, Fault):
             yield row
             continue

@@ -35,7 +35,7 @@ _LAST_TURN = 0xFFFF
 
 @dataclass
 class _Batch:
-    """Units of one side that wait to be written, with the digests of their rows."""
+    """Units of training or of validation data that wait to be written, with the digests of their rows."""
 
     units: list[EncodedUnit] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
@@ -52,8 +52,9 @@ class _Batch:
 def write_units(job: dict[str, Any], path: RowPath, tokens: Tokenizer, folder: Path, report: Report) -> dict[str, Any]:
     """Write the units and faults of the job's segments to `folder`; return the counts for unit.json.
 
-    Besides those of documents, the counts are: rows (used and refused), samples:N (rows of N units), special (spellings
-    of control tokens in texts), and for each side units and trained tokens.
+    The counts are those of a job of documents (see `kumi.data.tokenize_worker`), and: rows (used and refused),
+    samples:N (rows that became N units), special (control tokens that are spelled out in texts), and for train and
+    validation the units and the trained tokens.
     """
     counts: Counter[str] = Counter()
     lines, done = [], 0
@@ -146,7 +147,7 @@ class _RowWorker:
 
 
 def content_of(example: Example) -> bytes:
-    """Return the content of a row that decides its units: without its place and the columns that are ignored."""
+    """Return what decides the units of a row, as bytes: not its file, its line and the columns that are ignored."""
     value = {
         "sides": [asdict(side) for side in example.sides],
         "label": example.label,
@@ -176,7 +177,7 @@ def _check_unit(unit: EncodedUnit, kind: str) -> None:
 
 
 def to_arrays(units: Sequence[EncodedUnit], digests: Sequence[int], dtype: np.dtype[Any]) -> tuple[UnitTokens, Array]:
-    """Return the tokens of `units` in arrays, and their records; first_document is left at 0."""
+    """Return the tokens of `units` in arrays, and a record of `UNIT_COLUMNS` for each; first_document is left at 0."""
     sequences = [sequence for unit in units for sequence in unit.sequences]
     lengths = np.array([len(sequence.ids) for sequence in sequences], np.int32)
     total = int(lengths.sum(dtype=np.int64))

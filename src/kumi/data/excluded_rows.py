@@ -1,4 +1,4 @@
-"""Leave the rows of a list out of a preparation: those of each segment, in its jobs and its key."""
+"""Leave the rows of a list out of a preparation: find the listed rows of each segment, and skip them in its job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kumi.files.untrusted import open_stream
 
 
 class _Range(Protocol):
-    """The fields of `kumi.data.shards.Segment` that are read here."""
+    """The fields of `kumi.data.shards.FileRange` that are read here."""
 
     @property
     def file(self) -> Any: ...
@@ -24,14 +24,15 @@ class _Range(Protocol):
 
 
 def excluded_of(listed: RowList, segments: Sequence[_Range]) -> list[list[ListedRow]]:
-    """Return the rows of `listed` by segment, with lines as a worker counts them; of all segments of a preparation.
+    """Return the rows of `listed` in each of `segments`, with their lines as a worker counts them.
 
-    Raise ConfigError if a listed file is not one of the segments, whose list would leave nothing out.
+    `segments` are all of a preparation. Raise ConfigError if none of them is of a listed file: nothing would be left
+    out of that file.
     """
-    numbers: dict[str, list[int]] = {}
-    for number, segment in enumerate(segments):
-        numbers.setdefault(segment.file.path, []).append(number)
-    absent = [file for file in listed.rows if file not in numbers]
+    indexes: dict[str, list[int]] = {}  # file -> indexes of its segments
+    for index, segment in enumerate(segments):
+        indexes.setdefault(segment.file.path, []).append(index)
+    absent = [file for file in listed.rows if file not in indexes]
     if absent:
         raise ConfigError(
             f"data.exclude_rows: {listed.path} names {absent[0]!r}, which no data source reads; list the rows again "
@@ -39,17 +40,17 @@ def excluded_of(listed: RowList, segments: Sequence[_Range]) -> list[list[Listed
         )
     excluded: list[list[ListedRow]] = [[] for _ in segments]
     for file, rows in listed.rows.items():
-        starts = sorted({segments[number].start for number in numbers[file]})
-        # Lines count from a segment's first one in JSONL only.
-        relative = segments[numbers[file][0]].file.format == "jsonl" and len(starts) > 1
+        starts = sorted({segments[index].start for index in indexes[file]})
+        # Only in JSONL does a worker count lines from a segment's first one.
+        relative = segments[indexes[file][0]].file.format == "jsonl" and len(starts) > 1
         before = _lines_before(Path(file), starts) if relative else [0] * len(starts)
-        for number in numbers[file]:
-            place = starts.index(segments[number].start)
-            last = before[place + 1] if relative and place + 1 < len(before) else None
-            excluded[number] = [
-                (line - before[place], digest)
+        for index in indexes[file]:
+            position = starts.index(segments[index].start)
+            last = before[position + 1] if relative and position + 1 < len(before) else None
+            excluded[index] = [
+                (line - before[position], digest)
                 for line, digest in rows
-                if line > before[place] and (last is None or line <= last)
+                if line > before[position] and (last is None or line <= last)
             ]
     return excluded
 
@@ -68,7 +69,7 @@ def _lines_before(path: Path, offsets: Sequence[int]) -> list[int]:
 
 
 def excluded_in(job: dict[str, Any], segment: int, counts: Counter[str]) -> Exclusion | None:
-    """Return the rows of segment number `segment` of a worker's job that are left out, if there are any."""
+    """Return the rows of segment number `segment` of a worker's job that are left out; None if there are none."""
     rows = job["excluded"][segment] if "excluded" in job else []
     return Exclusion(dict(rows), counts) if rows else None
 

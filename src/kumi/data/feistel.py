@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 _Array = npt.NDArray[Any]
 _ROUNDS = 6
-_STEP = 0x9E3779B97F4A7C15
+_STEP = 0x9E3779B97F4A7C15  # the increment of splitmix64
 
 
 def scramble(values: _Array) -> _Array:

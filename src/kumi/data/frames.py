@@ -15,7 +15,10 @@ from typing import Any, Protocol
 
 from kumi.files.untrusted import open_stream
 
+# Bytes that are read at a time, and the most bytes that one call decompresses.
 _INPUT, _OUTPUT = 1 << 16, 1 << 20
+# Of Zstandard: the magic number of a frame, that of a skippable frame without its last four bits, and the most bytes of
+# an uncompressed block.
 _MAGIC, _SKIPPED_MAGIC, _BLOCK = 0xFD2FB528, 0x184D2A5, 1 << 17
 
 

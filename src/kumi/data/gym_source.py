@@ -3,11 +3,12 @@
     reasoning-gym:chain_sum?size=5000&seed=1&max_terms=3
 
     size    different problems; by default 1000
-    seed    of the first one; by default 0
+    seed    of the first problem; by default 0
     split   "train", or "test" for the tenth of all problems that "train" never has
     chat    true for prompts that are messages of a user, for the chat template
     system  a system prompt of the package by its name, such as "direct", which asks for answers between tags
-    others  keys of the task's configuration in the package, as JSON or as a text; %26 is an ampersand
+
+Other keys are those of the task's configuration in the package, with values as JSON or as text; %26 is an ampersand.
 
 The file depends on the path and the version of the package alone.
 """
@@ -47,7 +48,7 @@ def check_scored(path: str) -> None:
 
 @dataclass(frozen=True)
 class _Problems:
-    """What a path asks for; see the module. `config`: keys of the task, by their names."""
+    """The problems that a data path names; see the module's docstring. `config`: values of the task's own keys."""
 
     task: str
     config: Mapping[str, Any]
@@ -60,7 +61,7 @@ class _Problems:
 
 @functools.cache
 def gym_file(path: str) -> Path:
-    """Return a JSONL file with the rows of the data path `path`; make it unless the cache has it.
+    """Return a JSONL file with the rows of the data path `path`; make the file unless the cache has it.
 
     Raise ConfigError for a path that is wrong, and if the package is not installed.
     """
@@ -73,7 +74,7 @@ def gym_file(path: str) -> Path:
             with open_new(part) as lines:
                 for row in problem_rows(problems.task, problems.config, problems.seed, problems.size, problems.split):
                     lines.write(json.dumps(row | {"prompt": _prompt(problems, row["prompt"])}) + "\n")
-            # Prepared data depend on a file's time: one that is made anew is the same file.
+            # Prepared data depend on the file's time: a file that is made anew must count as the same file.
             os.utime(part, (0, 0))
             os.replace(part, file)
     return file
@@ -87,7 +88,7 @@ def _prompt(problems: _Problems, question: str) -> str | list[dict[str, str]]:
 
 
 def _parse(path: str) -> _Problems:
-    """Return what `path` asks for. Raise ConfigError for a value that is wrong."""
+    """Return the problems that `path` names. Raise ConfigError for a value that is wrong."""
     task, _, query = path.removeprefix(GYM_SCHEME).partition("?")
     keys: dict[str, Any] = {}
     for text in filter(None, query.split("&")):

@@ -3,7 +3,7 @@
     row = {"prompt": "What is 2 + 3?", "answer": "5", "reasoning_gym": {"task": ..., "answer": "5", "metadata": ...}}
     row_scorer(row, "answer")("It is <answer>5</answer>.") == 1.0
 
-Problem number n of a task and a seed is the package's own of seed + n. The package is an extra, `pip install
+Problem n of a task with a seed is the one that the package makes with seed + n. The package is an extra, `pip install
 'kumi[reasoning]'`, and is imported when the first task is opened.
 """
 
@@ -28,12 +28,12 @@ from kumi.files.untrusted import brief
 PACKAGE = "reasoning-gym"
 # The column of a row with what its scorer needs.
 COLUMN = "reasoning_gym"
-# The problems to train on, and those to evaluate on: one in _TEST_SHARE.
+# The problems to train on, and those to evaluate on; one in _TEST_SHARE problems is of "test".
 SPLITS = ("train", "test")
 _TEST_SHARE = 10
-# Problems in a row that are repeated, or of the other split, after which a task is taken to have no others.
-_LAST_NEW = 10_000
-# Functions that run a text as Python, by their names in the packages that have them.
+# A task counts as exhausted after so many successive problems that are repeated, or of the other split.
+_MOST_REPEATED = 10_000
+# Functions that run a text as Python -> the packages that have them.
 _EVALUATING = {"eval": "builtins", "exec": "builtins", "parse_expr": "sympy", "sympify": "sympy"}
 
 
@@ -55,17 +55,17 @@ def package_version() -> str:
 def problem_rows(task: str, config: Mapping[str, Any], seed: int, size: int, split: str) -> Iterator[dict[str, Any]]:
     """Yield the first `size` different problems of `split` as rows: a pure function of the arguments and the package.
 
-    config: keys of the task's configuration in the package. split: a hash of its text decides to which one a problem
-    belongs, so that no problem of "test" is in "train", whatever the seeds. Raise ConfigError for a task or a key that
-    the package lacks, and for a task with fewer problems.
+    config: keys of the task's configuration in the package. split: one of `SPLITS`; a hash of a problem's text decides
+    its split, so that no problem of "test" is in "train", whatever the seeds. Raise ConfigError for a task or a key
+    that the package lacks, and for a task with fewer problems.
     """
     # Most tasks make any problem when it is asked for; some make all of them at once, and have no further ones.
     made = (2 if split == "train" else 2 * _TEST_SHARE) * size + 100
     dataset = _dataset(task, _frozen(config), seed, made)
-    is_checked = evaluating_function(task) is None
+    is_safe = evaluating_function(task) is None  # else not even the answer is scored here
     questions, repeated, number = set[str](), 0, 0
     while len(questions) < size:
-        problem = _problem(task, dataset, number) if repeated < _LAST_NEW else None
+        problem = _problem(task, dataset, number) if repeated < _MOST_REPEATED else None
         number += 1
         if problem is None:
             raise ConfigError(
@@ -78,11 +78,11 @@ def problem_rows(task: str, config: Mapping[str, Any], seed: int, size: int, spl
             continue
         repeated = 0
         questions.add(question)
-        yield _row(task, config, problem, dataset if is_checked else None)
+        yield _row(task, config, problem, dataset if is_safe else None)
 
 
 def _problem(task: str, dataset: Any, number: int) -> Mapping[str, Any] | None:
-    """Return problem `number` of `dataset`; None if it has no more. Raise ConfigError if the keys are wrong for it."""
+    """Return problem `number` of `dataset`; None if it has no more. Raise ConfigError if the task's keys are wrong."""
     try:
         problem: Mapping[str, Any] = dataset[number]
         return problem
@@ -101,7 +101,10 @@ def split_of(question: str) -> str:
 
 
 def _row(task: str, config: Mapping[str, Any], problem: Mapping[str, Any], scorer: Any) -> dict[str, Any]:
-    """Return a row. Raise ConfigError if `scorer`, the task's, needs more of the problem than JSON can hold."""
+    """Return the row of `problem`. Raise ConfigError if `scorer`, the task's, needs more than a row in JSON has.
+
+    Without `scorer` this is not checked.
+    """
     plain = json.loads(json.dumps(problem["metadata"], default=str))
     answer = problem["answer"]
     # The answer twice: rewards of other kinds read the column `answer`.
@@ -126,10 +129,11 @@ def system_prompt(name: str) -> str:
 
 
 def row_scorer(row: Mapping[str, Any], tag: str) -> Callable[[str], float]:
-    """Return the task's own scorer for the problem in `row`: of a reply's last answer between <tag> and </tag>.
+    """Return the task's own scorer of replies to the problem in `row`.
 
-    An empty `tag` takes the whole reply; a reply without an answer scores 0. Raise ValueError for a row without a
-    problem, ConfigError for a task that the package lacks, or whose scorer runs replies as Python.
+    It scores a reply's last answer between <tag> and </tag>, or the whole reply if `tag` is empty; a reply without an
+    answer scores 0. Raise ValueError for a row without a problem, ConfigError for a task that the package lacks, or
+    whose scorer runs replies as Python.
     """
     column = row.get(COLUMN)
     if not isinstance(column, Mapping) or not isinstance(column.get("task"), str):
@@ -163,7 +167,9 @@ def check_scorer(task: str) -> None:
 
 @functools.cache
 def evaluating_function(task: str) -> str | None:
-    """Return the function that runs a text as Python which the scorer of `task` may call; None if it calls none."""
+    """Return the name of a function that runs a text as Python and that the scorer of `task` calls; None if it calls
+    none.
+    """
     task_class, _ = _registered(task)
     return _evaluating_call(task_class.score_answer, task_class, set())
 
@@ -171,7 +177,7 @@ def evaluating_function(task: str) -> str | None:
 def _evaluating_call(function: FunctionType, owner: type, seen: set[FunctionType]) -> str | None:
     """Return the name of the first call in `function`, a method of `owner`, that runs a text as Python.
 
-    Functions and methods of the package that it calls are looked through, too.
+    Functions and methods of the package that `function` calls are searched, too.
     """
     seen.add(function)
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
@@ -188,7 +194,10 @@ def _evaluating_call(function: FunctionType, owner: type, seen: set[FunctionType
 
 
 def _called(written: ast.expr, function: FunctionType, owner: type) -> tuple[Any, str]:
-    """Return the object that a call in `function` calls, None where that is not decided by names, and its name."""
+    """Return the object that `written`, the callee of a call in `function`, stands for, and its name.
+
+    The object is None where names alone do not decide it.
+    """
     if isinstance(written, ast.Name):
         return function.__globals__.get(written.id, getattr(builtins, written.id, None)), written.id
     if isinstance(written, ast.Attribute) and isinstance(written.value, ast.Name):

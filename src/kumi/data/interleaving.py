@@ -20,7 +20,7 @@ from kumi.data.feistel import key, permute
 from kumi.errors import ConfigError
 
 _BLOCK = 256
-_ONE = 1 << 32
+_ONE = 1 << 32  # the denominator of fractions by weights
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Interleaving:
 
     fractions: (numerator, denominator) of the share that each part takes of the sequences that reach it; 1 for the
         last one.
-    round: the sequences after which the parts have their exact counts; 0 with weights, which have no such number.
+    round: the number of sequences after which the parts have their exact counts; 0 with weights, without such a number.
     """
 
     fractions: tuple[tuple[int, int], ...]
@@ -82,7 +82,7 @@ class Interleaving:
         return number - in_round % _BLOCK
 
     def _block_end(self, number: int) -> int:
-        """Return the sequence after the block that has the sequence `number - 1`; `number` itself if there is none."""
+        """Return the sequence after the block that has the sequence `number - 1`."""
         begin = self._block_begin(number)
         if begin == number:
             return number

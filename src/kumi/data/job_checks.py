@@ -1,4 +1,4 @@
-"""Parts of a worker's job that documents and examples share: faults, the split, and checks that the job still holds."""
+"""Parts of a worker's job that documents and examples share: faults, the split, and checks of files and the parent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def record_fault(job: dict[str, Any], counts: Counter[str], faults: TextIO, segm
 
 
 def check_unchanged(file: dict[str, Any]) -> None:
-    """Raise ConfigError unless `file` has its planned size and time; an index is checked when it is opened."""
+    """Raise ConfigError unless `file` has its planned size and time; indexed data is checked when it is opened."""
     if file["format"] == "indexed":
         return
     path = Path(file["path"])

@@ -22,12 +22,14 @@ from kumi.data.record_files import (
 from kumi.files.untrusted import json_prefix
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-# A string, a bracket, or the quote of a string that does not end here; and the end of another value.
+# In a list or an object: a string, a bracket, or the quote of a string that does not end in the buffer.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}"]', re.DOTALL)
+# Behind any other value.
 _SEPARATOR = re.compile(r"[,\]\n]")
 # The longest literal of JSON; at the end of the buffer it may be incomplete.
 _LITERAL = 16
 
+# A row's line, or its number in a file without lines, and its columns.
 Row = tuple[int, dict[str, Any]]
 
 
@@ -39,44 +41,44 @@ def json_rows(path: Path) -> Iterator[tuple[int, Row | Fault]]:
     """
     file, row = str(path), 0
     with open_bytes(path) as stream:
-        text = _Buffer(stream.read, record_limit(path))
-        text.skip_space()
-        is_list = text.peek() == "["
+        buffer = _Buffer(stream.read, record_limit(path))
+        buffer.skip_space()
+        is_list = buffer.peek() == "["
         if is_list:
-            text.position += 1
+            buffer.position += 1
         while True:
-            text.skip_space()
-            if text.peek() == "" or (is_list and text.peek() == "]"):
+            buffer.skip_space()
+            if buffer.peek() == "" or (is_list and buffer.peek() == "]"):
                 break
             row += 1
-            yield row, _next_item(text, file, row)
-            text.skip_space()
-            if is_list and text.peek() not in ",]":
-                raise ValueError(f"after row {row} comes {text.peek()!r}, not a comma")
-            if text.peek() == ",":
-                text.position += 1
-        if is_list and text.peek() != "]":
+            yield row, _next_item(buffer, file, row)
+            buffer.skip_space()
+            if is_list and buffer.peek() not in ",]":
+                raise ValueError(f"after row {row} comes {buffer.peek()!r}, not a comma")
+            if buffer.peek() == ",":
+                buffer.position += 1
+        if is_list and buffer.peek() != "]":
             raise ValueError("the list has no end: the file is truncated")
         if row == 0:
             yield 0, no_record(file)
 
 
-def _next_item(text: _Buffer, file: str, row: int) -> Row | Fault:
-    """Return the next value of `text`, and go behind it."""
+def _next_item(buffer: _Buffer, file: str, row: int) -> Row | Fault:
+    """Return the next value of `buffer` as a row or a Fault, and go behind it."""
     try:
-        value = text.decode()
+        value = buffer.decode()
     except OverflowError:
-        fault = too_long(file, row, text.limit)
+        fault = too_long(file, row, buffer.limit)
     except (ValueError, RecursionError) as error:
         fault = Fault(file, row, "broken-json", f"not a JSON object: {_reason(error)}")
     else:
         return (row, value) if isinstance(value, dict) else not_an_object(value, file, row)
-    text.skip_value()
+    buffer.skip_value()
     return fault
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason without the position, which is that in the buffer."""
+    """Return the reason without the position, which would be one in the buffer, not in the file."""
     return error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
 
 
@@ -95,7 +97,7 @@ class _Buffer:
     def fill(self) -> bool:
         """Read on, dropping the text before `position`; return False at the end of the file.
 
-        As much as is there already is read, so that a long value is decoded a few times only.
+        What is read is at least as long as the text that stays, so that a long value is decoded a few times only.
         """
         if self.at_end:
             return False
