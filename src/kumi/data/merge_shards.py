@@ -35,7 +35,7 @@ def merge_shards(
     """Merge the units in `cache` into a store in `folder`; write meta.json last.
 
     Raise ConfigError when a source has no training document, or `validation` above 0 holds out no document; DataError
-    when more than `max_refused` of the rows of a source of examples are refused.
+    when more than the fraction `max_refused` of the rows of a source of examples is refused.
     """
     counts = [shards.read_unit(cache / key) for key in plan.keys]
     by_source: list[list[tuple[Unit, Path, dict[str, Any]]]] = [[] for _ in plan.sources]
@@ -117,7 +117,10 @@ def _names(sources: Sequence[Source]) -> list[str]:
 def _join_documents(
     folder: Path, name: str, plan: Plan, number: int, parts: list[Path], total: Counter[str], tokens: Tokenizer
 ) -> tuple[dict[str, Any], Array]:
-    """Write the token files of one source; return its entry in meta.json and the histogram of ids per side, (2, V)."""
+    """Write the token files of source `number` from `parts`, the folders of its finished units.
+
+    Return the source's entry in meta.json and the histogram of ids per side, (2, V).
+    """
     source = plan.sources[number]
     entry = _entry(name, source)
     histogram = np.zeros((2, tokens.vocab_size), np.int64)
@@ -143,7 +146,7 @@ def _join_documents(
 
 
 def _documents(prefixes: Sequence[Path], most: int | None) -> Iterator[tuple[Array, Array]]:
-    """Yield (ids, lengths) of the documents of all `prefixes` in blocks; with `most`, of so many chosen ones."""
+    """Yield (ids, lengths) of the documents of all `prefixes` in blocks; at most `most` of them, chosen by a hash."""
     files = [binfile.open_file(prefix) for prefix in prefixes]
     choice = None
     if most is not None:
@@ -159,7 +162,7 @@ def _documents(prefixes: Sequence[Path], most: int | None) -> Iterator[tuple[Arr
 def _join_rows(
     folder: Path, name: str, plan: Plan, number: int, parts: list[Path], total: Counter[str], tokens: Tokenizer
 ) -> tuple[dict[str, Any], Array]:
-    """Write the units of one source; return its entry in meta.json and the histogram of ids per side, (2, V)."""
+    """Write the units of examples of source `number`; arguments and result are those of `_join_documents`."""
     source, fmt, chat = plan.sources[number], plan.formats[number], plan.chat
     assert chat is not None
     joined, histogram = join_units(

@@ -32,7 +32,8 @@ def join_units(
 ) -> tuple[dict[str, Any], Array]:
     """Write the units of one source from its finished `parts`; return its part of meta.json and the counts of ids.
 
-    most: largest number of training units. histogram_of: of ids, (V,). The counts are (2, V), a row a side.
+    most: largest number of training units; None for all of them. histogram_of: returns how often each id occurs in an
+    array of ids, (V,). The returned counts are (2, V): one row each for train and validation.
     """
     entry: dict[str, Any] = {}
     histogram = np.zeros((2, vocab_size), np.int64)
@@ -40,7 +41,7 @@ def join_units(
     for number, side in enumerate(SIDES):
         files = [open_units(part / side, kind) for part in parts]
         choice = None if most is None or number else Selection((np.array(f.columns["digest"]) for f in files), most)
-        # Made without a unit, too: the digest of a side is that of its files.
+        # Files are made even for a side without units: the digest of the side is computed while they are written.
         prefix = folder / f"{name}_{side}_text_document"
         trained = 0
         with open_unit_writer(prefix, token_dtype(vocab_size), kind) as writer:
@@ -76,10 +77,10 @@ def _blocks(file: UnitFile, choice: Selection | None) -> Iterator[tuple[UnitToke
 
 
 def _chosen_tokens(tokens: UnitTokens, columns: Array, chosen: Array) -> UnitTokens:
-    each = np.repeat(chosen, columns["tokens"])
-    weights = None if tokens.weights is None else tokens.weights[each]
+    per_token = np.repeat(chosen, columns["tokens"])
+    weights = None if tokens.weights is None else tokens.weights[per_token]
     lengths = tokens.lengths[np.repeat(chosen, columns["documents"])]
-    return UnitTokens(tokens.ids[each], tokens.mask[each], tokens.turns[each], weights, lengths)
+    return UnitTokens(tokens.ids[per_token], tokens.mask[per_token], tokens.turns[per_token], weights, lengths)
 
 
 def samples_of(total: Counter[str]) -> dict[str, int]:

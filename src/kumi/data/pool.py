@@ -53,7 +53,7 @@ def run_jobs(
 def _begin(number: int, job: dict[str, Any], module: str, stack: ExitStack, selector: selectors.BaseSelector) -> None:
     """Start a worker with its first job."""
     announced = stack.enter_context(open_announced())
-    process = JsonWorker(module, {VARIABLE: str(announced.number)}, (announced.number,))
+    process = JsonWorker(module, {VARIABLE: str(announced.descriptor)}, (announced.descriptor,))
     stack.callback(process.stop)
     state = {"process": process, "announced": announced, "job": number, "content": job}
     process.send(job)

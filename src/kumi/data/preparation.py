@@ -62,13 +62,13 @@ def prepare(
 ) -> Store:
     """Return the store of `sources` in folder `out`; prepare the store first unless it exists for the same input.
 
-    Every document gets an eos token; rows that are examples get the tokens of their chat template, by `chat`.
+    Every document gets an eos token; rows that are examples get the tokens of their chat template (options: `chat`).
     `validation` is the fraction of documents held out, chosen by a hash of the text. `exclude_rows` is a list of rows
     that are left out (see `kumi.data.row_list`).
     `workers=0` uses all cores available to this process. With `on_error="fail"` the first unreadable record raises
     DataError with file:line; with "skip" it is counted and listed in faults.jsonl. Raise ConfigError for wrong options
-    or unusable sources, RefusedError when `out` has other files, DataError when more than `chat.max_refused` of the
-    rows of a source of examples are refused."""
+    or unusable sources, RefusedError when `out` has other files, DataError when more than the fraction
+    `chat.max_refused` of the rows of a source of examples is refused."""
     _check_options(sources, tokenizer, validation, on_error, add_bos)
     folder = Path(out)
     exclude = None if exclude_rows is None else read_row_list(exclude_rows)
@@ -83,7 +83,7 @@ def prepare(
                 f"{folder}: verified by its digests; added checksums of its blocks to {store_meta.META}",
                 file=sys.stderr,
             )
-        remove_tree(folder / _CACHE)  # also that of a process that was killed while it removed it
+        remove_tree(folder / _CACHE)  # or the rest that a killed process left
         _store_weights(folder, plan)
         if on_error == "fail":
             _refuse_faults(folder)
@@ -219,9 +219,10 @@ def _run_units(cache: Path, plan: Plan, run: _Run) -> None:
 def stock_texts(
     sources: Sequence[Source], tokenizer: Tokenizer, digests: Collection[str], chat: ChatOptions
 ) -> dict[str, list[str]]:
-    """Return the texts of the chat template over the whole conversations of the rows with these `digests`.
+    """Return whole conversations as text, rendered by the chat template as other trainers do, by the digest of the row.
 
-    There is one text for each side of a row. The files are read until all rows are rendered, by one worker process.
+    `digests`: those of the rows to render. There is one text for each side of a row. One worker process reads the files
+    until all rows are rendered.
     """
     plan = shards.plan(sources, tokenizer, 0.0, False, chat)
     run = _Run(tokenizer, "skip", 1, False, 1.0)

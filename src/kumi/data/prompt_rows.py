@@ -22,7 +22,7 @@ from kumi.objectives import RowForm
 class PromptRows:
     """The prompts of `source` that have at most `seq_len` tokens, in its order.
 
-    seq_len: the tokens of a run's row that the longest reply leaves for a prompt.
+    seq_len: the most tokens of a prompt: those of a row of the run, without those of the longest reply.
     Raise ConfigError if no prompt is short enough.
     """
 
@@ -33,20 +33,20 @@ class PromptRows:
     referenced: bool = False
 
     def __post_init__(self) -> None:
-        if not len(self._numbers):
+        if not len(self._row_units):
             raise ConfigError(
                 f"{self.source.prefix}: none of its {self.source.unit_count} prompts has at most {self.seq_len} "
                 f"tokens, batch.seq_len minus rollout.max_new_tokens; raise batch.seq_len"
             )
 
     @cached_property
-    def _numbers(self) -> Array:
-        """The units of the rows."""
+    def _row_units(self) -> Array:
+        """The unit of each row, (rows,)."""
         return np.flatnonzero(np.array(self.source.columns["tokens"]) <= self.seq_len)
 
     @property
     def rows(self) -> int:
-        return len(self._numbers)
+        return len(self._row_units)
 
     @property
     def units(self) -> int:
@@ -60,16 +60,16 @@ class PromptRows:
     @cached_property
     def tokens(self) -> int:
         """Tokens of the prompts in all rows."""
-        return int(np.array(self.source.columns["tokens"])[self._numbers].sum(dtype=np.int64))
+        return int(np.array(self.source.columns["tokens"])[self._row_units].sum(dtype=np.int64))
 
     def prompt(self, row: int) -> tuple[list[int], Mapping[str, Any]]:
         """Return the token ids of the prompt in row `row`, and the columns of its row in the data."""
-        unit = int(self._numbers[row])
+        unit = int(self._row_units[row])
         return self.source.tokens_of(unit).ids.astype(np.int64).tolist(), self.source.extra_of(unit)
 
     def mean_document_span(self) -> float:
-        """Return the mean over tokens of the number of tokens of their prompt."""
-        lengths = np.array(self.source.columns["tokens"], np.float64)[self._numbers]
+        """Return the mean over tokens of the number of tokens of a token's prompt."""
+        lengths = np.array(self.source.columns["tokens"], np.float64)[self._row_units]
         return float((lengths**2).sum() / lengths.sum())
 
     def most_sequences(self, rows: Array) -> int:

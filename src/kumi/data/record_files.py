@@ -14,6 +14,7 @@ from kumi.data.sources import compression
 from kumi.errors import ConfigError
 from kumi.files.untrusted import json_record, open_stream
 
+# The most bytes of a record, and the bytes that are read at a time.
 MAX_BYTES = 256 * 2**20
 BLOCK = 1 << 20
 
@@ -50,8 +51,8 @@ def record_limit(path: Path) -> int:
     """Return the limit on the bytes of one record of `path`.
 
     For a compressed file it is 64 times the file's size, at least 64 MiB: text compresses to about a third, repetitive
-    text to much less, and a larger record is a decompression bomb. A record is refused once so many bytes of it are
-    read; reading needs about twice that memory.
+    text to much less, and a larger record is a decompression bomb. A record is refused once more bytes of it than the
+    limit are read; reading needs about twice the limit in memory.
     """
     return min(MAX_BYTES, max(64 * 2**20, 64 * path.stat().st_size)) if compression(path) else MAX_BYTES
 
@@ -80,7 +81,10 @@ def lines_before(path: Path, offset: int) -> int:
 
 
 def jsonl_lines(path: Path, start: int, end: int | None) -> Iterator[tuple[int, bytes | Fault | None]]:
-    """Yield (line, bytes) for each line that begins in the bytes [start, end) of `path`; None for a blank line."""
+    """Yield (line, bytes) for each line that begins in the bytes [start, end) of `path`; lines count from the first.
+
+    In place of the bytes, a blank line has None, and a line beyond the limit a Fault.
+    """
     file, line, has_records, limit = str(path), 0, False, record_limit(path)
     with open_bytes(path) as stream:
         position = start
@@ -106,7 +110,7 @@ def jsonl_lines(path: Path, start: int, end: int | None) -> Iterator[tuple[int, 
 
 
 def parse_record(raw: bytes, file: str, line: int) -> dict[str, Any] | Fault:
-    """Return the JSON object `raw` of a line."""
+    """Return the JSON object `raw` of a line; a Fault if it is not one."""
     try:
         value = json_record(raw.decode("utf-8"))
     except UnicodeDecodeError as error:

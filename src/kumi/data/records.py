@@ -89,7 +89,7 @@ def read_range(
 
 
 def parquet_groups(path: Path, text_key: str) -> list[int] | None:
-    """Return the rows of each row group, or None for an unreadable file.
+    """Return the number of rows of each row group, or None for an unreadable file.
 
     Raise ConfigError when the file has no column `text_key` of strings.
     """

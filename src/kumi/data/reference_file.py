@@ -1,6 +1,6 @@
-"""The reference model's log-probs of one side of a source, as a file beside its tokens.
+"""The reference model's log-probs of one side of a source (training or validation), as a file beside its tokens.
 
-The name of the file has a digest of everything that the numbers depend on, so that those of another model or of other
+The name of the file has a digest of everything that the log-probs depend on, so that those of another model or of other
 data are never read. Content, little-endian: `_MAGIC` and the CRC-32 of the rest as uint32; rows done, rows, sequences
 and units as int64; the fingerprint of the weights as float64 (2,); then the arrays of `ReferenceSums`."""
 
@@ -26,7 +26,7 @@ _HEAD = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("done", "<i8"), ("rows", "<
 
 @dataclass(eq=False)
 class ReferenceSums:
-    """What the reference model computed of the sequences of one side of a source.
+    """What the reference model computed for the sequences of one side of a source.
 
     sums: sum of the log-probs of the trained tokens of each sequence, float64 (sequences,); nan for a sequence that no
         row has.
@@ -34,7 +34,8 @@ class ReferenceSums:
     tokens: CRC-32 of the tokens of each sequence, float64.
     mismatched: sum of the log-probs of the mismatched sequence of each unit, float64 (units,); nan where not computed.
     fingerprint: of the weights, see `kumi.train.reference_sums.weights_fingerprint`.
-    done, rows: rows that are computed, in order, and all rows.
+    done: number of rows that are computed so far, in order.
+    rows: number of all rows.
     """
 
     sums: Array
@@ -51,7 +52,7 @@ class ReferenceSums:
 
 
 def empty_sums(sequences: int, units: int, rows: int) -> ReferenceSums:
-    """Return the sums of `rows` rows that are all still to be computed."""
+    """Return the `ReferenceSums` of `rows` rows, with none of them computed yet."""
     sums, trained, tokens, mismatched, fingerprint = (
         np.full(size, np.nan) for size in (sequences, sequences, sequences, units, 2)
     )
@@ -82,13 +83,13 @@ def write_sums(path: Path, sums: ReferenceSums) -> None:
 def read_sums(path: Path, sequences: int, units: int) -> ReferenceSums | None:
     """Return the stored sums, memory-mapped; None if the file does not exist.
 
-    Raise RefusedError for a damaged file, or one of other numbers of sequences and units.
+    Raise RefusedError for a damaged file, or one with other numbers of sequences and units.
     """
     try:
         with open_stream(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size != _HEAD.itemsize + 8 * (2 + 3 * sequences + units):
-                raise ValueError(f"it has {size} bytes, which are not {sequences} sequences of {units} units")
+                raise ValueError(f"its {size} bytes do not fit {sequences} sequences and {units} units")
             head: Array = np.memmap(stream, _HEAD, "r", shape=1)
             values: Array = np.memmap(stream, "<f8", "r", _HEAD.itemsize)
     except FileNotFoundError:

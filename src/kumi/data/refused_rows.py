@@ -36,7 +36,7 @@ def read_faults(name: str, units: list[tuple[Unit, Path, dict[str, Any]]]) -> It
 def refuse_rows(
     path: str, origin: str, total: Mapping[str, int], faults: Iterable[dict[str, Any]], max_refused: float
 ) -> None:
-    """Raise DataError if more than `max_refused` of the rows of the source `path` are refused.
+    """Raise DataError if more than the fraction `max_refused` of the rows of the source `path` is refused.
 
     total: "rows", and the refused rows by kind as "fault:kind". faults: those of the source, in order.
     """
@@ -47,7 +47,7 @@ def refuse_rows(
 
 
 def check_stored_rows(folder: Path, max_refused: float) -> None:
-    """Raise DataError if more than `max_refused` of the rows of a source of examples in `folder` are refused."""
+    """Raise DataError if more than the fraction `max_refused` of a source's rows of examples in `folder` is refused."""
     meta = store_meta.read_meta(folder)
     assert meta is not None
     for entry in meta["sources"]:
@@ -59,9 +59,10 @@ def check_stored_rows(folder: Path, max_refused: float) -> None:
 
 
 class RefusedRows:
-    """Stops a preparation once more rows of a source are refused than may be of all of its rows.
+    """Stops a preparation once a source has more refused rows than the fraction `max_refused` of all its rows.
 
-    The number of all rows is estimated from the bytes of the units that are done, from the first without a gap.
+    Counted are the source's first units, up to the first that is not done; the number of all its rows is estimated from
+    their rows and bytes.
     """
 
     def __init__(self, cache: Path, plan: Plan, max_refused: float) -> None:
@@ -75,7 +76,10 @@ class RefusedRows:
         self.totals: list[Counter[str]] = [Counter() for _ in plan.sources]
 
     def check(self, source: int, counts: Sequence[dict[str, Any] | None]) -> None:
-        """Raise DataError if too many rows of `source` are refused; `counts` of all units are None if not done."""
+        """Raise DataError if too many rows of `source` are refused.
+
+        `counts`: those of each unit of the plan, None for a unit that is not done.
+        """
         plan, numbers, total = self.plan, self.units[source], self.totals[source]
         if plan.chat is None or plan.formats[source].kind == "text":
             return

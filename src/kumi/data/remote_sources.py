@@ -21,7 +21,7 @@ _KEY = "data source"
 
 @dataclass(frozen=True)
 class FetchedSource:
-    """Local copies of the `files` that a URL names. folder: that of the copies, if the URL is a folder, else None."""
+    """Local copies of the `files` that a URL names. folder: the copies' folder if the URL is a folder, else None."""
 
     files: tuple[Path, ...]
     folder: Path | None

@@ -43,11 +43,11 @@ class RowGuard:
 
     def __init__(self, refused: Iterable[Sequence[Any]] = ()) -> None:
         self._refused = {(segment, line): kind for segment, line, kind in refused}
-        number = os.environ.get(VARIABLE)
-        # Without a parent, memory of its own.
-        self._file = mmap.mmap(int(number) if number else -1, _SIZE)
+        descriptor = os.environ.get(VARIABLE)
+        # Without a parent, no other process reads the announcements: they are in memory without a file.
+        self._file = mmap.mmap(int(descriptor) if descriptor else -1, _SIZE)
         self._origin, self._timeouts = "the chat template", 0
-        # A worker that is ended leaves no dump of its memory.
+        # A worker that is killed leaves no dump of its memory.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
     @contextmanager
@@ -66,8 +66,8 @@ class RowGuard:
     def rendering(self, segment: int, line: int, bounds: Limits) -> Iterator[None]:
         """Announce the row in which the body renders one conversation within `bounds`.
 
-        Raise RowRefused at once for a row that ended an earlier worker, and StoppedError instead of the last of
-        `TIMEOUTS` refusals in succession for their time.
+        Raise RowRefused at once for a row that ended an earlier worker. Raise StoppedError if the time limit refuses
+        this row and the `TIMEOUTS` - 1 rows before it.
         """
         try:
             self._check(segment, line, bounds)
@@ -114,26 +114,26 @@ def _reason(kind: str, bounds: Limits) -> str:
 
 
 class Announced:
-    """The parent's side of the announcements of one worker, which opens the file `number`."""
+    """The parent's side of the announcements of one worker, which writes them to the file `descriptor`."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._map = mmap.mmap(number, _SIZE)
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._map = mmap.mmap(descriptor, _SIZE)
 
     def repeated_job(self, job: dict[str, Any], code: int) -> dict[str, Any] | None:
         """Return `job` without the row in which its worker ended with `code`; None if no row is to blame.
 
-        A negative code is a signal. SIGKILL may have another reason, such as other programs' need of memory: the row is
-        refused if it happens there a second time. Raise StoppedError if the template could not be compiled, or after
-        `DEATHS` workers.
+        A negative code is a signal. SIGKILL may have another reason, such as other programs' need of memory: a row is
+        refused only if its worker is killed a second time. Raise StoppedError if compiling the template ended the
+        worker, or after `DEATHS` workers.
         """
         phase, *row = _PLACE.unpack_from(self._map)
         origin = self._map[_PLACE.size :].rstrip(b"\0").decode(errors="replace")
         if phase == IDLE or -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             return None
-        suspect = -code == signal.SIGKILL and job.get("suspect") != row
+        is_first_kill = -code == signal.SIGKILL and job.get("suspect") != row
         if phase == COMPILING:
-            if suspect:
+            if is_first_kill:
                 return None
             raise StoppedError(
                 f"{origin}: compiling the chat template ended the process; set data.chat.template to another template"
@@ -144,7 +144,7 @@ class Announced:
                 f"{origin}: {deaths} rows of one part of the data ended the process that renders them; "
                 "set data.chat.template to another template"
             )
-        if suspect:
+        if is_first_kill:
             return {**job, "deaths": deaths, "suspect": row}
         kinds = {signal.SIGVTALRM: limits.TIME, signal.SIGKILL: limits.MEMORY, signal.SIGABRT: limits.MEMORY}
         kind = kinds.get(signal.Signals(-code), CRASH) if code < 0 else CRASH
@@ -162,9 +162,9 @@ def open_announced() -> Iterator[Announced]:
 def check_refused(
     source: str, origin: str, rows: int, refused: Mapping[str, int], reasons: Sequence[str], max_refused: float
 ) -> None:
-    """Raise StoppedError if more than `max_refused` of the rows of `source` are refused.
+    """Raise StoppedError if more than the fraction `max_refused` of the `rows` rows of `source` is refused.
 
-    refused: refused rows by kind. reasons: some reasons, each with its place, the first in the source's order first.
+    refused: number of refused rows by kind. reasons: the first few reasons, in the source's order, each with its place.
     """
     total = sum(refused.values())
     if total <= max_refused * rows:

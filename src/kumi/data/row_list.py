@@ -1,4 +1,4 @@
-"""Lists of rows to leave out of a preparation: JSONL with a file and a line, and better a digest of the row's text."""
+"""Lists of rows to leave out of a preparation: JSONL with a file, a line and, at best, a digest of the row's text."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ListedRow = tuple[int, str]
 
 @dataclass(frozen=True)
 class RowList:
-    """Rows of files, by the absolute path of the file, in order."""
+    """Listed rows, by the absolute path of their file, in the order of lines. path: that of the list itself."""
 
     path: str
     rows: Mapping[str, Sequence[ListedRow]]
 
 
 def read_row_list(path: Path | str) -> RowList:
-    """Return the list in `path`. Raise ConfigError for a line that is no {"file", "line"} or a row listed twice."""
+    """Return the list in `path`; of a row that is listed twice, the last entry. Raise ConfigError for a wrong line."""
     rows: dict[str, dict[int, str]] = {}
     try:
         with open_stream(Path(path), follow=True) as stream:

@@ -1,4 +1,4 @@
-"""The settings with which rows become units, in a store's fingerprint and in jobs, and the functions that they make."""
+"""The settings that decide how rows become units, for fingerprints and jobs, and the functions that follow them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class RowPath:
     read: rows of a segment, by its entry in the job: (line, columns) or a Fault; returns the number of lines.
     convert: (row, file, line) to an example; raises RowRefused.
     encoder: `encode` gives the units of an example, or raises RowRefused; `counts` has "control_tokens_as_text".
-    guarded: context in which row (segment, line) is encoded.
-    render: the text of a whole conversation by its template, as it is without samples and masks.
+    guarded: returns the context in which the row (segment, line) must be encoded.
+    render: returns the text of a whole conversation by its template, not split into samples.
     """
 
     kind: str
@@ -68,7 +68,7 @@ def chat_settings(options: ChatOptions, tokenizer: Tokenizer, kinds: Collection[
 
 
 def _template(options: ChatOptions, tokenizer: Tokenizer, kinds: Collection[str]) -> ChatTemplate:
-    """Return the chat template; one that refuses each conversation if there is none and rows may do without."""
+    """Return the chat template; if there is none and no kind of rows needs one, one that refuses conversations."""
     try:
         return load_template(options, tokenizer.folder)
     except ConfigError as error:
@@ -79,7 +79,7 @@ def _template(options: ChatOptions, tokenizer: Tokenizer, kinds: Collection[str]
 
 
 def settings_key(settings: Mapping[str, Any], fmt: Format) -> dict[str, Any]:
-    """Return the part of `settings` and `fmt` that decides the units, for fingerprints; not the template's place."""
+    """Return the part of `settings` and `fmt` that decides the units, for fingerprints; without the template's path."""
     key = {name: value for name, value in settings.items() if name != "template"}
     key |= {"template": settings["template"]["digest"], "version": FORMAT}
     if fmt.kind == "prompt":
@@ -111,7 +111,7 @@ def open_row_path(job: dict[str, Any], tokens: Tokenizer) -> RowPath:
 def open_encoder(options: ChatOptions, tokenizer: Tokenizer) -> ConversationEncoder:
     """Return the encoder of prompts with completions, texts or conversations, by `tokenizer` and its chat template.
 
-    Raise ConfigError as `chat_settings`. Without a template, it refuses conversations.
+    Raise ConfigError as `chat_settings` does. Without a template, the encoder refuses conversations.
     """
     settings = chat_settings(options, tokenizer, ("prompt-completion",))
     encoder: ConversationEncoder = _encoder(json.dumps(settings, sort_keys=True), tokenizer)[1]

@@ -27,7 +27,7 @@ class RowSource(Protocol):
     units, tokens: documents or examples in these rows, and their tokens, without padding.
     weighted: whether labels have weights other than 1. All batches of a mixture then have the column "loss_weights".
     form: the rows that the run's objective trains.
-    referenced: whether the reference model's log-probs are known. Batches then have the columns of them.
+    referenced: whether the source has the reference model's log-probs. Batches then have columns for them.
     """
 
     @property

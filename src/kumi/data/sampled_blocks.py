@@ -23,5 +23,5 @@ def sampled_digest(paths: Iterable[Path]) -> str:
                 for start in starts:
                     digest.update(os.pread(stream.fileno(), _BLOCK, start))
     except OSError:
-        return ""  # reading reports why
+        return ""  # the later reading of the file reports why
     return digest.hexdigest()

@@ -98,8 +98,8 @@ class Mixture:
 class SequentialSampler:
     """The validation set: all rows of the sources in order, each once; len() is their number.
 
-    limit: if greater than 0, use this many rows at most, evenly spaced over all sources, and one of each source that
-        then has none.
+    limit: if greater than 0 and below the number of rows, use this many rows, evenly spaced over all sources, and also
+        the first row of each source that has none of them.
     """
 
     parts: Sequence[IndexedFile | RowSource]

@@ -29,6 +29,7 @@ from kumi.spec.data_source import ChatOptions, Source
 
 FORMAT_VERSION = 1
 SIDES = ("train", "validation")
+# About the number of units of a preparation, and the bounds of the bytes and the segments of one unit.
 _UNITS = 1024
 _MIN_BYTES, _MAX_BYTES, _MAX_SEGMENTS = 4 << 20, 128 << 20, 4096
 
@@ -37,7 +38,7 @@ _MIN_BYTES, _MAX_BYTES, _MAX_SEGMENTS = 4 << 20, 128 << 20, 4096
 class File:
     """A file of a source: size in bytes and modification time in nanoseconds at the time of planning.
 
-    blocks: digest of some of its bytes, as of `kumi.data.sampled_blocks`.
+    blocks: digest of a few blocks of its bytes (see `kumi.data.sampled_blocks`).
     """
 
     path: str
@@ -49,8 +50,9 @@ class File:
 
 @dataclass(frozen=True)
 class FileRange:
-    """A range of a file, in bytes (jsonl), row groups (parquet) or documents (indexed); end None is the end of the
-    file.
+    """A range of a file, in bytes (jsonl), row groups (parquet), record batches (arrow) or documents (indexed).
+
+    end: None for the end of the file.
 
     bytes: estimated size of the range.
     """
@@ -81,11 +83,11 @@ class Unit:
 class Plan:
     """The input of a preparation: sources with their files, options, and units with their keys.
 
-    files: of each source, those of its own validation data last.
+    files: of each source; the files of its own validation data come last.
     formats: of the rows of each source.
     chat: the result of `kumi.data.row_path.chat_settings`; None if all sources are text.
     fingerprint: digest of all inputs; plans with the same fingerprint and blocks give identical stores.
-    blocks: digest of the blocks of all files. Apart, because stores of earlier versions lack it.
+    blocks: digest of the blocks of all files; not in the fingerprint, because stores of earlier versions lack it.
     excluded: of each unit and segment, the rows that are left out; empty if no row is.
     """
 
@@ -109,7 +111,9 @@ def plan(
     chat: ChatOptions = ChatOptions(),  # noqa: B008
     exclude: RowList | None = None,
 ) -> Plan:
-    """Return the plan for `sources`; it depends only on the options, the files' names, sizes and times, and first rows.
+    """Return the plan for `sources`.
+
+    It depends only on the options, and on the files' names, sizes, times, sampled blocks and first rows.
 
     exclude: rows to leave out. Raise ConfigError for unusable sources or options.
     """
@@ -177,7 +181,7 @@ def files_and_format(source: Source) -> tuple[tuple[File, ...], tuple[File, ...]
 
 
 def validation_fraction(source: Source, unit: Unit, fraction: float) -> float:
-    """Return the fraction of `unit` that is held out: `fraction`, unless the source has its own validation data."""
+    """Return the fraction of `unit` that is held out: `fraction`; 0 or 1 if the source has its own validation data."""
     return fraction if source.validation is None else float(unit.held_out)
 
 
@@ -196,7 +200,7 @@ def _validation_files(source: Source, files: tuple[File, ...]) -> tuple[File, ..
 
 
 def _listed(source: Source, files: tuple[File, ...], own: tuple[File, ...]) -> list[Any]:
-    """Return the part of the fingerprint for a source; keys of a source that it does not set are not part of it."""
+    """Return the part of the fingerprint for a source; keys that the source does not set are left out."""
     more: dict[str, Any] = {} if source.max is None else {"max": source.max}
     if source.validation is not None:
         more["validation"] = [source.validation, [*map(_plain_file, own)]]

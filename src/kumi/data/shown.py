@@ -35,8 +35,9 @@ def show_units(
 ) -> list[dict[str, Any]]:
     """Return the units or documents [first, first + count) of each source of `store`, or of the source named `source`.
 
-    side: "train" or "validation". Each unit is plain data: its source, side, number, label, margin, extra columns, the
-    digest of its row, and its sequences as of `shown_sequence`. Raise ConfigError for an unknown source.
+    side: "train" or "validation". Each unit is plain data: its source, kind, side, number, label, margin, extra
+    columns, the digest of its row, and its sequences as `shown_sequence` returns them; a document has only source,
+    kind, side, number and sequences. Raise ConfigError for an unknown source.
     """
     names = [entry.name for entry in store.sources]
     if source is not None and source not in names:
@@ -73,9 +74,9 @@ def _row_of(packed: PackedRows, unit: int, source: int, seed: int) -> tuple[int 
     places = np.flatnonzero(packed.bins.units == unit)
     if not len(places):
         return None, None
-    number = int(np.searchsorted(np.array(packed.bins.bounds), places[0], side="right")) - 1
+    bin_number = int(np.searchsorted(np.array(packed.bins.bounds), places[0], side="right")) - 1
     order = permute(np.arange(packed.rows), packed.rows, key(seed, 1, source, 0))
-    return number, int(np.flatnonzero(order == number)[0])
+    return bin_number, int(np.flatnonzero(order == bin_number)[0])
 
 
 def _units(
@@ -148,7 +149,8 @@ def shown_sequence(
 
     ids, mask, turns, weights: as in `kumi.data.chat.MaskedSequence`.
     decode: returns the text of ids, control tokens included.
-    control: ids of added tokens. Each is a run of its own; a trained one at the end of a message is its stop token.
+    control: ids of added tokens, which share no run with other tokens. If the last trained run of a message has some,
+        it has the key "stop".
     """
     rows = list(zip(ids, mask, turns, [1.0] * len(ids) if weights is None else weights, strict=True))
     messages = []

@@ -1,8 +1,8 @@
 """Worker process: render whole conversations with their chat template, as other trainers see them.
 
 kumi.data.pool runs it as `python -m kumi.data.stock_worker` with jobs of the preparation, each with "digests": those of
-the rows to render. A template may exceed the limits and end the process, so that the process of the command renders
-none itself.
+the rows to render. A template may exceed the limits and end the process, so the process of the command does not render
+itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kumi.errors import KumiError
 
 
 def render_rows(job: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the texts of the rows of `job` whose digests are asked for: one text for each side of a row."""
+    """Return, by digest, the texts of the rows of `job` with the digests in "digests": one text for each side."""
     path, asked, texts = open_row_path(job, tokenizer.load(job["tokenizer"])), set(job["digests"]), {}
     for number, segment in enumerate(job["segments"]):
         for item in path.read(segment):

@@ -130,7 +130,7 @@ class Store:
     def document_span(self, seq_len: int, form: RowForm = LM_ROWS) -> float:
         """Return the `BatchSpec.document_span` of the training data in rows of `seq_len` tokens.
 
-        It is the weighted mean over sources; that of documents is measured on some of their rows.
+        It is the weighted mean over sources; the span of a source of documents is measured on some of its rows.
         """
         spans = [(s.weight, source_span(s, self.vocab_size, seq_len, form)) for s in self.sources if s.train]
         total = sum(weight for weight, span in spans if span)

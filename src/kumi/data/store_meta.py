@@ -44,7 +44,7 @@ SOURCE_TYPES: dict[str, tuple[type, ...]] = {
     "validation_digest": _TEXT,
 }
 _OPTIONAL = ("train_checksums", "validation_checksums")
-# Of a source of examples.
+# Further keys of a source of examples.
 _UNIT_TYPES: dict[str, tuple[type, ...]] = {
     "kind": _TEXT,
     "rows": _COUNT,

@@ -30,10 +30,10 @@ class StoredSource:
     faults: number of skipped records by kind.
     special_tokens_in_text: special tokens that are spelled out in the text of documents.
     unigram_entropy: of the training tokens, in nats per token.
-    train_digest, validation_digest: digest of token ids and document lengths.
+    train_digest, validation_digest: digest of token ids and document lengths; of units also of all their other files.
     train_checksums, validation_checksums: checksums of the .bin file; None in a store of an earlier version that has
         not been verified yet.
-    rows: rows of the files, used and refused; 0 for documents, as all that follow.
+    rows: rows of the files, used and refused. This and all fields below are 0, false or empty for documents.
     train_units, validation_units: units of examples.
     train_trained, validation_trained: trained tokens.
     train_weighted, validation_weighted: whether a token has a weight other than 1.

@@ -21,7 +21,7 @@ PIECE = 4 << 20
 # Positions at which a text may be split: before a single space between words, and after a single newline before a line
 # without indentation. The usual pre-tokenizers never join text across them.
 _SEAM = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
-_SEARCH = 1 << 16
+_SEARCH = 1 << 16  # the last characters of a piece in which it may end early, at a seam
 
 
 @dataclass(frozen=True)

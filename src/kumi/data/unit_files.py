@@ -37,6 +37,7 @@ UNIT_COLUMNS = np.dtype(
         ("digest", "<u8"),
     ]
 )
+# The most units, and about the tokens, that are processed at a time.
 _BLOCK = 1 << 16
 _BLOCK_TOKENS = 1 << 20
 
@@ -181,7 +182,7 @@ def sidecar_path(prefix: Path | str, suffix: str) -> Path:
 
 
 def suffixes(kind: str, weighted: bool = False) -> list[str]:
-    """Return the suffixes of the files of a source of `kind`: of token files for text, and of all sidecars."""
+    """Return the suffixes of the files of a source of `kind`: token files, and for all kinds but text the sidecars."""
     if kind == "text":
         return ["bin", "idx"]
     extra = [f"{EXTRA_SUFFIX}.bin", f"{EXTRA_SUFFIX}.idx"] if kind == "prompt" else []

@@ -13,7 +13,7 @@ from kumi.data.stored_source import StoredSource
 from kumi.errors import RefusedError
 from kumi.objectives import RowForm
 
-# A preference with one side this many times as long as the other teaches a model to write that much.
+# A preference is unequal if one side is at least this many times as long as the other: it teaches a model the length.
 _UNEQUAL = 4
 
 
@@ -62,7 +62,7 @@ def summarise_units(store: Store, source: StoredSource, seq_len: int, seed: int,
 def length_histogram(lengths: Array) -> list[dict[str, int]]:
     """Return how many of `lengths` lie in each range between powers of two: {"from", "to", "count"}, "to" included.
 
-    Ranges before the first and after the last that has any are left out; 0 is a range of its own.
+    Ranges before the first and after the last with a count above 0 are left out; 0 is a range of its own.
     """
     exponents = np.where(lengths > 0, np.floor(np.log2(np.maximum(lengths, 1))) + 1, 0).astype(np.int64)
     counts = np.bincount(exponents)

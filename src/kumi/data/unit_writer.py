@@ -67,7 +67,7 @@ class UnitWriter:
         return "weight" in self._streams
 
     def hexdigest(self) -> str:
-        """Return the digest of ids, lengths, sidecars and columns, 96 hexadecimal digits: those of ids first."""
+        """Return the digests of ids, of lengths, and of sidecars with columns: 32 hexadecimal digits each."""
         digests = [self._digests[name].hexdigest() for name in sorted(self._digests)]
         parts = "".join([*digests, self._extra_content.hexdigest()])
         return self._content.hexdigest() + hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
@@ -102,7 +102,7 @@ def open_unit_writer(prefix: Path | str, dtype: np.dtype[Any], kind: str) -> Ite
     `.partial` files. Memory is constant in the number of units.
     """
     prefix = Path(prefix)
-    sidecar_path(prefix, "weight").unlink(missing_ok=True)  # of an earlier preparation
+    sidecar_path(prefix, "weight").unlink(missing_ok=True)  # left from an earlier preparation
     with binfile.open_writer(prefix, dtype) as append, ExitStack() as stack:
         extra = None
         if kind == "prompt":

@@ -78,19 +78,20 @@ def verify(folder: Path) -> bool:
     meta = store_meta.read_meta(folder)
     assert meta is not None, f"{folder} has been prepared"
     pairs = _pairs(meta["sources"])
-    values = ("bin", f"{EXTRA_SUFFIX}.bin", *TOKEN_SIDECARS)
+    value_suffixes = ("bin", f"{EXTRA_SUFFIX}.bin", *TOKEN_SIDECARS)
     files = {
         (id(entry), side): dict(zip(_suffixes(entry, side), side_files(folder, entry, side), strict=True))
         for entry, side in pairs
     }
-    at_start = sum(p.stat().st_size for group in files.values() for s, p in group.items() if s in values) <= AT_START
+    sizes = (p.stat().st_size for group in files.values() for s, p in group.items() if s in value_suffixes)
+    at_start = sum(sizes) <= AT_START
     for entry, side in pairs:
         prefix = folder / entry[side]
         if not _has_checksums(entry, side):
             _verify_digest(prefix, entry, side, meta["vocab_size"])
             continue
         for suffix, path in files[id(entry), side].items():
-            if at_start or suffix not in values:
+            if at_start or suffix not in value_suffixes:
                 Guard(path, from_plain(entry[f"{side}_checksums"].get(suffix), path)).check()
         if entry.get("kind", "text") != "text":
             open_units(prefix, entry["kind"]).check_lists()
