@@ -11,7 +11,7 @@ import torch
 from kumi.inference.sampling import Sampling
 from kumi.parallel.mesh import Mesh, RankInfo
 from kumi.rollout.collect_groups import CollectSettings, GroupCollector
-from kumi.rollout.group import GeneratedReply
+from kumi.rollout.group import GeneratedReply, Outcome
 from kumi.rollout.prompt_sampler import Prompt
 from kumi.spec.layout import Layout
 
@@ -39,7 +39,7 @@ class Engine:
             yield request, GeneratedReply(ids, np.full(3, -1.0), "stop", self.version)
 
 
-class Scorer:
+class Environment:
     """Groups of the prompts in `differ` have different rewards."""
 
     def __init__(self, differ):
@@ -48,10 +48,10 @@ class Scorer:
     def notes(self):
         return [f"scored {len(self.scored)} groups"]
 
-    def score(self, prompts, replies, scores):
+    def outcomes(self, prompts, replies):
         self.scored += [prompt.number for prompt in prompts]
         return [
-            ([float(sample * (prompt.number in self.differ)) for sample in range(len(own))], [{}] * len(own))
+            tuple(Outcome(float(sample * (prompt.number in self.differ)), {}) for sample in range(len(own)))
             for prompt, own in zip(prompts, replies, strict=True)
         ]
 
@@ -59,7 +59,13 @@ class Scorer:
 def collector(folder, differ, **settings):
     values = {"prompts": 4, "group_size": 2, "sampling": Sampling(), "chunk": 4, "dynamic": True, "max_rounds": 5}
     return GroupCollector(
-        Prompts(), Engine(), Scorer(differ), MESH, CollectSettings(**values | settings), folder / "rollouts", "digest"
+        Prompts(),
+        Engine(),
+        Environment(differ),
+        MESH,
+        CollectSettings(**values | settings),
+        folder / "rollouts",
+        "digest",
     )
 
 
@@ -111,7 +117,8 @@ def test_rounds_are_bounded_when_no_group_differs(tmp_path):
 
 def test_replies_that_cannot_be_scored_differ_from_nothing(tmp_path):
     work = collector(tmp_path, differ=set(), dynamic=False)
-    work.scorer.score = lambda prompts, replies, scores: [([math.nan, 1.0], [{"a": None}, {"a": 1.0}])] * len(prompts)
+    outcomes = (Outcome(math.nan, {"a": None}), Outcome(1.0, {"a": 1.0}))
+    work.environment.outcomes = lambda prompts, replies: [outcomes] * len(prompts)
     [group, *_] = work.collect(0, 0, []).groups
     assert not group.differs
     assert math.isnan(group.rewards[0])
@@ -128,7 +135,7 @@ def test_what_a_killed_attempt_has_finished_is_not_done_again(tmp_path):
     def fail(*_):
         raise Killed
 
-    first.scorer.score = fail
+    first.environment.outcomes = fail
     with pytest.raises(Killed):
         first.collect(3, 0, [])
     assert len(first.engine.asked) == 8
@@ -142,7 +149,7 @@ def test_what_a_killed_attempt_has_finished_is_not_done_again(tmp_path):
     assert [group.plain() for group in batch.groups] == [group.plain() for group in whole.groups]
     third = collector(tmp_path, differ={0, 1, 2, 3})
     assert [group.plain() for group in third.collect(3, 0, []).groups] == [group.plain() for group in whole.groups]
-    assert (third.engine.asked, third.scorer.scored) == ([], [])
+    assert (third.engine.asked, third.environment.scored) == ([], [])
 
 
 def test_replies_of_other_weights_or_settings_are_generated_again(tmp_path):

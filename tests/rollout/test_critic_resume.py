@@ -18,7 +18,7 @@ SETTINGS = {
 STEPS = 6
 PLACES = {
     "collecting": (ReplyJournal, "add_replies", 3),
-    "scoring": (ReplyJournal, "add_rewards", 2),
+    "scoring": (ReplyJournal, "add_outcomes", 2),
     "values": (rollout_source, "batch_metrics", 2),
     "updating": (train_step_module, "_update_critic", 4),
 }

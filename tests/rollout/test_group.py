@@ -6,18 +6,19 @@ import math
 import numpy as np
 import pytest
 
-from kumi.rollout.group import GeneratedReply, Group, as_text, numbers, read_group
+from kumi.rollout.group import GeneratedReply, Group, Outcome, as_text, numbers, read_group
 
 REPLIES = tuple(
     GeneratedReply(np.array([7, 2**31 - 1], np.int32), values, finish, 3)
     for values, finish in ((np.array([-0.1, -1e-300]), "stop"), (np.float32([-0.1, -2.5]).astype(np.float64), "length"))
 )
-GROUP = Group(11, REPLIES, (math.nan, 1 / 3), ({"a": None}, {"a": 1 / 3}))
+GROUP = Group(11, REPLIES, (Outcome(math.nan, {"a": None}), Outcome(1 / 3, {"a": 1 / 3})))
 
 
 def test_a_group_is_read_as_it_was_written():
     read = read_group(json.loads(json.dumps(GROUP.plain())))
-    assert (read.prompt, read.parts) == (GROUP.prompt, GROUP.parts)
+    assert read.prompt == GROUP.prompt
+    assert [outcome.parts for outcome in read.outcomes] == [{"a": None}, {"a": 1 / 3}]
     assert math.isnan(read.rewards[0])
     assert read.rewards[1] == 1 / 3
     for reply, other in zip(read.replies, REPLIES, strict=True):
@@ -41,4 +42,4 @@ def test_damaged_replies_are_refused(change):
     with pytest.raises(ValueError, match=r"reply is damaged|type|base64|Incorrect padding|buffer size"):
         read_group(plain)
     with pytest.raises(ValueError, match="other numbers of replies"):
-        read_group(GROUP.plain() | {"rewards": [1.0]})
+        read_group(GROUP.plain() | {"rewards": [1.0], "parts": [{}]})

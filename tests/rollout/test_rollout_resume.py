@@ -28,7 +28,7 @@ TP = {"cluster": {"devices_per_node": 2}, "layout": {"tp": 2}}
 KILLS = {
     "collecting": (ReplyJournal, "add_replies", 3),
     "decoding": (BatchedDecoder, "_share", 4),
-    "scoring": (ReplyJournal, "add_rewards", 3),
+    "scoring": (ReplyJournal, "add_outcomes", 3),
     "updating": (train_step_module, "_update", 5),
 }
 

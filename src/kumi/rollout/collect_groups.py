@@ -1,8 +1,8 @@
 """Collect the groups of a batch: prompts in their order, replies, rewards, and more prompts where groups teach nothing.
 
-    round: the next prompts -> replies that the journal lacks, on all ranks -> scores of reward models, on all ranks
-           -> rewards, on rank 0 -> groups
+    round: the next prompts -> replies of the engine -> outcomes of the environment -> groups
 
+The journal has the replies and outcomes of an earlier attempt at the batch, which are not asked for again.
 A batch needs one round, or with dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) as many as it takes until enough
 groups have different rewards. All ranks have the same groups, and decide alike.
 """
@@ -10,36 +10,20 @@ groups have different rewards. All ranks have the same groups, and decide alike.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from kumi.inference.sampling import Sampling
-from kumi.parallel.mesh import Mesh, broadcast_object, gather_objects, is_loss_rank
+from kumi.parallel.mesh import Mesh, gather_objects, is_loss_rank
+from kumi.rollout.environment import Environment
 from kumi.rollout.group import GeneratedReply, Group
 from kumi.rollout.prompt_sampler import Prompt, PromptSampler
-from kumi.rollout.reply_journal import ReplyJournal, Rewards
-from kumi.rollout.reward_models import ModelScores, RewardModels
+from kumi.rollout.reply_journal import ReplyJournal
 from kumi.rollout.rollout_engine import Engine, SampleRequest
 
 # The most prompts that a further round asks for, in batches: the share of groups that differ is uncertain.
 _LARGEST_ROUND = 4
-
-
-class GroupScorer(Protocol):
-    """Scores replies, on rank 0."""
-
-    def score(
-        self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]], scores: ModelScores
-    ) -> Sequence[tuple[Sequence[float], Sequence[Mapping[str, float | None]]]]:
-        """Return, for each of `prompts`, the rewards of its `replies` (nan for None) and their parts by function.
-
-        scores: those of reward models, which all ranks have computed together.
-        """
-
-    def notes(self) -> Sequence[str]:
-        """Return sentences for the user on what went wrong since the last call."""
 
 
 @dataclass(frozen=True)
@@ -93,18 +77,16 @@ class _Seconds:
 class GroupCollector:
     """Collects batches on all ranks of `mesh`, which make the same calls.
 
-    scorer: None on ranks other than 0. folder: for journals. digest: of the settings that replies and scores of reward
-    models depend on. models: those reward models, if there are any.
+    folder: for journals. digest: of the settings that replies and scores of reward models depend on.
     """
 
     sampler: PromptSampler
     engine: Engine
-    scorer: GroupScorer | None
+    environment: Environment
     mesh: Mesh
     settings: CollectSettings
     folder: Path
     digest: str
-    models: RewardModels | None = None
     _seconds: _Seconds = field(default_factory=_Seconds)
 
     def collect(self, version: int, first: int, spares: Sequence[Group]) -> Collected:
@@ -129,12 +111,11 @@ class GroupCollector:
         filling = dropped[max(0, len(dropped) - max(0, count - len(usable))) :]
         groups = [*usable[:count], *filling]
         rest = dropped[: len(dropped) - len(filling)]
-        notes = [] if self.scorer is None else self.scorer.notes()
         counts = (first, rounds, seconds.generate, seconds.score, seconds.tokens)
-        return Collected(groups, usable[count:], rest, *counts, notes)
+        return Collected(groups, usable[count:], rest, *counts, self.environment.notes())
 
     def _groups(self, prompts: Sequence[Prompt], journal: ReplyJournal) -> list[Group]:
-        """Return the groups of `prompts`, with replies and rewards of the journal where it has them."""
+        """Return the groups of `prompts`, with replies and outcomes of the journal where it has them."""
         started = time.perf_counter()
         self._generate(prompts, journal)
         generated = time.perf_counter()
@@ -146,7 +127,7 @@ class GroupCollector:
         self._seconds.generate += generated - started
         self._seconds.score += time.perf_counter() - generated
         return [
-            Group(prompt.number, own, *journal.rewards[prompt.number])
+            Group(prompt.number, own, journal.outcomes[prompt.number])
             for prompt, own in zip(prompts, replies, strict=True)
         ]
 
@@ -176,17 +157,12 @@ class GroupCollector:
     def _score(
         self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]], journal: ReplyJournal
     ) -> None:
-        """Score the groups whose rewards the journal lacks, on rank 0, and give the rewards to all ranks."""
-        missing = [number for number, prompt in enumerate(prompts) if prompt.number not in journal.rewards]
-        scored: Rewards = {}
-        asked, answers = [prompts[number] for number in missing], [replies[number] for number in missing]
-        scores = {} if self.models is None or not missing else self.models.score(asked, answers)
-        if self.scorer is not None and missing:
-            results = self.scorer.score(asked, answers, scores)
-            for prompt, (rewards, parts) in zip(asked, results, strict=True):
-                scored[prompt.number] = tuple(rewards), tuple(parts)
-            journal.add_rewards(scored)
-        journal.rewards |= broadcast_object(scored, self.mesh)
+        """Ask the environment for the outcomes that the journal lacks, and add them to it on all ranks."""
+        missing = [number for number, prompt in enumerate(prompts) if prompt.number not in journal.outcomes]
+        if missing:
+            asked = [prompts[number] for number in missing]
+            outcomes = self.environment.outcomes(asked, [replies[number] for number in missing])
+            journal.add_outcomes(dict(zip((prompt.number for prompt in asked), outcomes, strict=True)))
 
 
 def _round_size(missing: int, drawn: int, usable: int, prompts: int) -> int:

@@ -1,10 +1,10 @@
-"""Groups: the replies to one prompt with their rewards, and their form in JSON files, which is exact."""
+"""Groups: the replies to one prompt with their outcomes, and their form in JSON files, which is exact."""
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,19 +46,30 @@ class GeneratedReply:
         }
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a reply has achieved.
+
+    reward: nan if the reply cannot be scored.
+    parts: the reward by function; None for a function that could not score the reply.
+    """
+
+    reward: float
+    parts: Mapping[str, float | None]
+
+
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The replies to one prompt.
-
-    prompt: the number of the prompt in the run.
-    rewards: the reward of each reply; nan for one that cannot be scored.
-    parts: the reward of each reply by function; None for a function that could not score it.
-    """
+    """The replies to one prompt. prompt: the number of the prompt in the run. outcomes: that of each reply."""
 
     prompt: int
     replies: tuple[GeneratedReply, ...]
-    rewards: tuple[float, ...]
-    parts: tuple[Mapping[str, float | None], ...]
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        """The reward of each reply; nan for one that cannot be scored."""
+        return [outcome.reward for outcome in self.outcomes]
 
     @property
     def differs(self) -> bool:
@@ -71,24 +82,30 @@ class Group:
         return {
             "prompt": self.prompt,
             "replies": [reply.plain() for reply in self.replies],
-            "rewards": [None if math.isnan(reward) else reward for reward in self.rewards],
-            "parts": [dict(part) for part in self.parts],
+            **plain_outcomes(self.outcomes),
         }
 
 
 def read_group(plain: Mapping[str, Any]) -> Group:
     """Return the group that `Group.plain` wrote. Raise ValueError, KeyError or TypeError for other data."""
-    rewards, parts = read_rewards(plain)
-    replies = tuple(read_reply(reply) for reply in plain["replies"])
-    if not len(replies) == len(rewards) == len(parts):
+    replies, outcomes = tuple(read_reply(reply) for reply in plain["replies"]), read_outcomes(plain)
+    if len(replies) != len(outcomes):
         raise ValueError("the group has other numbers of replies and of rewards")
-    return Group(int(plain["prompt"]), replies, rewards, parts)
+    return Group(int(plain["prompt"]), replies, outcomes)
 
 
-def read_rewards(plain: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[Mapping[str, float | None], ...]]:
-    """Return the rewards and parts of a group that `Group.plain` wrote; raise as `read_group` does."""
-    rewards = tuple(math.nan if reward is None else float(reward) for reward in plain["rewards"])
-    return rewards, tuple(dict(part) for part in plain["parts"])
+def plain_outcomes(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return the outcomes of a group as JSON data."""
+    return {
+        "rewards": [None if math.isnan(outcome.reward) else outcome.reward for outcome in outcomes],
+        "parts": [dict(outcome.parts) for outcome in outcomes],
+    }
+
+
+def read_outcomes(plain: Mapping[str, Any]) -> tuple[Outcome, ...]:
+    """Return the outcomes that `plain_outcomes` wrote; raise as `read_group` does."""
+    rewards = [math.nan if reward is None else float(reward) for reward in plain["rewards"]]
+    return tuple(Outcome(reward, dict(parts)) for reward, parts in zip(rewards, plain["parts"], strict=True))
 
 
 def read_reply(plain: Mapping[str, Any]) -> GeneratedReply:

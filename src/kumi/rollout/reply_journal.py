@@ -1,11 +1,11 @@
-"""The file of the replies and rewards of the batch that is being collected, so that a killed run does not lose them.
+"""The file of the replies and outcomes of the batch that is being collected, so that a killed run does not lose them.
 
-    rollouts/batch-<version>-<settings>.jsonl    the replies of a chunk a line, then the rewards of a round a line
+    rollouts/batch-<version>-<settings>.jsonl    the replies of a chunk a line, then the outcomes of a round a line
 
 A reply belongs to the weights that generated it. Another version or other settings begin a new file, and older ones are
 removed: their groups are in a checkpoint, or will be generated again. The replies of a chunk are written in one line,
 all or none: sequences that are decoded together in another composition have log-probs that differ in their last digits.
-So have the scores of a reward model, and the rewards of a round are one line, too.
+So have the scores of a reward model, and the outcomes of a round are one line, too.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import IO, Any
 from kumi.files.json_lines import json_objects
 from kumi.files.output import make_folder, open_append
 from kumi.parallel.mesh import Mesh, broadcast_object
-from kumi.rollout.group import GeneratedReply, Group, read_reply, read_rewards
+from kumi.rollout.group import GeneratedReply, Outcome, plain_outcomes, read_outcomes, read_reply
 
 # (number of the prompt, number of the reply in its group) -> the reply
 Replies = dict[tuple[int, int], GeneratedReply]
-# number of the prompt -> rewards and parts of its replies
-Rewards = dict[int, tuple[tuple[float, ...], tuple[Mapping[str, float | None], ...]]]
+# number of the prompt -> outcomes of its replies
+Outcomes = dict[int, tuple[Outcome, ...]]
 
 
 class ReplyJournal:
@@ -35,7 +35,7 @@ class ReplyJournal:
 
     def __init__(self, folder: Path, version: int, settings: str, mesh: Mesh) -> None:
         self.replies: Replies = {}
-        self.rewards: Rewards = {}
+        self.outcomes: Outcomes = {}
         self._file: IO[str] | None = None
         if mesh.rank == 0:
             make_folder(folder)
@@ -46,7 +46,7 @@ class ReplyJournal:
             self._read(path)
             self._file = open_append(path)
             self._file.write("\n")  # a killed process may have left half a line
-        self.replies, self.rewards = broadcast_object((self.replies, self.rewards), mesh)
+        self.replies, self.outcomes = broadcast_object((self.replies, self.outcomes), mesh)
 
     def add_replies(self, replies: Replies) -> None:
         """Add the replies of a chunk, the same on all ranks."""
@@ -54,10 +54,11 @@ class ReplyJournal:
         plain = [{"prompt": prompt, "sample": sample, **reply.plain()} for (prompt, sample), reply in replies.items()]
         self._append({"replies": plain})
 
-    def add_rewards(self, rewards: Rewards) -> None:
-        """Write the rewards of the groups of a round, on rank 0. `rewards` of all ranks get them elsewhere."""
-        groups = [Group(prompt, (), *scored).plain() for prompt, scored in rewards.items()]
-        self._append({"scored": [{name: plain[name] for name in ("prompt", "rewards", "parts")} for plain in groups]})
+    def add_outcomes(self, outcomes: Outcomes) -> None:
+        """Add the outcomes of the groups of a round, the same on all ranks."""
+        self.outcomes |= outcomes
+        plain = [{"prompt": prompt, **plain_outcomes(of_group)} for prompt, of_group in outcomes.items()]
+        self._append({"scored": plain})
 
     def close(self) -> None:
         """Close the file."""
@@ -77,6 +78,6 @@ class ReplyJournal:
                         (int(plain["prompt"]), int(plain["sample"])): read_reply(plain) for plain in record["replies"]
                     }
                 else:
-                    self.rewards |= {int(plain["prompt"]): read_rewards(plain) for plain in record["scored"]}
+                    self.outcomes |= {int(plain["prompt"]): read_outcomes(plain) for plain in record["scored"]}
             except (KeyError, TypeError, ValueError):
                 continue  # damaged: generated or scored again

@@ -70,8 +70,8 @@ def _function_means(groups: Sequence[Group]) -> dict[str, float]:
     """Return the mean reward of each function over the replies that it could score."""
     sums: dict[str, list[float]] = {}
     for group in groups:
-        for parts in group.parts:
-            for name, value in parts.items():
+        for outcome in group.outcomes:
+            for name, value in outcome.parts.items():
                 if value is not None:
                     sums.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in sums.items()}

@@ -57,6 +57,7 @@ class SourceSettings:
     """stop_after: updates in a row without an advantage after which the run ends; 0 for no end.
     samples_every: batches between pages of samples; 0 for none. decode: returns the text of token ids.
     estimates: of the seconds of batches.
+    reward_models: the folder and the digest of each reward model by name, for checkpoints.
     """
 
     updates: UpdateSettings
@@ -65,6 +66,7 @@ class SourceSettings:
     samples_every: int
     decode: Callable[[list[int]], str]
     estimates: RolloutEstimates
+    reward_models: Mapping[str, Mapping[str, str]]
 
 
 class RolloutSource:
@@ -159,8 +161,7 @@ class RolloutSource:
     @property
     def reward_models(self) -> Mapping[str, Mapping[str, str]]:
         """The folder and the digest of each reward model, by name."""
-        models = self._collector.models
-        return {} if models is None else models.identities
+        return self._settings.reward_models
 
     def close(self) -> None:
         """End the engine."""

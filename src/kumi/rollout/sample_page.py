@@ -24,9 +24,9 @@ def write_sample_page(out: Path, batch: RolloutBatch, decode: Callable[[list[int
     for group, prompt in list(zip(batch.groups, batch.prompts, strict=True))[:_GROUPS]:
         lines += [f"## Prompt {prompt.number}, row {prompt.index} of {prompt.source}", ""]
         lines += [fenced(decode(list(prompt.ids))), ""]
-        for reply, reward, parts in zip(group.replies, group.rewards, group.parts, strict=True):
-            scores = ", ".join(f"{name} {_number(value)}" for name, value in parts.items())
-            total = _number(None if math.isnan(reward) else reward)
+        for reply, outcome in zip(group.replies, group.outcomes, strict=True):
+            scores = ", ".join(f"{name} {_number(value)}" for name, value in outcome.parts.items())
+            total = _number(None if math.isnan(outcome.reward) else outcome.reward)
             mean = f"{reply.log_probs.mean():.3f} nats a token"
             lines += [
                 f"Reward {total} ({scores}); {len(reply.ids)} tokens, ended by {reply.finish}, {mean}:",

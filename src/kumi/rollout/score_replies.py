@@ -1,16 +1,17 @@
-"""Score the replies of groups by the rewards of the run."""
+"""The environments of a run: replies are scored by its rewards, or not at all."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from kumi.inference.reply_text import reply_text
-from kumi.rewards import RewardRequest, RewardScorer, Unscored
+from kumi.parallel.mesh import Mesh, broadcast_object
+from kumi.rewards import RewardRequest, RewardResult, RewardScorer, Unscored
 from kumi.rewards.reward_spec import ModelReward
-from kumi.rollout.group import GeneratedReply
+from kumi.rollout.group import GeneratedReply, Outcome
 from kumi.rollout.prompt_sampler import Prompt
-from kumi.rollout.reward_models import ModelScores
+from kumi.rollout.reward_models import ModelScores, RewardModels
 
 _FAULTS = {
     "timeouts": "{} replies took too long",
@@ -31,7 +32,7 @@ class GivenScores:
 
 
 class ReplyScorer:
-    """Scores replies with `rewards`; a `kumi.rollout.collect_groups.GroupScorer`.
+    """Scores replies with `rewards`, on rank 0.
 
     given: has the scores of reward models for `rewards`.
     decode: returns the text of token ids, special tokens included. decode_reply: the text without them.
@@ -49,8 +50,11 @@ class ReplyScorer:
 
     def score(
         self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]], scores: ModelScores
-    ) -> list[tuple[list[float], list[Mapping[str, float | None]]]]:
-        """Return, for each of `prompts`, the rewards of its `replies` (nan for None) and their parts by function."""
+    ) -> list[tuple[Outcome, ...]]:
+        """Return, for each of `prompts`, the outcomes of its `replies`.
+
+        scores: those of reward models, which all ranks have computed together.
+        """
         self._given.scores = scores
         requests = [
             self._request(prompt, self._decode(prompt.ids), reply)
@@ -58,12 +62,7 @@ class ReplyScorer:
             for reply in own
         ]
         results = iter(self._rewards.score(requests))
-        scored = []
-        for own in replies:
-            of_group = [next(results) for _ in own]
-            totals = [math.nan if result.total is None else float(result.total) for result in of_group]
-            scored.append((totals, [result.parts for result in of_group]))
-        return scored
+        return [tuple(_outcome(next(results)) for _ in own) for own in replies]
 
     def notes(self) -> list[str]:
         """Return a sentence for each kind of fault of a reward that has occurred since the last call."""
@@ -84,14 +83,40 @@ class ReplyScorer:
         return RewardRequest(text, answer, prompt.row, len(reply.ids), reply.truncated)
 
 
-class NoRewards:
-    """Scores no reply, for objectives whose advantages come from elsewhere."""
+def _outcome(result: RewardResult) -> Outcome:
+    return Outcome(math.nan if result.total is None else float(result.total), result.parts)
 
-    def score(
-        self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]], scores: ModelScores
-    ) -> list[tuple[list[float], list[Mapping[str, float | None]]]]:
-        """Return nan as the reward of each reply."""
-        return [([math.nan] * len(own), [{}] * len(own)) for own in replies]
+
+class ScoredReplies:
+    """The environment in which rewards score replies; a `kumi.rollout.environment.Environment`.
+
+    scorer: that of rank 0; None on other ranks. models: the reward models of the run on all ranks, if it has any.
+    """
+
+    def __init__(self, scorer: ReplyScorer | None, models: RewardModels | None, mesh: Mesh) -> None:
+        self._scorer, self._models, self._mesh = scorer, models, mesh
+
+    def outcomes(
+        self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]]
+    ) -> list[tuple[Outcome, ...]]:
+        """Return the outcomes: scores of reward models on all ranks, then all rewards on rank 0, for all ranks."""
+        scores = {} if self._models is None else self._models.score(prompts, replies)
+        scored = [] if self._scorer is None else self._scorer.score(prompts, replies, scores)
+        return broadcast_object(scored, self._mesh)
+
+    def notes(self) -> list[str]:
+        """Return a sentence for each kind of fault of a reward, on rank 0."""
+        return [] if self._scorer is None else self._scorer.notes()
+
+
+class UnscoredReplies:
+    """The environment of objectives whose advantages need no rewards; a `kumi.rollout.environment.Environment`."""
+
+    def outcomes(
+        self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]]
+    ) -> list[tuple[Outcome, ...]]:
+        """Return outcomes without a reward."""
+        return [tuple(Outcome(math.nan, {}) for _ in own) for own in replies]
 
     def notes(self) -> list[str]:
         """Return nothing: there are no faults."""

@@ -29,7 +29,7 @@ from kumi.parallel.mesh import Mesh, all_reduce_sum, build_mesh, close_distribut
 from kumi.parallel.optim import build_optimizer
 from kumi.parallel.stage_modules import unwrap
 from kumi.parallel.state_tensors import fill_pieces, optimizer_pieces
-from kumi.rollout.collect_groups import GroupScorer
+from kumi.rollout.score_replies import ReplyScorer
 from kumi.spec.model import MoE
 from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
@@ -98,7 +98,7 @@ def _train(
     stop: StopFlag,
     listener: Listener | None,
     open_source: OpenSource,
-    scorer: GroupScorer | None,
+    scorer: ReplyScorer | None,
 ) -> int:
     memory_before = baseline_memory(mesh.device)
     use_matmul_precision(mesh.device, tf32=run.config.precision.tf32)
@@ -304,7 +304,7 @@ def _save(
 
 
 def _build_and_restore(
-    run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource, scorer: GroupScorer | None
+    run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource, scorer: ReplyScorer | None
 ) -> tuple[RankState, TrainState]:
     """Build model, optimizer and data, and load the last checkpoint if there is one. Return all, and the counters."""
     saved = last_checkpoint(run)

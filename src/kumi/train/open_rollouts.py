@@ -27,17 +27,16 @@ from kumi.parallel.mesh import Mesh
 from kumi.parallel.stage_modules import unwrap
 from kumi.process_limits import usable_cores
 from kumi.rewards import RewardScorer
-from kumi.rollout.collect_groups import CollectSettings, GroupCollector, GroupScorer
+from kumi.rollout.collect_groups import CollectSettings, GroupCollector
 from kumi.rollout.own_engine import OwnEngine
 from kumi.rollout.prompt_sampler import PromptSampler
 from kumi.rollout.reply_advantages import token_targets
-from kumi.rollout.reward_models import RewardModels
 from kumi.rollout.rollout_batch import LogProbs, RowSettings, UpdateSettings
 from kumi.rollout.rollout_estimates import RolloutEstimates
 from kumi.rollout.rollout_history import UNFINISHED
 from kumi.rollout.rollout_rows import ReplySequence
 from kumi.rollout.rollout_source import RolloutSource, SourceSettings, Trainer
-from kumi.rollout.score_replies import GivenScores, NoRewards, ReplyScorer
+from kumi.rollout.score_replies import GivenScores, ReplyScorer, ScoredReplies, UnscoredReplies
 from kumi.rollout.token_log_probs import PassSettings, reply_log_probs
 from kumi.spec.balanced_rows import RowPlan
 from kumi.spec.rollout import FILLS
@@ -51,14 +50,11 @@ Saved = Mapping[str, Any] | None
 
 
 @contextmanager
-def open_scorer(run: ResolvedRun, mesh: Mesh) -> Iterator[GroupScorer | None]:
-    """Yield the rewards of `run`, on rank 0; None on other ranks, and for a run without rollouts."""
+def open_scorer(run: ResolvedRun, mesh: Mesh) -> Iterator[ReplyScorer | None]:
+    """Yield the rewards of `run`, on rank 0; None on other ranks, and for a run without rollouts or rewards."""
     section = run.config.rollout
-    if section is None or mesh.rank != 0:
+    if section is None or not run.config.rewards or mesh.rank != 0:
         yield None
-        return
-    if not run.config.rewards:  # a teacher gives advantages without rewards
-        yield NoRewards()
         return
     tokenizer = load_tokenizer(tokenizer_folder(run))
     specs, given = reward_specs(run.config.rewards), GivenScores()
@@ -72,7 +68,7 @@ def open_rollouts(
     mesh: Mesh,
     model: nn.Module,
     critic: nn.Module | None,
-    scorer: GroupScorer | None,
+    scorer: ReplyScorer | None,
     saved: Saved,
 ) -> RolloutSource:
     """Return the batches of `run`, from the checkpoint's metadata `saved` on. Every rank calls this together.
@@ -87,10 +83,12 @@ def open_rollouts(
     # Under sequence parallelism, ranks of tp have equal parts of a row.
     rows = RowSettings(run.batch.seq_len, layout.dp, layout.tp if layout.sequence_parallel else 1)
     models = load_reward_models(run, mesh, rows)
+    identities = {} if models is None else models.identities
     collector = GroupCollector(
         PromptSampler(run_mixture(run.config, store), store.train_names),
         OwnEngine(model, mesh, slots=section.slots),
-        scorer,
+        # A teacher gives advantages without rewards.
+        ScoredReplies(scorer, models, mesh) if run.config.rewards else UnscoredReplies(),
         mesh,
         CollectSettings(
             section.prompts,
@@ -101,8 +99,7 @@ def open_rollouts(
             section.max_rounds if section.dynamic else 1,
         ),
         run.out / UNFINISHED,
-        _digest(sampling, store.content, section.group_size, models),
-        models,
+        _digest(sampling, store.content, section.group_size, identities),
     )
     trainer = Trainer(
         partial(reply_log_probs, model, mesh, _passes(run)),
@@ -118,6 +115,7 @@ def open_rollouts(
         section.samples_every,
         tokenizer.decode,
         RolloutEstimates(run.job, layout),
+        identities,
     )
     return RolloutSource(collector, trainer, settings, layout.dp_index(mesh.rank), run.out, saved)
 
@@ -158,9 +156,11 @@ def rollout_sampling(run: ResolvedRun) -> Sampling:
     )
 
 
-def _digest(sampling: Sampling, data: str, group_size: int, models: RewardModels | None) -> str:
-    """Return a digest of all that replies and the scores of reward models depend on beside the policy's weights."""
-    identities = {} if models is None else models.identities
+def _digest(sampling: Sampling, data: str, group_size: int, identities: Mapping[str, Mapping[str, str]]) -> str:
+    """Return a digest of all that replies and the scores of reward models depend on beside the policy's weights.
+
+    identities: of the reward models.
+    """
     content = (
         data,
         group_size,
