@@ -1,6 +1,7 @@
 """A run that is killed in collecting, in scoring and in updating goes on as if nothing had happened, on any layout."""
 
 import os
+from statistics import median
 
 import pytest
 from tests.rollout.conftest import history, train, write_data
@@ -33,11 +34,15 @@ KILLS = {
 }
 
 
-def run(folder, layout):
+def run(folder, layout, **changes):
     rewards = [{"kind": "function", "name": "any", "file": "reward.py:any_letter"}]
-    return train(
-        folder, rollout=ROLLOUT, rewards=rewards, train={"steps": STEPS, "out": "run", "doctor": False}, **layout
-    )
+    steps = {"steps": STEPS, "out": "run", "doctor": False}
+    return train(folder, rollout=ROLLOUT, rewards=rewards, train=steps, **layout, **changes)
+
+
+def run_in_single_precision(folder, layout):
+    """Train in the number format whose speed on this machine is known, so that the steps have estimates."""
+    return run(folder, layout, precision={"kind": "fp32"})
 
 
 def killed_run(folder, place, layout, run=run, kills=KILLS):
@@ -103,3 +108,22 @@ def test_two_kills_and_three_layouts(uninterrupted, begun):
     assert run(begun, TP) == 0
     assert rollouts(begun) == rollouts(uninterrupted)
     assert losses(begun / "run") == pytest.approx(losses(uninterrupted / "run"), rel=1e-9, abs=1e-12)
+
+
+def test_estimates_of_a_killed_run_are_refined_by_the_steps_before(begun):
+    assert run_in_single_precision(begun, ONE) == 0
+    whole, parts = metrics((begun / "run").rename(begun / "whole")), ("generate", "log_probs", "train")
+    killed_run(begun, "updating", ONE, run_in_single_precision)
+    before = len(metrics(begun / "run"))
+    assert run_in_single_precision(begun, ONE) == 0
+    entries, latest = metrics(begun / "run"), {part: [] for part in parts}
+    assert 0 < before < len(entries) == STEPS
+    for own, theirs in zip(entries, whole, strict=True):
+        for part in parts:
+            planned = own.get(f"time/planned_{part}_s")
+            assert planned == theirs.get(f"time/planned_{part}_s")
+            if planned:
+                ratio = median(latest[part][-5:]) if latest[part] else 1
+                assert own[f"time/estimated_{part}_s"] == pytest.approx(planned * ratio)
+                latest[part].append(own[f"time/{part}_s"] / planned)
+    assert all(latest.values())

@@ -12,7 +12,9 @@ perf/estimated_step_s        their sum in a step that begins a batch, with the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from kumi.plan.rollout_step import RolloutStep, rollout_step
 from kumi.plan.time.generation_time import BatchLengths, expected_lengths
@@ -34,10 +36,26 @@ class RolloutEstimates:
         self._lengths, self._score_s = expected_lengths(job.rollout), 0.0
         self._own: RolloutStep | None = None
 
+    def state(self) -> dict[str, Any]:
+        """Return, as JSON data, what the next batch's estimates need of the batches so far."""
+        return {**asdict(self._lengths), "score_s": self._score_s}
+
+    def restore(self, state: Mapping[str, Any] | None, batch: RolloutBatch | None) -> None:
+        """Go on from `state`, within `batch` if there is one.
+
+        Raise ValueError, KeyError or TypeError for data that `state` did not write.
+        """
+        if state is not None:  # checkpoints of earlier versions of kumi have none
+            prompts, replies = (int(tokens) for tokens in state["prompts"]), state["replies"]
+            own = tuple(tuple(int(tokens) for tokens in of_prompt) for of_prompt in replies)
+            self._lengths, self._score_s = BatchLengths(tuple(prompts), own), float(state["score_s"])
+        if batch is not None:
+            self._own = self._step_of(batch)
+
     def begin(self, batch: RolloutBatch, collected: Collected, sampler: PromptSampler) -> dict[str, float]:
         """Return the estimates of the step that begins `batch`; {} if the device's speed is unknown."""
         before = rollout_step(self._job, self._layout, self._lengths)
-        own = self._own = rollout_step(self._job, self._layout, _lengths(batch.groups, batch.prompts))
+        own = self._own = self._step_of(batch)
         if before is None or own is None:
             return {}
         expected = before.generate + (self._score_s or own.scoring) + own.log_probs + own.train[0]
@@ -63,6 +81,9 @@ class RolloutEstimates:
             return {}
         seconds = self._own.train[part]
         return {"time/estimated_train_s": seconds, "perf/estimated_step_s": seconds}
+
+    def _step_of(self, batch: RolloutBatch) -> RolloutStep | None:
+        return rollout_step(self._job, self._layout, _lengths(batch.groups, batch.prompts))
 
 
 def _lengths(groups: Sequence[Group], prompts: Sequence[Prompt]) -> BatchLengths:

@@ -142,6 +142,7 @@ class RolloutSource:
             "next_prompt": self._next_prompt,
             "spares": [group.plain() for group in self._spares],
             "idle": self._idle_before(step),
+            "estimates": self._settings.estimates.state(),
         }
         if self._covers(step):
             batch = self._current
@@ -235,6 +236,7 @@ class RolloutSource:
             self._batches, self._next_prompt = int(state["batches"]), int(state["next_prompt"])
             self._spares, self._idle = [read_group(group) for group in state["spares"]], int(state["idle"])
             if "groups" not in state:
+                self._settings.estimates.restore(state.get("estimates"), None)
                 return
             batch = self._new_batch(int(state["version"]), [read_group(group) for group in state["groups"]])
             self._idle = int(state["idle_at_version"])
@@ -245,6 +247,7 @@ class RolloutSource:
                 raise ValueError("it has other numbers of tokens and log-probs")
             if (read["values"] is None) != (self._trainer.values is None):
                 raise ValueError("it has values of a critic if the run trains none, or none if it trains one")
+            self._settings.estimates.restore(state.get("estimates"), batch)
         except (KeyError, TypeError, ValueError) as error:
             raise RefusedError(
                 f"{self._out}: the rollouts in the last checkpoint are damaged or missing ({error}); remove that "

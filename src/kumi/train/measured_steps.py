@@ -37,7 +37,7 @@ class MeasuredSteps:
 
 def measured_steps(folder: Path, layout: Layout) -> MeasuredSteps | None:
     """Return the measurements of the steps with `layout` in the run `folder`, after the warm-up; None without any."""
-    entries = [entry for entry in read_metrics(folder / "metrics.jsonl") if _has_layout(entry, layout)][WARM_UP:]
+    entries = steps_with_layout(folder, layout)[WARM_UP:]
     if not entries:
         return None
     own = [entry["perf/planned_step_s"] for entry in entries if entry.get("perf/planned_step_s") is not None]
@@ -48,9 +48,14 @@ def measured_steps(folder: Path, layout: Layout) -> MeasuredSteps | None:
     return MeasuredSteps(median(seconds), len(entries), peak)
 
 
-def _has_layout(entry: dict[str, Any], layout: Layout) -> bool:
-    """Return whether `entry` is a step with `layout`; metrics of earlier versions do not name it."""
-    return "perf/step_s" in entry and entry.get("layout", layout.words) == layout.words
+def steps_with_layout(folder: Path, layout: Layout) -> list[dict[str, Any]]:
+    """Return the metrics of the steps with `layout` in the run `folder`."""
+    # Metrics of earlier versions do not name the layout.
+    return [
+        entry
+        for entry in read_metrics(folder / "metrics.jsonl")
+        if "perf/step_s" in entry and entry.get("layout", layout.words) == layout.words
+    ]
 
 
 def estimate_lines(run: ResolvedRun) -> Iterator[str]:

@@ -2,13 +2,14 @@
 
 Each part of a step has an estimate by formulas. It is multiplied by the median of measured/estimated over the latest
 steps that had this part, so that what the formulas cannot see, such as other programs on the machine or long prompts of
-one source, counts from the second step on. The unrefined estimate of the step stays in perf/planned_step_s.
+one source, counts from the second step on. The unrefined estimates stay in perf/planned_step_s and
+time/planned_<part>_s, so that a resumed run reads the latest ratios from its metrics.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -18,10 +19,15 @@ _PARTS = ("generate", "log_probs", "train")
 
 
 class RefinedEstimates:
-    """Refines the estimates of one step after another, which it is given in their order."""
+    """Refines the estimates of one step after another, which it is given in their order.
 
-    def __init__(self) -> None:
+    earlier: the metrics of the steps before a resume, on the same layout.
+    """
+
+    def __init__(self, earlier: Iterable[Mapping[str, Any]] = ()) -> None:
         self._ratios: dict[str, deque[float]] = {part: deque(maxlen=_LATEST) for part in _PARTS}
+        for entry in earlier:
+            self._add(entry)
 
     def refine(self, entry: Mapping[str, Any]) -> dict[str, float]:
         """Return the figures of the metrics `entry` that change; {} for a step without estimates.
@@ -33,12 +39,18 @@ class RefinedEstimates:
             return {}
         changed, total = {"perf/planned_step_s": planned}, planned
         for part, ratios in self._ratios.items():
-            estimated, measured = entry.get(f"time/estimated_{part}_s"), entry.get(f"time/{part}_s")
-            if not estimated or measured is None:
+            estimated = entry.get(f"time/estimated_{part}_s")
+            if not estimated or f"time/{part}_s" not in entry:
                 continue
             refined = estimated * (median(ratios) if ratios else 1.0)
-            changed[f"time/estimated_{part}_s"] = refined
+            changed |= {f"time/planned_{part}_s": estimated, f"time/estimated_{part}_s": refined}
             total += refined - estimated
-            if measured > 0:
-                ratios.append(measured / estimated)
+        self._add({**entry, **changed})
         return {**changed, "perf/estimated_step_s": total}
+
+    def _add(self, entry: Mapping[str, Any]) -> None:
+        """Add the ratios of the step with the metrics `entry`, which are refined."""
+        for part, ratios in self._ratios.items():
+            planned, measured = entry.get(f"time/planned_{part}_s"), entry.get(f"time/{part}_s")
+            if planned and measured:
+                ratios.append(measured / planned)

@@ -17,6 +17,7 @@ from kumi.train.callbacks import Listener
 from kumi.train.cpu_contention import CpuWait
 from kumi.train.critic import CriticStep
 from kumi.train.evaluate import Evaluation, means_of
+from kumi.train.measured_steps import steps_with_layout
 from kumi.train.metrics import Metrics
 from kumi.train.process_memory import held_memory, peak_memory
 from kumi.train.refined_estimates import RefinedEstimates
@@ -41,7 +42,10 @@ class Reporter:
         self._pending: list[StepResult] = []
         self._since = time.perf_counter()
         self._wait = CpuWait()
-        self._estimates = RefinedEstimates()
+        run = rank_state.run
+        # Rank 0 alone has metrics, and the file ends with the step of the checkpoint.
+        refines = metrics is not None and run.config.rollout is not None
+        self._estimates = RefinedEstimates(steps_with_layout(run.out, run.layout) if refines else ())
 
     def legend(self) -> None:
         """Print the lines that explain the lines of steps."""
