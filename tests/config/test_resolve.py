@@ -36,6 +36,8 @@ def test_models_are_folders_or_hub_ids(tmp_path, monkeypatch):
     assert model_folder(str(tmp_path), "model.source") == tmp_path
     with pytest.raises(ConfigError, match="is neither a folder nor a hub id"):
         model_folder("not/a/model", "model.source")
+    with pytest.raises(ConfigError, match=r"`kumi train` the run file with train.out='runs/format' first, or name a"):
+        model_folder("runs/format/hf", "model.source")
 
     def offline(*words, **options):
         raise OSError("offline")

@@ -61,6 +61,11 @@ def test_wrong_kernels_are_refused(text, reason):
         parse_kernels(text)
 
 
+def test_wrong_kernels_among_numerics_have_their_key():
+    with pytest.raises(ValueError, match="kernels: 'loss:tritn' is unknown"):
+        parse_numerics("kernels=loss:tritn")
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

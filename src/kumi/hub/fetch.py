@@ -124,20 +124,27 @@ def _parse(source: str, key: str) -> tuple[str, str | None]:
     parts = split(source)
     if parts is None:
         raise ConfigError(
-            f"{key}: {source!r} is neither a folder nor a hub id; name a folder with "
-            f"{_required_file(key)}{cwd_note(source)}"
+            f"{key}: {source!r} is neither a folder nor a hub id; {_remedy(source, key)}{cwd_note(source)}"
         )
     return parts
 
 
-def _required_file(key: str) -> str:
-    return "tokenizer.json" if key == "data.tokenizer" else "config.json"
+def _remedy(source: str, key: str) -> str:
+    required = "tokenizer.json" if key == "data.tokenizer" else "config.json"
+    folder = Path(source)
+    # The folder to which a run exports its model.
+    if folder.name == "hf":
+        return (
+            f"it would be the export of a run: `kumi train` the run file with train.out={str(folder.parent)!r} first, "
+            f"or name a folder with {required}"
+        )
+    return f"name a folder with {required}"
 
 
 def _not_fetched(source: str, key: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"{key}: {source!r} is not a folder, and fetching it from the hub failed ({reason}); name a folder with "
-        f"{_required_file(key)}{cwd_note(source)}"
+        f"{key}: {source!r} is not a folder, and fetching it from the hub failed ({reason}); "
+        f"{_remedy(source, key)}{cwd_note(source)}"
     )
 
 

@@ -74,7 +74,10 @@ def parse_numerics(text: str) -> Numerics:
     if "kernels" in given:
         if len(given) > 1:
             raise ValueError(f"kernels= is for GPUs, and {text!r} has words for CPUs, too; {_EXAMPLE}")
-        return Numerics(kernels=parse_kernels(given["kernels"]))
+        try:
+            return Numerics(kernels=parse_kernels(given["kernels"]))
+        except ValueError as error:
+            raise ValueError(f"kernels: {error}") from None
     if missing := {"products", "flash"} - given.keys():
         raise ValueError(f"{text!r} lacks {' and '.join(sorted(missing))}; {_EXAMPLE}")
     flash = () if given["flash"] == "none" else tuple(given["flash"].split(","))
@@ -104,7 +107,7 @@ def parse_kernels(text: str) -> tuple[tuple[str, str], ...]:
         if operation in chosen or implementation not in KERNELS.get(operation, ()):
             allowed = ", ".join(f"{name}:{each}" for name, all_of in KERNELS.items() for each in all_of)
             reason = "occurs twice" if operation in chosen else "is unknown"
-            raise ValueError(f"kernels: {word.strip()!r} {reason}; write 'torch', or some of {allowed}")
+            raise ValueError(f"{word.strip()!r} {reason}; write 'torch', or some of {allowed}")
         chosen[operation] = implementation
     return tuple((operation, chosen[operation]) for operation in KERNELS if operation in chosen)
 
