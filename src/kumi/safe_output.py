@@ -20,6 +20,8 @@ _FENCE = re.compile(r"`{3,}")
 # Characters with a meaning in Markdown. An underscore within a word has none, nor an ampersand outside of an entity.
 _MARKUP = re.compile(r"[\\`*\[\]|~$#]|(?<!\w)_|_(?!\w)|&(?=#?\w+;)")
 
+_STREAMS = (("stdout", 1), ("stderr", 2))
+
 # Values of environment variables whose names contain one of these are never shown, compared or sent.
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 # A value of such a variable with fewer characters is not hidden: it may be a word that other texts have, too.
@@ -97,15 +99,32 @@ def make_output_safe() -> None:
 
     They survive a closed pipe, a closed descriptor, and characters outside the terminal's encoding.
     """
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+    for name, descriptor in _STREAMS:
         stream = getattr(sys, name)
-        if stream is None:  # closed by the parent; without /dev/null the next opened file would get its descriptor
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, descriptor)
-            if null != descriptor:
-                os.close(null)
-            os.set_inheritable(descriptor, True)
+        if stream is None:
+            _open_descriptor(descriptor)
         setattr(sys, name, safe_stream(descriptor, getattr(stream, "encoding", "utf-8")))
+
+
+def replace_missing_output() -> None:
+    """Replace sys.stdout and sys.stderr by safe streams where the program has none, or has closed it."""
+    for name, descriptor in _STREAMS:
+        stream = getattr(sys, name)
+        if stream is None or getattr(stream, "closed", False):
+            _open_descriptor(descriptor)
+            setattr(sys, name, safe_stream(descriptor, "utf-8"))
+
+
+def _open_descriptor(descriptor: int) -> None:
+    """Open /dev/null as `descriptor` if that is closed. Otherwise the next opened file would get the descriptor."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, descriptor)
+        if null != descriptor:
+            os.close(null)
+        os.set_inheritable(descriptor, True)
 
 
 def safe_stream(descriptor: int, encoding: str) -> io.TextIOWrapper:

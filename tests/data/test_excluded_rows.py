@@ -8,6 +8,7 @@ import pytest
 
 from chat_rows import write_rows
 from kumi.data import Source, prepare, shards
+from kumi.data.bpe import train as train_tokenizer
 from kumi.data.excluded_rows import _lines_before
 from kumi.data.hygiene import check_sources
 from kumi.data.records import lines_before
@@ -119,3 +120,44 @@ def test_lines_before_offsets(tmp_path):
     path.write_bytes(b"\nab\n\ncde\nf")
     offsets = list(range(path.stat().st_size + 1))
     assert _lines_before(path, offsets) == [lines_before(path, offset) for offset in offsets]
+
+
+def learned(path, folder, **options):
+    """The tokenizer that is trained on a file."""
+    trained = train_tokenizer([Source(str(path))], 400, folder, validation=0.1, **options)
+    return (trained.folder / "tokenizer.json").read_text()
+
+
+def test_a_tokenizer_learns_nothing_from_listed_texts(texts, write_jsonl, tmp_path):
+    listed = {3, 50, 111}
+    lines = [f"{'zyzzyva ' * 40}{text}" if line in listed else text for line, text in enumerate(texts[:120], 1)]
+    path = write_jsonl(tmp_path / "a.jsonl", lines)
+    listing = write_rows(tmp_path / "list.jsonl", [{"file": str(path), "line": line} for line in sorted(listed)])
+    rest = write_jsonl(tmp_path / "b.jsonl", [text for line, text in enumerate(lines, 1) if line not in listed])
+    ours, every = learned(path, tmp_path / "t", exclude_rows=listing), learned(path, tmp_path / "every")
+    assert ours == learned(rest, tmp_path / "rest") != every
+    # The same list gives the same tokenizer, without another training; another list gives another one.
+    stamp = (tmp_path / "t" / "tokenizer.json").stat().st_mtime_ns
+    assert learned(path, tmp_path / "t", exclude_rows=listing) == ours
+    assert (tmp_path / "t" / "tokenizer.json").stat().st_mtime_ns == stamp
+    assert learned(path, tmp_path / "t") == every
+
+
+def test_a_tokenizer_learns_nothing_from_listed_chats(chats, chat_source, tmp_path):
+    listed = [number for number, row in enumerate(chats) if "messages" in row][20:23]
+    rows = [json.loads(json.dumps(row)) for row in chats]
+    for number in listed:
+        rows[number]["messages"][-1]["content"] = "zyzzyva " * 200
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    # The first row is listed with the digest of its text.
+    write_rows(tmp_path / "twice.jsonl", [rows[listed[0]]] * 2)
+    result = tmp_path / "digest.jsonl"
+    check_sources([Source(str(tmp_path / "twice.jsonl"))], write=result)
+    digest = json.loads(result.read_text())["digest"]
+    entries = [{"file": str(path), "line": number + 1} for number in listed]
+    listing = write_rows(tmp_path / "list.jsonl", [entries[0] | {"digest": digest}, *entries[1:]])
+    rest = write_rows(tmp_path / "b.jsonl", [row for number, row in enumerate(rows) if number not in listed])
+    assert learned(path, tmp_path / "t", exclude_rows=listing) == learned(rest, tmp_path / "rest")
+    write_rows(tmp_path / "list.jsonl", [entries[1] | {"digest": digest}])
+    with pytest.raises(ConfigError, match=r"a\.jsonl has another text by now"):
+        learned(path, tmp_path / "t", exclude_rows=listing)

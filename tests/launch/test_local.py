@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import io
 import os
 import pty
 import resource
@@ -550,6 +551,18 @@ def test_rank_0_keeps_the_terminal(tmp_path):
     os.close(terminal)
     assert (tmp_path / "0").read_text() == "True True"
     assert (tmp_path / "1").read_text() == "False False"
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_ranks_of_a_program_without_output_run(tmp_path, monkeypatch, closed):
+    for name in ("stdout", "stderr"):
+        stream = io.StringIO() if closed else None
+        if stream is not None:
+            stream.close()
+        monkeypatch.setattr(sys, name, stream)
+    assert local.run_ranks(meet_and_tell, (tmp_path,), nproc=2, log_dir=tmp_path / "logs") == 0
+    assert (tmp_path / "logs" / "rank_00001.log").read_text() == "said by 1\nand by a child\n"
+    assert local.run_ranks(lambda: 10 + sys.stdout.isatty(), nproc=1, log_dir=tmp_path) == 10
 
 
 def test_runs_beside_each_other_do_not_meet(tmp_path):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
@@ -23,11 +24,13 @@ from typing import Any
 from kumi.data import records, shards, tokenizer
 from kumi.data.chat.masked import RowRefused
 from kumi.data.encode_rows import content_of
+from kumi.data.excluded_rows import excluded_in, excluded_of
 from kumi.data.formats import Format, to_example
-from kumi.data.hygiene.row_texts import example_texts
+from kumi.data.hygiene.row_texts import TextRow, example_row, example_texts
 from kumi.data.job_checks import in_validation
 from kumi.data.records import Fault
 from kumi.data.row_files import read_rows
+from kumi.data.row_list import RowList, read_row_list
 from kumi.data.sources import compression
 from kumi.data.tokenizer import Tokenizer
 from kumi.errors import ConfigError, KumiError, RefusedError
@@ -49,22 +52,25 @@ def train(
     *,
     sample_bytes: int = 256 << 20,
     validation: float = 0.0,
+    exclude_rows: Path | str | None = None,
 ) -> Tokenizer:
     """Train a byte-level BPE tokenizer with at most `vocab_size` ids on `sources`; write it to `out_folder`.
 
     transformers can load the folder. From rows that are examples the tokenizer learns the texts of the messages:
     content, thoughts and tool calls. From sources with more than `sample_bytes` of text a sample of about that size is
     drawn, by a hash of file name and position. Documents and rows that `prepare` would hold out with the same
-    `validation` are skipped, and so are the files of a source's own validation data. Id 0 is `<|endoftext|>` (bos and
-    eos), id 1 is `<|pad|>`. A folder that already has this tokenizer is reused. Raise ConfigError if `vocab_size` is
-    too small or the sources have no text, RefusedError if the folder has other files.
+    `validation` are skipped, and so are the files of a source's own validation data and the rows of the list
+    `exclude_rows`. Id 0 is `<|endoftext|>` (bos and eos), id 1 is `<|pad|>`. A folder that already has this tokenizer
+    is reused. Raise ConfigError if `vocab_size` is too small or the sources have no text, RefusedError if the folder
+    has other files.
     """
     if vocab_size < _ALPHABET + len(_SPECIALS):
         raise ConfigError(
             f"vocab_size={vocab_size}: a byte-level tokenizer needs at least {_ALPHABET + len(_SPECIALS)} ids"
         )
     folder = Path(out_folder)
-    chosen = _sample(sources, sample_bytes, validation)
+    excluded = None if exclude_rows is None else read_row_list(exclude_rows)
+    chosen = _sample(sources, sample_bytes, validation, excluded)
     blocks = shards.digest([unit.pop("blocks") for unit in chosen])
     options = {"version": shards.FORMAT_VERSION, "vocab_size": vocab_size, "validation": validation}
     # The digest covers paths and times of the files, so any change of a file leads to a new training.
@@ -77,12 +83,15 @@ def train(
     return tokenizer.load(folder)
 
 
-def _sample(sources: Sequence[Source], sample_bytes: int, validation: float) -> list[dict[str, Any]]:
+def _sample(
+    sources: Sequence[Source], sample_bytes: int, validation: float, exclude: RowList | None
+) -> list[dict[str, Any]]:
     """Return the units of the sample (ranges of files, see `kumi.data.shards`) as JSON data.
 
     Each unit has the text key of its source, a limit of characters, and the digests of blocks of its files. A unit of
     examples also has the format of its rows. A unit of a source with its own validation data also has the fraction that
-    is held out of this unit, in place of `validation`.
+    is held out of this unit, in place of `validation`. A unit with rows of the list `exclude` also has these rows by
+    segment.
     """
     chunks: list[tuple[shards.Unit, dict[str, Any]]] = []
     contents = [shards.files_and_format(source) for source in sources]
@@ -98,6 +107,8 @@ def _sample(sources: Sequence[Source], sample_bytes: int, validation: float) -> 
             fraction = shards.validation_fraction(source, unit, validation)
             own_fraction = {} if fraction == validation else {"validation": fraction}
             chunks.append((unit, {"text_key": source.text_key} | more | own_fraction))
+    if exclude is not None:
+        _add_excluded(exclude, chunks)
     order = sorted(range(len(chunks)), key=lambda n: _position_hash(chunks[n][0]))
     selected, size = [], 0
     for number in order:
@@ -107,6 +118,18 @@ def _sample(sources: Sequence[Source], sample_bytes: int, validation: float) -> 
         size += sum(s.bytes * (_EXPANSION if _is_compressed(s) else 1) for s in chunks[number][0].segments)
     limit = max(8 * _CHUNK, sample_bytes // max(len(selected), 1))
     return [_plain(*chunks[number]) | {"limit": limit} for number in sorted(selected)]
+
+
+def _add_excluded(exclude: RowList, chunks: Sequence[tuple[shards.Unit, dict[str, Any]]]) -> None:
+    """Add the rows of the list `exclude`, by segment, to the jobs of the units that have some."""
+    segments = [segment for unit, _ in chunks for segment in unit.segments]
+    read = {segment.file.path for segment in segments}
+    # `prepare` refuses files that no source reads; validation data of sources are not read here.
+    own = RowList(exclude.path, {file: rows for file, rows in exclude.rows.items() if file in read})
+    by_segment = iter(excluded_of(own, segments))
+    for unit, more in chunks:
+        rows = [next(by_segment) for _ in unit.segments]
+        more.update({"excluded": rows} if any(rows) else {})
 
 
 def _plain(unit: shards.Unit, more: dict[str, Any]) -> dict[str, Any]:
@@ -175,8 +198,8 @@ def _texts(job: dict[str, Any], faults: list[Fault]) -> Iterator[str]:
     for unit in job["chosen"]:
         remaining = unit["limit"]
         fraction = unit.get("validation", job["validation"])
-        for segment in unit["segments"]:
-            for item in _rows(unit, segment):
+        for number, segment in enumerate(unit["segments"]):
+            for item in _rows(unit, number, segment):
                 if isinstance(item, Fault):
                     faults[:] = faults or [item]
                     continue
@@ -189,13 +212,22 @@ def _texts(job: dict[str, Any], faults: list[Fault]) -> Iterator[str]:
                     break
 
 
-def _rows(unit: dict[str, Any], segment: dict[str, Any]) -> Iterator[tuple[str | bytes, Sequence[str]] | Fault]:
-    """Yield (content, texts) of each row of a segment, or a Fault; the content decides whether the row is held out."""
+def _rows(
+    unit: dict[str, Any], number: int, segment: dict[str, Any]
+) -> Iterator[tuple[str | bytes, Sequence[str]] | Fault]:
+    """Yield (content, texts) of each row of segment `number` of `unit`, or a Fault; the content decides whether the row
+    is held out.
+
+    Rows that a list leaves out are not yielded.
+    """
     file, bounds = segment["file"], (segment["start"], segment["end"])
-    path = Path(file["path"])
+    path, excluded = Path(file["path"]), excluded_in(unit, number, Counter())
     if "format" not in unit:
         for item in records.read_range(path, file["format"], unit["text_key"], *bounds):
-            yield item if isinstance(item, Fault) else (item.text, [item.text])
+            if isinstance(item, Fault):
+                yield item
+            elif excluded is None or not excluded.leaves_out(TextRow(item.file, item.line, item.text)):
+                yield item.text, [item.text]
         return
     fmt = Format(**unit["format"])
     for row in read_rows(path, file["format"], fmt.reads, *bounds):
@@ -206,7 +238,8 @@ def _rows(unit: dict[str, Any], segment: dict[str, Any]) -> Iterator[tuple[str |
             example = to_example(fmt, row[1], str(path), row[0])
         except RowRefused as error:
             yield Fault(str(path), row[0], error.kind, error.reason)
-        else:
+            continue
+        if excluded is None or not excluded.leaves_out(example_row(example)):
             yield content_of(example), [text for text in example_texts(example) if text]
 
 

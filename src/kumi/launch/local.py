@@ -32,6 +32,7 @@ from kumi.launch.rank_process import NodeRanks, RankStart, run_rank
 from kumi.launch.standing import LaunchedRank, interface_to, launched_rank, outward_interface, socket_variables
 from kumi.launch.watch import Watch
 from kumi.process_limits import SLEEPING_THREADS
+from kumi.safe_output import replace_missing_output
 
 if TYPE_CHECKING:
     from kumi.launch.agent import HeadLink
@@ -68,6 +69,7 @@ def run_ranks(
     Raise the KumiError of the first failing rank; KumiError with the end of the traceback for any other exception;
     CommunicationError if a rank was killed. `log_dir`/rank_00001.log and so on have the ranks' full output.
     """
+    replace_missing_output()  # ranks flush and ask whether there is a terminal
     if nproc == 1 or is_rank(os.environ):
         with signals.installed():
             return fn(*args) or 0

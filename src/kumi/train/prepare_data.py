@@ -153,7 +153,11 @@ def _tokenizer(run: ResolvedRun) -> Tokenizer:
         tokenizer = load_tokenizer(tokenizer_folder(run))
     else:
         tokenizer = train_tokenizer(
-            run_sources(run), section.vocab_size, tokenizer_folder(run), validation=run.config.data.validation
+            run_sources(run),
+            section.vocab_size,
+            tokenizer_folder(run),
+            validation=run.config.data.validation,
+            exclude_rows=run.config.data.exclude_rows,
         )
     _check_vocabulary(run, tokenizer)
     return tokenizer
