@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from kumi.cli import main
 from kumi.config.task_section import TaskSection
 from kumi.errors import ConfigError
-from kumi.evaluation import evaluated_model
+from kumi.evaluation import evaluated_model, run_evaluation
 from kumi.evaluation.recorded_scores import RecordedScores
 from kumi.evaluation.rolling_windows import rolling_windows
 from kumi.evaluation.run_task import encode_prompts, open_task, run_task
@@ -27,6 +27,9 @@ from kumi.evaluation.text_model import TextModel
 from kumi.inference.load_model import load_model
 from kumi.inference.prompt_encoder import PromptEncoder
 from kumi.inference.text_generator import ReplySettings
+from tiny_models import reference_of
+
+CHAT = Path(__file__).parents[2] / "examples" / "chat"
 
 
 def _json(capsys, *words: str | Path) -> list[dict]:
@@ -202,6 +205,38 @@ def test_nothing_to_evaluate_is_refused(capsys):
     assert "give --data FILE, --tasks FILE.toml or --lm-eval NAMES" in capsys.readouterr().err
     assert main(["eval", "nowhere", "--data", "texts"]) == 2
     assert "ConfigError: --data path: 'texts' has no suffix that names its format" in capsys.readouterr().err
+
+
+def test_a_shard_of_the_vocabulary_without_a_token_is_refused(tmp_path, capsys):
+    """Its log-probs would be those of no token."""
+    heads = {"hidden_size": 128, "num_attention_heads": 64, "num_key_value_heads": 64, "intermediate_size": 64}
+    folder = tmp_path / "model"
+    reference_of("Llama", {"vocab_size": 1000, "max_position_embeddings": 32, **heads}).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(CHAT / name, folder)
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
+    assert main(["eval", str(folder), "--data", str(tmp_path / "texts.jsonl"), "--layout", "tp=64"]) == 2
+    message = "LayoutError: --layout tp=64: tp=64 leaves ranks without rows of the vocabulary, because vocab_size=1000"
+    assert message in capsys.readouterr().err
+
+
+def test_rank_0_chooses_the_model_of_a_run_for_all_ranks(model_folder, task_folder, tmp_path, capsys, monkeypatch):
+    """A run that goes on may write a checkpoint between the choices of two ranks."""
+    run = tmp_path / "run"
+    shutil.copytree(model_folder, run / "hf")
+    (run / "config.toml").write_text("")
+    find_model = run_evaluation.find_model
+
+    def only_first(path, **options):
+        assert os.environ.get("RANK", "0") == "0" or Path(path) != run
+        return find_model(path, **options)
+
+    monkeypatch.setattr(run_evaluation, "find_model", only_first)
+    (alone,) = _json(capsys, model_folder, "--data", task_folder / "texts.jsonl")
+    (result,) = _json(capsys, run, "--data", task_folder / "texts.jsonl", "--layout", "dp_replicate=2")
+    assert (result["folder"], result["chosen"]) == (str(run / "hf"), "the export hf, because there is no checkpoint")
+    perplexities = [each["tasks"]["texts.jsonl"]["metrics"]["perplexity"]["value"] for each in (alone, result)]
+    assert perplexities[1] == pytest.approx(perplexities[0], rel=1e-5)
 
 
 def test_a_stopped_evaluation_goes_on_where_it_was(model_folder, task_folder, tmp_path, capsys, monkeypatch):

@@ -553,11 +553,11 @@ def test_rank_0_keeps_the_terminal(tmp_path):
     assert (tmp_path / "1").read_text() == "False False"
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_ranks_of_a_program_without_output_run(tmp_path, monkeypatch, closed):
+@pytest.mark.parametrize("kind", ["missing", "closed", "in memory"])
+def test_ranks_of_a_program_without_a_terminal_run(tmp_path, monkeypatch, kind):
     for name in ("stdout", "stderr"):
-        stream = io.StringIO() if closed else None
-        if stream is not None:
+        stream = None if kind == "missing" else io.StringIO()
+        if kind == "closed":
             stream.close()
         monkeypatch.setattr(sys, name, stream)
     assert local.run_ranks(meet_and_tell, (tmp_path,), nproc=2, log_dir=tmp_path / "logs") == 0

@@ -16,7 +16,7 @@ from kumi.config.task_section import TaskSection
 from kumi.convert.convert import parse_layout
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.tokenizer import load as load_tokenizer
-from kumi.errors import OK
+from kumi.errors import OK, LayoutError
 from kumi.evaluation.evaluated_model import EvaluatedModel, lead
 from kumi.evaluation.load_on_mesh import context_length, device_type, load_on_mesh
 from kumi.evaluation.model_digest import model_digest
@@ -31,8 +31,10 @@ from kumi.inference.model_files import ModelFiles, find_model, stop_ids
 from kumi.inference.prompt_encoder import conversation_encoder
 from kumi.launch import local
 from kumi.launch.signals import StopFlag, exit_code, install
-from kumi.parallel.mesh import build_mesh, close_distributed, init_distributed
+from kumi.parallel.mesh import Mesh, broadcast_object, build_mesh, close_distributed, init_distributed
+from kumi.spec.checks import unsupported_without_training
 from kumi.spec.layout import Layout
+from kumi.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from kumi.evaluation.harness import HarnessTasks
@@ -99,7 +101,7 @@ def evaluate_models(models: Sequence[str], evaluation: Evaluation) -> tuple[int,
 
 def _evaluate(model: str, evaluation: Evaluation) -> tuple[int, dict[str, Any] | None]:
     files = _open(model, evaluation)
-    layout = Layout() if evaluation.layout is None else parse_layout(evaluation.layout, files.spec)
+    layout = _layout(evaluation, files.spec)
     with tempfile.TemporaryDirectory(prefix="kumi-eval-") as folder:
         result = Path(folder) / RESULTS
         arguments = (model, evaluation, layout, result)
@@ -113,11 +115,28 @@ def _open(model: str, evaluation: Evaluation) -> ModelFiles:
     return find_model(model, base=evaluation.base, checkpoint=evaluation.checkpoint)
 
 
+def _open_on_ranks(model: str, evaluation: Evaluation, mesh: Mesh) -> ModelFiles:
+    """Open the model that rank 0 chooses: a run that goes on may add a checkpoint between the choices of two ranks."""
+    files = _open(model, evaluation) if mesh.rank == 0 else None
+    folder = broadcast_object(None if files is None else str(files.folder), mesh)
+    return find_model(folder, base=evaluation.base) if files is None else files
+
+
+def _layout(evaluation: Evaluation, spec: ModelSpec) -> Layout:
+    """Return the layout of the ranks. Raise LayoutError if the model cannot lie on it."""
+    if evaluation.layout is None:
+        return Layout()
+    layout = parse_layout(evaluation.layout, spec)
+    if problems := unsupported_without_training(spec, layout):
+        raise LayoutError(f"--layout {evaluation.layout}: {problems[0]}")
+    return layout
+
+
 def evaluate_rank(model: str, evaluation: Evaluation, layout: Layout, result: Path) -> int:
     """Evaluate `model` on this rank; on rank 0, write the results to `result`. Return the exit code."""
     flag = install()
     mesh = build_mesh(layout, init_distributed(device_type(), timeout_s=_PATIENCE_S))
-    files = _open(model, evaluation)
+    files = _open_on_ranks(model, evaluation, mesh)
     dtype = weight_dtype(files, evaluation.dtype)
     length = context_length(files.spec, evaluation.max_length)
     tokenizer = load_tokenizer(files.tokenizer_folder)

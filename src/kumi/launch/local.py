@@ -295,6 +295,8 @@ def _quiet_agent() -> Iterator[None]:
         with warnings.catch_warnings():
             # Python 3.12 and later warn; the threads here (the store's, the watch's) hold no lock that a rank needs.
             warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
+            # A program may have replaced sys.stderr by a stream without a descriptor. `run_rank` enables the handler.
+            warnings.filterwarnings("ignore", message="Unable to enable fault handler")
             yield
     finally:
         for logger in loggers:

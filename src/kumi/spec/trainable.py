@@ -23,8 +23,7 @@ _TRAINED_PRECISIONS = ("bf16", "fp16", "fp32", "fp64", "fp8")
 def trainer_rules(job: Job) -> tuple[LayoutRule, ...]:
     """Return the trainer's rules for a legal layout, together with the rules of legality that they depend on."""
     return (
-        *_vocabulary(job.model),
-        *(_experts(job.model) if divisibility(job.model).experts else ()),
+        *forward_rules(job.model),
         *technique_rules(job.model),
         *float8_rules(job),
         *adapter_rules(job),
@@ -34,11 +33,15 @@ def trainer_rules(job: Job) -> tuple[LayoutRule, ...]:
     )
 
 
+def forward_rules(model: ModelSpec) -> tuple[LayoutRule, ...]:
+    """Return the rules of a model on a legal layout that hold without training, too."""
+    return (*_vocabulary(model), *(_experts(model) if divisibility(model).experts else ()))
+
+
 def _reward_models(job: Job) -> Iterator[LayoutRule]:
     """Yield the rules of the reward models of a run with rollouts: on the policy's layout, but not trained."""
     for name, model in () if job.rollout is None else job.rollout.reward_models:
-        rules = [*tp_rules(model), *_vocabulary(model), *(_experts(model) if divisibility(model).experts else ())]
-        for rule in rules:
+        for rule in (*tp_rules(model), *forward_rules(model)):
             # Topic and `after` are replaced: a rule that one model breaks must not skip the rules of another model.
             yield LayoutRule(
                 f"reward model {name}", rule.holds, partial(_reward_model_message, name, rule), scope=UNSUPPORTED
