@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 from tests.rollout.conftest import history, rollout_file, train, write_data
 from tests.train.conftest import losses, metrics
@@ -11,6 +12,9 @@ from tests.train.conftest import losses, metrics
 from kumi.config import load
 from kumi.errors import ConfigError
 from kumi.objectives.policy_presets import POLICY_GRADIENTS
+from kumi.rollout.group import GeneratedReply, Group, Outcome
+from kumi.rollout.rollout_batch import RolloutBatch, RowSettings, UpdateSettings
+from kumi.rollout.rollout_metrics import nothing_learned
 
 SHORT = {"steps": 2, "out": "run", "doctor": False}
 
@@ -124,6 +128,35 @@ def test_replies_that_cannot_be_scored_have_no_advantage(tmp_path, capsys):
     assert entry["rollout/unscored"] == 12
     assert "rollout/reward" not in entry
     assert history(tmp_path / "run")[0]["rewards"] == [None] * 3
+
+
+# Rewards of two groups of two replies -> the reason why nothing can be learned.
+REASONS = {
+    "all 3 scored replies of the last batch have the reward 0.5;": [[0.5, 0.5], [0.5, math.nan]],
+    "all replies to a prompt have the same reward, between 0.25 and 1 over the prompts": [[0.25, 0.25], [1.0, 1.0]],
+    "none of the 4 replies of the last batch could be scored": [[math.nan] * 2] * 2,
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_the_sentence_of_a_run_that_cannot_learn_has_the_reason(reason):
+    reply = GeneratedReply(np.array([1], np.int32), np.zeros(1), "stop", 0)
+    groups = [
+        Group(number, (reply,) * 2, tuple(Outcome(reward, {"a": None}) for reward in rewards))
+        for number, rewards in enumerate(REASONS[reason])
+    ]
+    batch = RolloutBatch(4, groups, [], UpdateSettings(), RowSettings(8, 1, 1))
+    assert f"in 3 updates in a row (rollout.stop_after): {reason}" in nothing_learned(5, 3, batch)
+
+
+def test_a_teacher_that_is_the_policy_teaches_nothing(base, tmp_path, capsys):
+    shutil.copytree(base, tmp_path, dirs_exist_ok=True)
+    models = {"model": {"source": "model"}, "data__tokenizer": "model", "reference": {"model": "model"}}
+    rollout = {"prompts": 4, "group_size": 3, "max_new_tokens": 4, "stop_after": 2}
+    assert train(tmp_path, objective={"kind": "distill"}, rewards=[], rollout=rollout, train=SHORT, **models) == 3
+    error = capsys.readouterr().err
+    assert "step 2: nothing can be learned" in error
+    assert "tokens of the last batch the policy's own log-probs; set reference.model to another model" in error
 
 
 REFUSED = {

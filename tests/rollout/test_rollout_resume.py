@@ -9,7 +9,9 @@ from tests.train.conftest import losses, metrics
 
 from forked import run_forked
 from kumi.inference.batched_decoder import BatchedDecoder
+from kumi.rollout import rollout_source
 from kumi.rollout.reply_journal import ReplyJournal
+from kumi.storage import checkpoint as checkpoint_module
 from kumi.train import step as train_step_module
 
 # Batches of two updates; dynamic sampling leaves spares, as the rewards of few short replies are often equal.
@@ -31,6 +33,9 @@ KILLS = {
     "decoding": (BatchedDecoder, "_share", 4),
     "scoring": (ReplyJournal, "add_outcomes", 3),
     "updating": (train_step_module, "_update", 5),
+    # Between the lines of the groups that are accepted and those of the groups that are dropped.
+    "history": (rollout_source, "append_history", 3),
+    "saving": (checkpoint_module, "write_pieces", 2),
 }
 
 

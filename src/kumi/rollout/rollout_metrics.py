@@ -80,6 +80,15 @@ def _function_means(groups: Sequence[Group]) -> dict[str, float]:
 def nothing_learned(step: int, run: int, batch: RolloutBatch) -> str:
     """Return the sentence for `run` updates in a row whose advantages were all 0, the last one `step`, of `batch`."""
     replies, scored = batch.rewards.size, batch.rewards[~np.isnan(batch.rewards)]
+    beginning = (
+        f"step {step}: nothing can be learned, because all advantages were 0 in {run} updates in a row "
+        f"(rollout.stop_after): "
+    )
+    if not any(outcome.parts for group in batch.groups for outcome in group.outcomes):  # a run without rewards
+        return (
+            f"{beginning}the teacher gives all {batch.tokens} tokens of the last batch the policy's own log-probs; set "
+            f"reference.model to another model"
+        )
     if not len(scored):
         reason = f"none of the {replies} replies of the last batch could be scored; see the notes on rewards above"
     elif scored.min() == scored.max():
@@ -90,7 +99,6 @@ def nothing_learned(step: int, run: int, batch: RolloutBatch) -> str:
             f"prompts of the last batch"
         )
     return (
-        f"step {step}: nothing can be learned, because all advantages were 0 in {run} updates in a row "
-        f"(rollout.stop_after): {reason}; look at the replies in samples/, give prompts that the model sometimes "
+        f"{beginning}{reason}; look at the replies in samples/, give prompts that the model sometimes "
         f"solves, or raise rollout.group_size"
     )
