@@ -64,7 +64,7 @@ REASONS: dict[str, list[str]] = {
         "doctor/network_checks.py machine_id",
         "train/process_memory.py baseline_memory _resident_bytes",
         "train/cpu_contention.py cpu_wait_seconds",
-        "safe_output.py make_output_safe",
+        "safe_output.py _open_descriptor",
         "rewards/sandbox/control_groups.py _own_paths _works processes _limit",
     ],
     "files that come with the package": [

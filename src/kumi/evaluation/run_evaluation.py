@@ -117,9 +117,11 @@ def _open(model: str, evaluation: Evaluation) -> ModelFiles:
 
 def _open_on_ranks(model: str, evaluation: Evaluation, mesh: Mesh) -> ModelFiles:
     """Open the model that rank 0 chooses: a run that goes on may add a checkpoint between the choices of two ranks."""
-    files = _open(model, evaluation) if mesh.rank == 0 else None
-    folder = broadcast_object(None if files is None else str(files.folder), mesh)
-    return find_model(folder, base=evaluation.base) if files is None else files
+    if mesh.rank == 0:
+        files = _open(model, evaluation)
+        broadcast_object(str(files.folder), mesh)
+        return files
+    return find_model(broadcast_object("", mesh), base=evaluation.base)
 
 
 def _layout(evaluation: Evaluation, spec: ModelSpec) -> Layout:
