@@ -24,7 +24,7 @@ GROUPS = 3
 
 def kumi_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], int]:
     """Return kumi's train step on random weights, and its estimate of the peak memory in bytes."""
-    from random_state import make_rank_state, synthetic
+    from kumi.validation.random_run import make_rank_state, synthetic
 
     from kumi.spec.layout import Layout
     from kumi.train.step import StepBatch, train_step

@@ -10,7 +10,7 @@ from pathlib import Path
 import gpu_case
 import gpu_cases
 import pytest
-import random_state
+from kumi.validation import random_run
 import torch
 from gpu_cases import Case
 
@@ -104,7 +104,7 @@ def test_a_rank_that_fails_ends_the_others():
 
 def test_layouts_are_legal():
     for case in gpu_cases.on_several():
-        run = random_state.make_run(
+        run = random_run.make_run(
             case.config(),
             seq_len=case.seq_len,
             microbatch=case.microbatch,

@@ -20,7 +20,7 @@ import shapes
 import torch
 import train_cpu
 import workload
-from random_state import make_rank_state, synthetic
+from kumi.validation.random_run import make_rank_state, synthetic
 
 from kumi.config import from_dict
 from kumi.spec import families, ledger

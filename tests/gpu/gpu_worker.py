@@ -1,4 +1,4 @@
-"""Steps of tiny decoders on one rank of a layout, on GPUs over NCCL or on CPUs over gloo; a program and its function.
+"""Steps of tiny decoders on one rank of a layout, on GPUs over NCCL or on CPUs over gloo.
 
 python gpu_worker.py CASES.json OUT.json cuda      # with the environment that torchrun gives a rank
 """
@@ -7,112 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from kumi.parallel import (
-    Mesh,
-    all_reduce_sum,
-    build,
-    build_mesh,
-    clip_gradients,
-    init_adamw,
-    init_distributed,
-    pipeline,
-    unwrap,
-)
-from kumi.parallel.context_parallel import shard_sequence
+from kumi.parallel import build_mesh, init_distributed
 from kumi.parallel.mesh import close_distributed
-from kumi.spec.comm import DEFAULT_COMM, Comm
-from kumi.spec.layout import Layout
-from kumi.spec.ledger import decayed_names
-from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpec, MoE, Rope
-from kumi.spec.optim import Optim
-from kumi.spec.precision import PRECISIONS
-
-VOCAB, ROWS, LENGTH, STEPS = 256, 8, 64, 3
-_ROPE = Rope(10000.0)
-_PLAIN = Attention(4, 2, 16, _ROPE, qk_norm=True)
-_CAPPED = Attention(
-    4, 2, 16, Rope(10000.0, partial_rotary_factor=0.5, interleave=True), softcap=2.0, score_scale=0.4, sliding_window=24
-)
-_TILTED = Attention(4, 2, 16, None, alibi=True)
-_LATENT = LatentAttention(4, 24, 16, 16, 8, 16, _ROPE)
-
-
-def _model(family: str, *layers: LayerSpec, tied: bool = False) -> ModelSpec:
-    return ModelSpec(family, VOCAB, 64, layers, 1e-5, 256, tie_word_embeddings=tied)
-
-
-MODELS = {
-    "dense": _model("qwen3", *[LayerSpec(_PLAIN, MLP(128))] * 4, tied=True),
-    "sinks": _model("llama", *[LayerSpec(Attention(4, 2, 16, _ROPE, sinks=True), MLP(128))] * 2),
-    "scores": _model("llama", *[LayerSpec(one, MLP(128)) for one in (_CAPPED, _TILTED)] * 2),
-    "experts": _model("qwen3_moe", *[LayerSpec(_PLAIN, MoE(8, 2, 32))] * 4),
-    "latent": _model(
-        "deepseek_v3",
-        LayerSpec(_LATENT, MLP(128)),
-        LayerSpec(_LATENT, MoE(8, 2, 32, 64, scoring_func="sigmoid", n_group=4, topk_group=2, topk_method="noaux_tc")),
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, its layout and precision, and `microbatches` a rank, whose rows have three documents each, or one."""
-
-    layout: Layout
-    model: str = "dense"
-    precision: str = "fp32"
-    microbatches: int = 2
-    documents: bool = True
-    comm: Comm = DEFAULT_COMM
-
-    def dumped(self) -> dict[str, Any]:
-        """The case as JSON has it."""
-        return asdict(self)
-
-
-def loaded(case: dict[str, Any]) -> Case:
-    """The inverse of `Case.dumped`."""
-    layout = Layout(**case["layout"] | {"stage_layers": tuple(case["layout"]["stage_layers"])})
-    return Case(**case | {"layout": layout, "comm": Comm(**case["comm"])})
-
-
-def steps(case: Case, mesh: Mesh) -> list[tuple[float, float]]:
-    """Loss and gradient norm of every step."""
-    precision = PRECISIONS[case.precision]
-    model = build(MODELS[case.model], mesh, precision, weights=7, comm=case.comm)
-    optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(MODELS[case.model]), Optim(lr=1e-2))
-    results = []
-    for step in range(STEPS):
-        loss = pipeline.train_microbatches(model, mesh, _inputs(case, mesh, step))
-        norm = clip_gradients(model, 0.5, mesh)
-        optimizer.step()
-        optimizer.zero_grad()
-        results.append((all_reduce_sum(loss * (mesh.index("tp") == 0), mesh).item(), norm.item()))
-    return results
-
-
-def _inputs(case: Case, mesh: Mesh, step: int) -> list[dict[str, torch.Tensor]]:
-    """The microbatches of this rank, the same batch in every layout."""
-    random = torch.Generator().manual_seed(step)
-    ids, labels = (torch.randint(0, VOCAB, (ROWS, LENGTH), generator=random) for _ in range(2))
-    labels[torch.rand(labels.shape, generator=random) < 0.3] = -100
-    weights = torch.full(labels.shape, -1.0 / int((labels >= 0).sum()))
-    whole = {"input_ids": ids, "labels": labels, "token_weights": weights}
-    if case.documents:
-        place = torch.arange(LENGTH)
-        whole["document_ids"] = ((place >= 10).int() + (place >= 37).int()).repeat(ROWS, 1)
-    share, index = ROWS // mesh.layout.dp, mesh.layout.dp_index(mesh.rank)
-    mine = {
-        name: value[index * share : (index + 1) * share].to(mesh.device).chunk(case.microbatches)
-        for name, value in whole.items()
-    }
-    return [shard_sequence({name: parts[i] for name, parts in mine.items()}, mesh) for i in range(case.microbatches)]
+from kumi.validation.tiny_steps import loaded_case, tiny_steps
 
 
 def main() -> None:
@@ -120,8 +19,8 @@ def main() -> None:
     place, results = init_distributed(device, timeout_s=120.0), {}
     for name, case in cases.items():
         print(f"rank {place.rank}: {name}", file=sys.stderr, flush=True)
-        reference = loaded(case)
-        results[name] = steps(reference, build_mesh(reference.layout, place))
+        reference = loaded_case(case)
+        results[name] = tiny_steps(reference, build_mesh(reference.layout, place))
         if place.rank == 0:  # results survive failures of later cases
             out.write_text(json.dumps(results))
     close_distributed()

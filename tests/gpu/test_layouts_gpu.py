@@ -17,11 +17,12 @@ from tempfile import TemporaryDirectory
 import gpu_worker
 import pytest
 import torch
-from gpu_worker import Case
 
 from kumi.parallel import RankInfo, build_mesh
 from kumi.spec.comm import Comm
 from kumi.spec.layout import Layout
+from kumi.validation import tiny_steps
+from kumi.validation.tiny_steps import TinyCase as Case
 
 # Relative; sums are in another order, in bf16 everything is rounded on the way.
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
@@ -88,7 +89,7 @@ def on(kind: str, cases: dict[str, Case]) -> dict[str, Case]:
 def alone(model: str, precision: str, documents: bool, device: torch.device) -> list[tuple[float, float]]:
     """Return the results of one device."""
     case = Case(Layout(), model, precision, documents=documents)
-    return gpu_worker.steps(case, build_mesh(case.layout, RankInfo(0, 1, 0, device)))
+    return tiny_steps.tiny_steps(case, build_mesh(case.layout, RankInfo(0, 1, 0, device)))
 
 
 def compare(case: Case, steps: list[tuple[float, float]], device: torch.device) -> None:
@@ -148,11 +149,11 @@ def on_ranks(name: str, count: int, device: torch.device) -> None:
 @pytest.mark.parametrize("name", ALONE)
 def test_one_device(name, device):
     compare(
-        ALONE[name], gpu_worker.steps(ALONE[name], build_mesh(ALONE[name].layout, RankInfo(0, 1, 0, device))), device
+        ALONE[name], tiny_steps.tiny_steps(ALONE[name], build_mesh(ALONE[name].layout, RankInfo(0, 1, 0, device))), device
     )
 
 
-@pytest.mark.parametrize("name", gpu_worker.MODELS)
+@pytest.mark.parametrize("name", tiny_steps.MODELS)
 def test_one_device_is_the_cpu(name, device):
     cpu = torch.device("cpu")
     compare(Case(Layout(), name), alone(name, "fp32", True, device), cpu)

@@ -7,7 +7,7 @@ import gc
 import pytest
 import shapes
 import torch
-from random_state import make_rank_state, synthetic
+from kumi.validation.random_run import make_rank_state, synthetic
 
 from kumi.train.step import StepBatch, train_step
 from kumi.train.train_state import TrainState

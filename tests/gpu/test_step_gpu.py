@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import shapes
 import torch
-from random_state import make_rank_state, synthetic
+from kumi.validation.random_run import make_rank_state, synthetic
 
 from kumi.data import Batch
 from kumi.parallel.state_tensors import fill_pieces, model_pieces, optimizer_pieces

@@ -66,12 +66,7 @@ def gpu_throttling(here: Here) -> Reading:
     problems: list[str] = []
     warnings: list[str] = []
     for number, gpu in gpus:
-        reasons = [
-            re.sub(r"^clocks_(event|throttle)_reason_", "", tag.tag)
-            for group in ("clocks_event_reasons", "clocks_throttle_reasons")
-            for tag in gpu.iterfind(f"{group}/*")
-            if (tag.text or "").strip() == "Active"
-        ]
+        reasons = throttle_reasons(gpu)
         for words, sentences in ((_TROUBLE, problems), (_NOTABLE, warnings)):
             named = sorted({words[reason] for reason in reasons if reason in words})
             if named:
@@ -80,6 +75,16 @@ def gpu_throttling(here: Here) -> Reading:
     hottest = Counter(_text(gpu, "temperature/gpu_temp") for _, gpu in gpus)
     temperatures = ", ".join(sorted(filter(None, hottest))) or "temperature not reported"
     return Reading(f"none ({temperatures})", problems=tuple(problems), warnings=tuple(warnings))
+
+
+def throttle_reasons(gpu: ElementTree.Element) -> list[str]:
+    """Return the reasons for which the driver lowers the clocks of `gpu` now, by its own names."""
+    return [
+        re.sub(r"^clocks_(event|throttle)_reason_", "", tag.tag)
+        for group in ("clocks_event_reasons", "clocks_throttle_reasons")
+        for tag in gpu.iterfind(f"{group}/*")
+        if (tag.text or "").strip() == "Active"
+    ]
 
 
 def nvlinks(here: Here) -> Reading:

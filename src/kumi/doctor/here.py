@@ -124,18 +124,23 @@ class Here:
 
     @cached_property
     def smi(self) -> str:
-        """The XML of `nvidia-smi -q -x`; "" if this machine has no such program. Read once.
+        """The result of `read_smi`. Read once."""
+        return read_smi()
 
-        Raise OSError if the program fails or hangs.
-        """
-        try:
-            ended = subprocess.run(
-                ["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=_SMI_SECONDS, errors="replace"
-            )
-        except FileNotFoundError:
-            return ""
-        except subprocess.TimeoutExpired:
-            raise OSError(f"nvidia-smi did not answer within {_SMI_SECONDS:.0f} s") from None
-        if ended.returncode:
-            raise OSError(f"nvidia-smi ended with code {ended.returncode}: {ended.stdout.strip()[:200]}")
-        return ended.stdout
+
+def read_smi() -> str:
+    """Return the XML of `nvidia-smi -q -x`; "" if this machine has no such program.
+
+    Raise OSError if the program fails or hangs.
+    """
+    try:
+        ended = subprocess.run(
+            ["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=_SMI_SECONDS, errors="replace"
+        )
+    except FileNotFoundError:
+        return ""
+    except subprocess.TimeoutExpired:
+        raise OSError(f"nvidia-smi did not answer within {_SMI_SECONDS:.0f} s") from None
+    if ended.returncode:
+        raise OSError(f"nvidia-smi ended with code {ended.returncode}: {ended.stdout.strip()[:200]}")
+    return ended.stdout

@@ -1,4 +1,4 @@
-"""The RankState of a run without a run folder: measure only a training step, on random weights and tokens."""
+"""The RankState of a run without a run folder, to measure only its training step, on random weights and tokens."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from kumi.spec.batch import BatchSpec
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed_names
+from kumi.spec.lora import Lora
+from kumi.spec.peft import with_adapters
 from kumi.spec.precision import PRECISIONS
 from kumi.train.train_state import RankState
 
@@ -40,8 +42,12 @@ def make_run(
     layout: Layout = SINGLE_DEVICE,
     microbatches: int = 1,
     async_tp: bool = False,
+    lora: Lora | None = None,
 ) -> ResolvedRun:
-    """Return a run of `layout` with so many microbatches a step, without checking that it fits the memory."""
+    """Return a run of `layout` with so many microbatches a step, without checking that it fits the memory.
+
+    `lora`: train these adapters of the model, whose weights are frozen.
+    """
     tokens = seq_len * microbatch * microbatches * layout.dp
     written = from_dict(
         {
@@ -56,7 +62,9 @@ def make_run(
     )
     cluster = replace(cluster_spec(written.cluster), devices_per_node=layout.world_size)
     optim = choose_optim(written.optim, 1)
-    job = Job(families.from_hf(config), cluster, BatchSpec(seq_len, tokens), PRECISIONS[precision], optim)
+    model = families.from_hf(config)
+    adapted = model if lora is None else with_adapters(model, lora)
+    job = Job(adapted, cluster, BatchSpec(seq_len, tokens), PRECISIONS[precision], optim)
     device = with_peak_flops(cluster.device, job.precision.matmul_dtype)
     layout = replace(layout, microbatch=microbatch, recompute=recompute)
     estimated = estimate(replace(job, cluster=replace(cluster, device=device)), layout)
