@@ -24,11 +24,10 @@ GROUPS = 3
 
 def kumi_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], int]:
     """Return kumi's train step on random weights, and its estimate of the peak memory in bytes."""
-    from kumi.validation.random_run import make_rank_state, synthetic
-
     from kumi.spec.layout import Layout
     from kumi.train.step import StepBatch, train_step
     from kumi.train.train_state import TrainState
+    from kumi.validation.random_run import make_rank_state, synthetic
 
     parts = make_rank_state(
         case.config(),

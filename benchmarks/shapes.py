@@ -6,15 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kumi.validation.model_shapes import (
-    LLAMA,
-    LLAMA_1B,
-    LLAMA_8B,
-    QWEN_30B_A3B,
-    TINY,
-    TINY_EXPERTS,
-    with_layers,
-)
+from kumi.validation.model_shapes import LLAMA, LLAMA_1B, LLAMA_8B, QWEN_30B_A3B, TINY, TINY_EXPERTS, with_layers
 
 __all__ = [
     "LLAMA_1B",
@@ -88,6 +80,7 @@ W1_MAMBA: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_cache": False,
 }
+
 
 def write_config(config: dict[str, Any], folder: Path) -> Path:
     """Write `config` into `folder` as config.json, and return `folder`."""

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from kumi.accelerator import can
+
 
 def ddp_without_buffer_sync() -> dict[str, Any]:
     """Return the argument that stops DDP from synchronising buffers: 2.13 renamed `broadcast_buffers`."""
@@ -143,12 +145,8 @@ def fused_rms_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tens
 
 
 def has_varlen(q: Tensor) -> bool:
-    """Return True if PyTorch's variable-length attention supports `q`: 16-bit, on an Ampere or newer GPU."""
-    return (
-        q.is_cuda
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    )
+    """Return True if PyTorch's variable-length attention supports `q`: in 16 bits, on a GPU that has it."""
+    return q.dtype in (torch.bfloat16, torch.float16) and can(q.device, "packed flash attention")
 
 
 # Name of variable-length attention in PyTorch's dispatcher.

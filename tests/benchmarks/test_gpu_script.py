@@ -10,13 +10,13 @@ from pathlib import Path
 import gpu_case
 import gpu_cases
 import pytest
-from kumi.validation import random_run
 import torch
 from gpu_cases import Case
 
 import gpu
 from kumi.spec.checks import illegal
 from kumi.spec.layout import Layout
+from kumi.validation import random_run
 
 CPU = torch.device("cpu")
 

@@ -20,12 +20,12 @@ import shapes
 import torch
 import train_cpu
 import workload
-from kumi.validation.random_run import make_rank_state, synthetic
 
 from kumi.config import from_dict
 from kumi.spec import families, ledger
 from kumi.train.step import StepBatch, train_step
 from kumi.train.train_state import TrainState
+from kumi.validation.random_run import make_rank_state, synthetic
 
 
 def test_the_run_file_is_a_valid_run_and_the_shapes_are_what_they_are_called():

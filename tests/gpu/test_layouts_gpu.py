@@ -149,7 +149,9 @@ def on_ranks(name: str, count: int, device: torch.device) -> None:
 @pytest.mark.parametrize("name", ALONE)
 def test_one_device(name, device):
     compare(
-        ALONE[name], tiny_steps.tiny_steps(ALONE[name], build_mesh(ALONE[name].layout, RankInfo(0, 1, 0, device))), device
+        ALONE[name],
+        tiny_steps.tiny_steps(ALONE[name], build_mesh(ALONE[name].layout, RankInfo(0, 1, 0, device))),
+        device,
     )
 
 

@@ -7,10 +7,10 @@ import gc
 import pytest
 import shapes
 import torch
-from kumi.validation.random_run import make_rank_state, synthetic
 
 from kumi.train.step import StepBatch, train_step
 from kumi.train.train_state import TrainState
+from kumi.validation.random_run import make_rank_state, synthetic
 
 # 134 M parameters with activations of about the states' size, so that neither hides the other's error.
 CONFIG = shapes.TINY | {

@@ -8,13 +8,13 @@ from itertools import product
 import pytest
 import shapes
 import torch
-from kumi.validation.random_run import make_rank_state, synthetic
 
 from kumi.data import Batch
 from kumi.parallel.state_tensors import fill_pieces, model_pieces, optimizer_pieces
 from kumi.storage import checkpoint
 from kumi.train.step import StepBatch, train_step
 from kumi.train.train_state import RankState, TrainState
+from kumi.validation.random_run import make_rank_state, synthetic
 
 SEQ_LEN, ROWS = 64, 4
 PRECISIONS = ("bf16", "fp32", "fp16")

@@ -8,6 +8,8 @@ from statistics import median
 
 import torch
 
+from kumi.accelerator import is_gpu
+
 Work = Callable[[], object]
 
 # The minimum duration of a sample, in seconds. If ranks outnumber cores, the scheduler gives a core to one of them for
@@ -18,7 +20,7 @@ _MIN_SAMPLES = 3
 
 def synchronize(device: torch.device) -> None:
     """Wait until `device` has finished its queued work."""
-    if device.type == "cuda":
+    if is_gpu(device):
         torch.cuda.synchronize(device)
 
 

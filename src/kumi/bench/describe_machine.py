@@ -40,7 +40,7 @@ def peaks(measured: Measurements, base: Device) -> dict[str, float]:
     best: dict[str, float] = {}
     for timing in (*measured.of("product"), *measured.of("linear")):
         best[timing.dtype] = max(timing.rate, best.get(timing.dtype, 0.0))
-    return best | (dict(base.peak) if base.kind == "cuda" else {})
+    return best | (dict(base.peak) if base.is_gpu else {})
 
 
 def matmul_fraction(measured: Measurements, dtype: str, peak: float) -> float:
@@ -63,7 +63,7 @@ def main_dtype(base: Device) -> str:
 
 def bandwidth(measured: Measurements, base: Device) -> float:
     """Return the bytes/s of the memory: a GPU's data sheet, otherwise the faster of copy and AdamW update."""
-    sheet = base.memory_bandwidth if base.kind == "cuda" else 0.0
+    sheet = base.memory_bandwidth if base.is_gpu else 0.0
     return sheet or max(timing.rate for timing in (*measured.of("copy"), *measured.of("update")))
 
 
@@ -140,7 +140,7 @@ def _nonzero(**figures: Any) -> dict[str, Any]:
 def _sources(base: Device, dtype: str, ranks: int) -> dict[str, str]:
     """Return the provenance of every figure, for the cluster file."""
     ranks_text = "all ranks at once" if ranks > 1 else "one rank"
-    sheet = base.kind == "cuda" and bool(base.peak)
+    sheet = base.is_gpu and bool(base.peak)
     return {
         "peak_flops": f"data sheet of {base.name}"
         if sheet

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from kumi.accelerator import is_gpu
 from kumi.bench.clock import seconds_of
 from kumi.bench.measurements import Measurements, Timing, Transfer
 from kumi.bench.time_collectives import CollectiveCase, cases, groups, seconds_of_case
@@ -134,4 +135,4 @@ def _outside_allocator(device: torch.device) -> int:
 
 
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_gpu(device) else 0

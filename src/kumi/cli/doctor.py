@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kumi.cli.arguments import add_run_file, add_verb, not_negative
@@ -39,6 +41,19 @@ def add(verbs: Any) -> None:
         metavar="S",
         help="with --nodes: seconds in which all nodes must have come; default: 15",
     )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="measure and compare what kumi does on this machine's GPU, in at most 8 minutes, and write a report",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        help="with --gpu: the device; cpu tries the report with tiny sizes; default: cuda, which is also ROCm's name",
+    )
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="with --gpu: the folder for the report; default: kumi-gpu-report"
+    )
     parser.set_defaults(run_verb=run)
 
 
@@ -50,9 +65,10 @@ def run(arguments: Namespace) -> int:
     from kumi.doctor.run_doctor import doctor
     from kumi.report.run_description import print_content
 
-    named = [name for name in ("node", "head", "wait") if getattr(arguments, name) is not None]
-    if named and not arguments.nodes:
-        raise ConfigError(f"doctor: --{named[0]} has no effect without --nodes; add --nodes, or remove --{named[0]}")
+    _refuse_without(arguments, "gpu", ("device", "out"))
+    if arguments.gpu:
+        return _validate(arguments)
+    _refuse_without(arguments, "nodes", ("node", "head", "wait"))
     if arguments.nodes and arguments.run is None:
         raise ConfigError("doctor: --nodes needs the run file, which names the number of nodes; add RUN.toml")
     examination = doctor(
@@ -68,6 +84,34 @@ def run(arguments: Namespace) -> int:
         else:
             print_content(render_examination(examination))
     return ConfigError.exit_code if examination.verdict == "fail" else OK
+
+
+def _refuse_without(arguments: Namespace, flag: str, names: Sequence[str]) -> None:
+    """Raise ConfigError if one of the options `names` is given without `flag`."""
+    for name in names:
+        if getattr(arguments, name) is not None and not getattr(arguments, flag):
+            raise ConfigError(f"doctor: --{name} has no effect without --{flag}; add --{flag}, or remove --{name}")
+
+
+def _validate(arguments: Namespace) -> int:
+    """Run the validation of the GPU, and print where the report is. Return the exit code: 2 if a part did not end."""
+    from kumi.validation import validate
+    from kumi.validation.run_parts import JSON_FILE, PAGE_FILE
+
+    if arguments.nodes or arguments.run is not None:
+        other = "--nodes" if arguments.nodes else "a run file"
+        raise ConfigError(f"doctor: --gpu examines this machine's GPU by itself, without {other}; give one of both")
+    out = Path(arguments.out or "kumi-gpu-report")
+    report = validate(out, arguments.device or "cuda", show=lambda line: print(line, flush=True))
+    bad = [part["name"] for part in report["parts"] if part["status"] not in ("ok", "skipped")]
+    if arguments.json:
+        arguments.write_json(report)
+    else:
+        print(
+            f"\nThe report is in {out / PAGE_FILE}, and the same as data in {out / JSON_FILE}. Names, paths and values "
+            f"of variables are taken out of it, but please read it before you send it; docs/gpu-report.md says where to."
+        )
+    return ConfigError.exit_code if bad else OK
 
 
 def _seconds(text: str) -> float:

@@ -101,7 +101,7 @@ def _choose_kernels(config: PlanConfig, cluster: ClusterSpec) -> Numerics | None
     if numerics is not None:
         return Numerics(kernels=numerics.kernels)
     # No kernel is taken on trust: the GPUs of a cluster that a file describes, or other devices, have PyTorch's.
-    if cluster.device.kind != "cuda" or config.cluster.source != "auto":
+    if not cluster.device.is_gpu or config.cluster.source != "auto":
         return REFERENCE
     measured = read_cached_numerics(this_gpu(cluster.device.name))
     return None if measured is None else measured.numerics

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from kumi.accelerator import is_gpu
 from kumi.launch.head_messages import decode, encode
 from kumi.launch.rank_process import die_with_parent
 
@@ -45,13 +46,13 @@ class Worker:
     store: Any = None
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
+        if is_gpu(self.device):
             torch.cuda.synchronize(self.device)
 
 
 def versions(worker: Worker) -> Answer:
     """Return the versions of the libraries that torch has loaded, and the name of the device."""
-    if worker.device.type != "cuda":
+    if not is_gpu(worker.device):
         return {"nccl": "", "cuda": "", "name": "cpu"}
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {"nccl": nccl, "cuda": str(torch.version.cuda), "name": torch.cuda.get_device_name(worker.device)}
@@ -94,7 +95,7 @@ def join(worker: Worker, host: str, port: int, rank: int, world: int, seconds: f
     if worker.store is None:
         worker.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     backend = _BACKENDS[worker.device.type]
-    cuda = worker.device.type == "cuda"
+    cuda = is_gpu(worker.device)
     dist.init_process_group(
         backend,
         store=worker.store,

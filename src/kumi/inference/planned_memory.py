@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from kumi.accelerator import is_gpu
 from kumi.config.job_sections import ClusterSection
 from kumi.config.local_machine import this_machine
 from kumi.errors import FitError
@@ -19,7 +20,7 @@ from kumi.units import format_bytes
 
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes of memory that are free on `device`; None where the system does not tell."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    return torch.cuda.mem_get_info(device)[0] if is_gpu(device) else free_memory()
 
 
 def fitting_batch(

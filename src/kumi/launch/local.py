@@ -8,7 +8,6 @@ ranks are spawned instead, which takes seconds. The parent must not have compute
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 # The agent handles only this signal, which makes it give up. `signals` handles the others.
 _AGENT_SIGNAL = signal.SIGUSR2
-_CUDA_ERROR_NOT_INITIALIZED = 3
 # The names under which a user may have set PyTorch's allocator.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
@@ -239,16 +237,10 @@ def _run_elastic_agent(
 
 
 def can_fork() -> bool:
-    """Return True if a forked rank can use this process's libraries: not on macOS, and not after CUDA was used here."""
-    import torch
+    """Return True if a forked rank can use this process's libraries: not on macOS, nor after a GPU was used here."""
+    from kumi.accelerator import driver_has_started
 
-    if sys.platform != "linux" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return False
-    try:
-        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
-    except OSError:
-        return True  # the CUDA driver is not loaded, so nothing has used CUDA
-    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_ERROR_NOT_INITIALIZED)
+    return sys.platform == "linux" and not driver_has_started()
 
 
 def _no_agent_logs() -> Any:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kumi.accelerator import is_gpu
 from kumi.errors import ConfigError
 from kumi.nn.fastest_numerics import LEAD
 from kumi.nn.logprob import weighted_sum
@@ -111,7 +112,7 @@ def _timed(function: Function, device: torch.device) -> list[float]:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
+    if is_gpu(device):
         torch.cuda.synchronize(device)
 
 

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kumi.accelerator import can
 from kumi.nn.dtypes import wide
 from kumi.nn.numerics import kernel
 from kumi.objectives import IGNORED
@@ -331,7 +332,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left @ right to `total`, in float32 or wider."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda and torch.cuda.get_device_capability(total.device) >= (8, 0):
+    elif can(total.device, "float32 results of 16-bit products"):
         # cuBLAS adds to float32 in place, without a product in memory. On CPUs, PyTorch has no such operator.
         torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
     else:

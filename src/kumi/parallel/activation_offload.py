@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from kumi.accelerator import is_gpu
 from kumi.nn.attention.attention_context import AttentionContext
 from kumi.nn.wrappers import Wrapper
 
@@ -32,7 +33,7 @@ class OffloadStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.bytes_moved = device, 0
-        cuda = device.type == "cuda"
+        cuda = is_gpu(device)
         self.d2h_stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
         self.h2d_stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
         self.layer_events: list[Any] = []

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from kumi.accelerator import can
 from kumi.compat import all_gather_matmul, enable_symmetric_memory, matmul_reduce_scatter, single_tensor_collectives
 from kumi.errors import LayoutError
 from kumi.nn.decoder import Decoder
@@ -33,7 +34,7 @@ def use_async_tp(decoder: Decoder, mesh: Mesh) -> None:
     Raise LayoutError unless the ranks are CUDA devices with sequence parallelism over tp > 1.
     """
     group = mesh.group("tp")
-    if mesh.device.type != "cuda" or group is None or not mesh.layout.sequence_parallel:
+    if not can(mesh.device, "symmetric memory") or group is None or not mesh.layout.sequence_parallel:
         raise LayoutError(
             f"comm.async_tp=true on {mesh.device} with tp={mesh.layout.tp} and "
             f"sequence_parallel={str(mesh.layout.sequence_parallel).lower()}: matmuls overlap only with the all-gather "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kumi.accelerator import can
 from kumi.nn.attention.flex import SMALLEST_HEAD, with_block_masks
 from kumi.nn.attention.grouped_query import Attention
 from kumi.nn.decoder import Decoder
@@ -58,7 +59,7 @@ def _is_chunked(attention: Attention, mesh: Mesh) -> bool:
 
 def _has_flex(mesh: Mesh) -> bool:
     """Return True if FlexAttention has kernels for this rank's rows: on a GPU with complete rows."""
-    return mesh.device.type == "cuda" and mesh.layout.cp == 1
+    return can(mesh.device, "FlexAttention") and mesh.layout.cp == 1
 
 
 def _call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from kumi.accelerator import is_gpu
 from kumi.compat import ddp_without_buffer_sync, keep_integers_in_fsdp, rerun_fsdp_post_backward, reshards_after_forward
 from kumi.nn.decoder import Decoder, DecoderLayer, Embedding
 from kumi.nn.moe import MoE
@@ -54,7 +55,7 @@ def apply_ddp(decoder: nn.Module, mesh: Mesh, precision: Precision, comm: Comm =
     model = DistributedDataParallel(
         decoder,
         process_group=mesh.groups["data"],
-        device_ids=[mesh.device] if mesh.device.type == "cuda" else None,
+        device_ids=[mesh.device] if is_gpu(mesh.device) else None,
         gradient_as_bucket_view=True,
         init_sync=False,
         bucket_cap_mb=comm.bucket_mb,
@@ -151,7 +152,7 @@ def _offload_policy(mesh: Mesh) -> dict[str, Any]:
         return {}
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")}
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=is_gpu(mesh.device))}
 
 
 def _shard_experts(

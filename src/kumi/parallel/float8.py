@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import importlib
 from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from kumi.accelerator import can
 from kumi.errors import LayoutError
 from kumi.nn.decoder import Decoder
 from kumi.nn.linear import Linear
@@ -25,8 +27,6 @@ from kumi.spec.model import ModelSpec
 
 # The kernels support matrices with numbers of rows and columns that are multiples of this.
 _SIDE = 16
-# Compute capabilities that multiply in float8, and that do so with a scale for each row.
-_FLOAT8, _ROWWISE = (8, 9), (9, 0)
 
 
 def use_float8(decoder: Decoder, device: torch.device) -> None:
@@ -34,13 +34,18 @@ def use_float8(decoder: Decoder, device: torch.device) -> None:
 
     Raise LayoutError if the device has no float8 matmuls or torchao is not installed.
     """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if capability < _FLOAT8:
+    require_float8(device)
+    swap_matmuls(decoder, rowwise=can(device, "float8 by rows"))
+
+
+def require_float8(device: torch.device) -> ModuleType:
+    """Return torchao's module of float8. Raise LayoutError if it is not installed, or `device` has no float8."""
+    if not can(device, "float8"):
         raise LayoutError(
             f"precision.kind='fp8': {device} has no float8 matmuls, which need a CUDA device of compute capability "
             f"8.9 or higher; set precision.kind = 'bf16'"
         )
-    swap_matmuls(decoder, rowwise=capability >= _ROWWISE)
+    return _torchao()
 
 
 def swap_matmuls(decoder: Decoder, *, rowwise: bool) -> list[str]:
@@ -48,13 +53,7 @@ def swap_matmuls(decoder: Decoder, *, rowwise: bool) -> list[str]:
 
     `rowwise`: with a scale for each row, instead of one for each matrix.
     """
-    try:
-        torchao = importlib.import_module("torchao.float8")
-    except ImportError:
-        raise LayoutError(
-            "precision.kind='fp8' needs the package torchao, which is not installed; install it, or set "
-            "precision.kind = 'bf16'"
-        ) from None
+    torchao = _torchao()
     config = torchao.Float8LinearConfig.from_recipe_name("rowwise" if rowwise else "tensorwise")
     names, swapped = _linear_names(decoder.spec), []
     for name, layer in decoder.named_modules():
@@ -65,6 +64,16 @@ def swap_matmuls(decoder: Decoder, *, rowwise: bool) -> list[str]:
             layer.multiply = partial(_multiply, holder)
             swapped.append(name)
     return swapped
+
+
+def _torchao() -> ModuleType:
+    try:
+        return importlib.import_module("torchao.float8")
+    except ImportError:
+        raise LayoutError(
+            "precision.kind='fp8' needs the package torchao, which is not installed; install it, or set "
+            "precision.kind = 'bf16'"
+        ) from None
 
 
 def _linear_names(spec: ModelSpec) -> set[str]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from kumi.accelerator import is_gpu
 from kumi.errors import CommunicationError, LayoutError
 from kumi.spec.layout import AXES, Layout
 from kumi.spec.pipeline_channels import pipeline_channels
@@ -109,7 +110,7 @@ def init_distributed(device_type: str = "cpu", *, timeout_s: float = 600.0) -> R
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
-    if device.type == "cuda":
+    if is_gpu(device):
         _check_local_rank(rank, world_size)
         torch.cuda.set_device(device)
         # The messages of a channel are sent one after the other, as intended.
@@ -121,7 +122,7 @@ def init_distributed(device_type: str = "cpu", *, timeout_s: float = 600.0) -> R
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout_s),
-                device_id=device if device.type == "cuda" else None,
+                device_id=device if is_gpu(device) else None,
             )
         except dist.DistError as error:
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -176,7 +177,7 @@ def _groups(layout: Layout, rank_info: RankInfo, *, experts: bool) -> dict[str, 
     with the same members share a group, except `SEPARATE_COMMUNICATORS` and the channels of a pipeline on GPUs.
     """
     made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-    groups, on_gpu = {}, rank_info.device.type == "cuda"
+    groups, on_gpu = {}, is_gpu(rank_info.device)
     for name in GROUP_NAMES:
         members = members_of(layout, COMBINED_AXES.get(name, (name,)), rank_info.rank)
         if len(members) > 1 and (experts or name not in _EXPERT_GROUPS):
@@ -202,7 +203,7 @@ def new_group(members: Sequence[int], rank_info: RankInfo, layout: Layout) -> di
     On GPUs the group has no gloo, whose ranks would each connect to each other: only the world group carries CPU
     tensors, unless the states of `layout` are on the host.
     """
-    only_nccl = rank_info.device.type == "cuda" and not layout.offload.startswith("states")
+    only_nccl = is_gpu(rank_info.device) and not layout.offload.startswith("states")
     group: dist.ProcessGroup = dist.new_group(
         list(members),
         timeout=timedelta(seconds=rank_info.timeout_s),  # PyTorch's default is 30 minutes

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from kumi.accelerator import is_gpu
 from kumi.parallel.mesh import Mesh, barrier
 from kumi.plan.pipeline.timeline import TimedAction, Timeline
 from kumi.spec.schedules.schedule_record import Action
@@ -34,7 +35,7 @@ class PipelineTrace:
 
 def start_trace(mesh: Mesh) -> PipelineTrace:
     """Return an empty trace that begins now on all ranks. Every rank must call it."""
-    if mesh.device.type == "cuda":
+    if is_gpu(mesh.device):
         torch.cuda.synchronize(mesh.device)  # the trace begins after all work that is queued on the device
     barrier(mesh)
     return PipelineTrace(mesh.device, timestamp(mesh.device))
@@ -42,7 +43,7 @@ def start_trace(mesh: Mesh) -> PipelineTrace:
 
 def timestamp(device: torch.device) -> Timestamp:
     """Return the current time on `device`."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
@@ -62,7 +63,7 @@ def action_start(trace: PipelineTrace | None) -> Timestamp | None:
 
 def trace_spans(trace: PipelineTrace) -> tuple[TimedAction, ...]:
     """Return the actions with their seconds since the start of the trace. Wait for the device."""
-    if trace.device.type == "cuda":
+    if is_gpu(trace.device):
         torch.cuda.synchronize(trace.device)
     return tuple(
         TimedAction(action, _seconds(trace.start, begin), _seconds(trace.start, end))

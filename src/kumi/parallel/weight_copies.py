@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from kumi.accelerator import is_gpu
 from kumi.nn.decoder import Decoder, DecoderLayer
 from kumi.nn.linear import Linear, linears
 from kumi.parallel import data_parallel
@@ -29,7 +30,7 @@ def uses_weight_copies(mesh: Mesh, precision: Precision) -> bool:
     """
     casts = precision.param != precision.compute
     on_device = mesh.layout.tiles == 1 and not data_parallel.offloads_states(mesh.layout)
-    return casts and on_device and mesh.device.type == "cuda" and not data_parallel.uses_fsdp(mesh)
+    return casts and on_device and is_gpu(mesh.device) and not data_parallel.uses_fsdp(mesh)
 
 
 def add_weight_copies(model: nn.Module, precision: Precision) -> None:

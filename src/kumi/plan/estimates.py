@@ -53,7 +53,7 @@ def bytes_as_measured(memory: MemoryEstimate, device: Device) -> int:
 
     On a GPU it is the allocated memory; on a CPU all that the process adds to what it had before the model was built.
     """
-    return memory.total - (memory.reserved if device.kind == "cuda" else device.reserved)
+    return memory.total - (memory.reserved if device.is_gpu else device.reserved)
 
 
 @dataclass(frozen=True)

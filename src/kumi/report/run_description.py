@@ -119,7 +119,7 @@ def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
         "objective": _objective(config, job, estimate),
         "precision": asdict(job.precision),
         **({"numerics": _numerics(config, job)} if cluster.device.kind == "cpu" else {}),
-        **({"kernels": _numerics(config, job)} if cluster.device.kind == "cuda" else {}),
+        **({"kernels": _numerics(config, job)} if cluster.device.is_gpu else {}),
         "batch": {
             "seq_len": batch.seq_len,
             "tokens_per_step": batch.tokens_per_step,

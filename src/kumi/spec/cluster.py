@@ -13,7 +13,7 @@ class Device:
 
     The fractions that kernels reach (`stream`, `read`, `matmul`, `attention`) and `launch` are measured or assumed.
 
-    - `kind`: "cuda" or "cpu".
+    - `kind`: "cuda", PyTorch's name of GPUs of NVIDIA and AMD, or "cpu".
     - `memory`: bytes.
     - `dtypes`: the dtypes that it computes fast.
     - `peak`: (dtype, dense FLOP/s of the data sheet) pairs; empty if unknown.
@@ -48,6 +48,11 @@ class Device:
     price: float = 0.0
     watts: float = 0.0
     read: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def is_gpu(self) -> bool:
+        """True for GPUs, of NVIDIA or AMD."""
+        return self.kind == "cuda"
 
     def peak_flops(self, dtype: str) -> float | None:
         """Return the peak FLOP/s in `dtype`, or None if unknown."""

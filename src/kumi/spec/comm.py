@@ -94,7 +94,7 @@ def _illegal_async_tp(layout: Layout, cluster: ClusterSpec | None) -> Iterator[s
             f"sequence_parallel={str(layout.sequence_parallel).lower()}, because no activations are all-gathered; set "
             f"layout.tp > 1 and layout.sequence_parallel = true, or comm.async_tp = false"
         )
-    if cluster is not None and cluster.device.kind != "cuda":
+    if cluster is not None and not cluster.device.is_gpu:
         yield (
             f"comm.async_tp=true needs CUDA devices, but the device is {cluster.device.name}; set comm.async_tp = false"
         )

@@ -53,7 +53,7 @@ def float8_rules(job: Job) -> Iterator[LayoutRule]:
     device = job.cluster.device
     yield _rule(
         "float8",
-        lambda x: device.kind == "cuda" and "float8" in device.dtypes,
+        lambda x: device.is_gpu and "float8" in device.dtypes,
         lambda layout: (
             f"precision.kind='fp8' needs a CUDA device that is described with float8 matmuls, but the device is "
             f"{device.name or 'unnamed'}; use another device, or set precision.kind = 'bf16'"

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kumi.accelerator import is_gpu
 from kumi.errors import KumiError, SaveError
 from kumi.storage.folders import (
     check_free_space,
@@ -158,9 +159,9 @@ class AsyncSaver:
             key, data = (piece.name, piece.start), piece.data.detach()
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
-                buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
-            buffer.copy_(data, non_blocking=data.is_cuda)
-            device = data.device if data.is_cuda else device
+                buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=is_gpu(data.device))
+            buffer.copy_(data, non_blocking=is_gpu(data.device))
+            device = data.device if is_gpu(data.device) else device
             buffers[key] = buffer
             copies.append(piece._replace(data=buffer))
         if device is not None:

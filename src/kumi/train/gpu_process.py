@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from kumi.accelerator import is_gpu
 from kumi.launch.failure_causes import FLIGHT_RECORDER
 
 # Steps between two collections of garbage, which all ranks make in the same step.
@@ -40,7 +41,7 @@ def record_collectives(folder: Path, environ: MutableMapping[str, str]) -> None:
 
 def use_matmul_precision(device: torch.device, *, tf32: bool) -> None:
     """Let float32 products on a GPU be computed in TF32, or exactly."""
-    if device.type == "cuda":
+    if is_gpu(device):
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
 
@@ -52,7 +53,7 @@ def collect_together(device: torch.device) -> Iterator[None]:
     What exists at the beginning, such as the model, is not looked at again. Ranks of a CPU collect as usual: garbage
     there may hold memory that the next step needs.
     """
-    if device.type != "cuda" or not gc.isenabled():
+    if not is_gpu(device) or not gc.isenabled():
         yield
         return
     gc.collect()

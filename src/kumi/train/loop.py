@@ -74,7 +74,7 @@ def train_rank(
     """
     stop = install()
     with convert_memory_errors(run):
-        if run.cluster.device.kind == "cuda":
+        if run.cluster.device.is_gpu:
             record_collectives(run.out / "logs", os.environ)
         place = init_distributed(run.cluster.device.kind, timeout_s=run.config.train.timeout_s)
         check_agreement(run, place)

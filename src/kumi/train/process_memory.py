@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from kumi.accelerator import is_gpu
 from kumi.config import ResolvedRun
 from kumi.errors import DeviceMemoryError
 
@@ -27,7 +28,7 @@ def peak_memory(device: torch.device) -> int:
     On a GPU it is the allocated memory, on a CPU the resident memory without the pages of files: libraries and tokens,
     which ranks share.
     """
-    if device.type == "cuda":
+    if is_gpu(device):
         return torch.cuda.max_memory_allocated(device)
     sizes = _resident_bytes()
     return sizes["VmHWM"] - sizes["RssFile"]
@@ -39,7 +40,7 @@ def held_memory(device: torch.device) -> dict[str, int]:
     `reserved`: the peak that PyTorch took from the GPU, with holes between tensors.
     `free`: what no process has taken now. The rest is of contexts, libraries, NCCL's buffers and other processes.
     """
-    if device.type != "cuda":
+    if not is_gpu(device):
         return {}
     free, _ = torch.cuda.mem_get_info(device)
     return {"reserved": torch.cuda.max_memory_reserved(device), "free": free}
@@ -51,7 +52,7 @@ def baseline_memory(device: torch.device) -> int:
     On a CPU they belong to the interpreter and its modules. A single rank is the process that prepared the data, which
     may have used more memory than training does.
     """
-    if device.type == "cuda":
+    if is_gpu(device):
         return 0
     with suppress(OSError):  # a system that forbids it keeps the peak of preparing the data
         Path("/proc/self/clear_refs").write_text("5")

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kumi.accelerator import is_gpu
 from kumi.bench.clock import seconds_of
 from kumi.nn.attention.attention_context import segments, visible
 from kumi.nn.attention.grouped_query import attend
-from kumi.validation.part import Row, Rows, Setting
+from kumi.validation.part import Rows, Setting, Value
 from kumi.validation.timed_step import fresh, validated_device
 
 _TOKENS, _TINY_TOKENS = 8192, 128
@@ -39,7 +40,7 @@ def rows_of_attention(setting: Setting) -> Rows:
     tokens = _TINY_TOKENS if setting.tiny else _TOKENS
     for documents in (1, 8):
         for name, of_length in _kinds(device, documents):
-            row: Row = {"kind": name, "documents": documents}
+            row: dict[str, Value] = {"kind": name, "documents": documents}
             with fresh(device):
                 try:
                     distance = _distance(of_length, min(tokens, _COMPARED), documents, device, tiny=setting.tiny)
@@ -58,9 +59,9 @@ def _kinds(device: torch.device, documents: int) -> Iterator[tuple[str, Callable
     """Yield (name, function of a row's length that returns the attention)."""
     yield "kumi", partial(_kumi, device, documents)
     for name, backend in _BACKENDS.items():
-        if device.type == "cuda" or name in ("SDPA, flash", "SDPA, plain"):
+        if is_gpu(device) or name in ("SDPA, flash", "SDPA, plain"):
             yield name, partial(_sdpa, device, documents, backend)
-    if device.type == "cuda":
+    if is_gpu(device):
         yield "FlexAttention, compiled", partial(_flex, device, documents)
 
 
@@ -82,9 +83,10 @@ def _sdpa(device: torch.device, documents: int, backend: SDPBackend, length: int
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = q.shape[2] // k.shape[2]
-        states = [x.repeat_interleave(times, 2).transpose(1, 2) for x, times in ((q, 1), (k, groups), (v, groups))]
+        k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*states, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
 
     return run
 

@@ -14,9 +14,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kumi.accelerator import is_gpu
 from kumi.validation.fitting_case import SHARE, StepCase, fitted, free_bytes, tiny
 from kumi.validation.model_shapes import LLAMA_1B, QWEN_30B_A3B
 from kumi.validation.part import Row, Rows, Setting
@@ -29,16 +31,17 @@ _LONGEST_KERNELS = 20
 _GAP_SECONDS = 50e-6
 
 
-class CountWaits(TorchDispatchMode):
-    """Counts the operators of `WAITING`, by the place in kumi that calls them."""
+class CountWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators of `WAITING` on tensors of a `device`, by the place in kumi that calls them."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
         self.places: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
-        if name in WAITING:
+        if name in WAITING and any(isinstance(x, Tensor) and x.device.type == self.device.type for x in args):
             self.places[f"{name} at {_place()}"] += 1
         return func(*args, **(kwargs or {}))
 
@@ -58,7 +61,7 @@ def rows_of_waits(setting: Setting) -> Rows:
         with fresh(device):
             step = prepared(sized, device)
             step(), step()
-            with CountWaits() as counter, _device_waits(device) as told:
+            with CountWaits(device) as counter, _device_waits(device) as told:
                 step()
         yield {"rows": name, "waits": sum(counter.places.values()), "waits that the driver reports": sum(told.values())}
         for place, count in (counter.places + told).most_common():
@@ -74,7 +77,7 @@ def _device_waits(device: torch.device) -> Iterator[Counter[str]]:
         if "synchroniz" in str(message):
             places[f"a synchronising call at {_place()}"] += 1
 
-    if device.type != "cuda":
+    if not is_gpu(device):
         yield places
         return
     with warnings.catch_warnings():
@@ -105,7 +108,7 @@ def rows_of_profile(setting: Setting) -> Rows:
     with fresh(device), TemporaryDirectory() as folder:
         step = prepared(sized, device)
         step(), step().item()
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu(device) else [])]
         with profile(activities=activities) as profiler:
             began = time.perf_counter()
             step(), step().item()
@@ -115,7 +118,7 @@ def rows_of_profile(setting: Setting) -> Rows:
         events = json.loads(file.read_bytes())["traceEvents"]
     yield {"what": f"two steps, {sized.sizes}", "ms": 1e3 * seconds}
     # On a CPU its operators stand for the kernels.
-    kernels = [event for event in events if event.get("cat") == ("kernel" if device.type == "cuda" else "cpu_op")]
+    kernels = [event for event in events if event.get("cat") == ("kernel" if is_gpu(device) else "cpu_op")]
     copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
     yield from _times(kernels, copies, seconds)
     yield from _longest(kernels)
@@ -136,7 +139,8 @@ def _times(kernels: Sequence[dict[str, Any]], copies: Sequence[dict[str, Any]], 
     totals: Counter[str] = Counter()
     for event in copies:
         totals[str(event["name"])] += int(event.get("args", {}).get("bytes", 0))
-    yield from ({"what": f"bytes of {name}", "count": size} for name, size in totals.most_common(6))
+    for name, size in totals.most_common(6):
+        yield {"what": f"bytes of {name}", "count": size}
 
 
 def _longest(kernels: Sequence[dict[str, Any]]) -> Iterator[Row]:

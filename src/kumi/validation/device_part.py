@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import torch
 
+from kumi.accelerator import is_gpu
 from kumi.bench.clock import seconds_of, synchronize
 from kumi.config.local_machine import cpu_name
 from kumi.doctor.gpu_checks import throttle_reasons
@@ -45,7 +46,7 @@ def rows_of_device(setting: Setting) -> Rows:
     yield _fact("torch", str(torch.__version__))
     yield from (_fact(name, found) for name in _PACKAGES if (found := _version(name)))
     yield _fact("CPU", f"{cpu_name()}, {usable_cores():g} cores")
-    if device.type == "cuda":
+    if is_gpu(device):
         yield from _gpu(device)
     yield from rows_of_rates(setting)
 
@@ -76,7 +77,7 @@ def rows_of_rates(setting: Setting) -> Rows:
         ("float32", torch.float32, "highest"),
         ("float32 as TF32", torch.float32, "high"),
     ):
-        if precision == "high" and device.type != "cuda":
+        if precision == "high" and not is_gpu(device):
             continue
         torch.set_float32_matmul_precision(precision)
         left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
@@ -86,7 +87,7 @@ def rows_of_rates(setting: Setting) -> Rows:
     target = torch.empty_like(source)
     seconds = seconds_of(lambda: target.copy_(source), device, setting.seconds)
     yield {"what": "copy within the device", "GB/s": 2 * source.nbytes / seconds / 1e9}
-    if device.type == "cuda":
+    if is_gpu(device):
         host = torch.empty(source.shape, pin_memory=True)
         for name, work in (
             ("copy to the host", lambda: host.copy_(source, non_blocking=True)),
@@ -116,7 +117,10 @@ def _clocks(device: torch.device) -> Iterator[Row]:
             found = next((text for place in places if (text := (gpu.findtext(place) or "").strip())), None)
             if found is not None:
                 yield {"what": f"GPU {number}: {name} under load", "value": found}
-        yield {"what": f"GPU {number}: lower clock under load", "value": ", ".join(throttle_reasons(gpu)) or "no reason"}
+        yield {
+            "what": f"GPU {number}: lower clock under load",
+            "value": ", ".join(throttle_reasons(gpu)) or "no reason",
+        }
 
 
 def _driver() -> str:

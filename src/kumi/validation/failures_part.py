@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from kumi.accelerator import is_gpu
 from kumi.bench.clock import synchronize
 from kumi.errors import DeviceMemoryError
 from kumi.files.output import write_text
@@ -44,7 +45,8 @@ def rows_of_saving(setting: Setting) -> Rows:
             pieces = checkpoint_pieces(step.rank_state)
             began = time.perf_counter()
             saver.save(Path(folder) / f"step_{number:06d}", pieces, {"step": number}, keep=1)
-            stall, meanwhile = time.perf_counter() - began, []
+            stall = time.perf_counter() - began
+            meanwhile: list[float] = []
             while saver.busy and len(meanwhile) < 3 * _STEPS:
                 meanwhile.append(_seconds(step, device))
             saver.wait()
@@ -80,7 +82,7 @@ def rows_of_memory(setting: Setting) -> Rows:
 @contextmanager
 def _little_memory(device: torch.device) -> Iterator[None]:
     """A context in which `device` has hardly more memory than is in use."""
-    if device.type == "cuda":
+    if is_gpu(device):
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved(device) + 2**26) / total))
@@ -123,6 +125,7 @@ tokens_per_step = 512
 [data]
 tokenizer = { vocab_size = 512 }
 sources = [{ path = "text.txt" }]
+validation = 0
 [train]
 steps = 400
 out = "run"
@@ -151,7 +154,7 @@ def rows_of_run(setting: Setting) -> Rows:
         stopped = len(_losses(metrics))
         yield {"what": "stopped by SIGTERM", "exit code": first.returncode, "steps": stopped, "s": _since(began)}
         if not stopped:
-            raise Skipped(f"the run did not begin: {told.strip().splitlines()[-1:]}")
+            raise RuntimeError(f"the run did not begin: {(told.strip().splitlines() or ['no message'])[-1]}")
         began = time.perf_counter()
         options = [f"train.steps={stopped + 5}"]
         second = subprocess.run([*command, *options], cwd=folder, capture_output=True, text=True)

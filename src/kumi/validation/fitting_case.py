@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kumi.accelerator import is_gpu
 from kumi.process_limits import free_memory
 from kumi.spec.layout import Layout
 from kumi.spec.lora import Lora
@@ -84,8 +85,8 @@ def fitted(case: StepCase, room: float) -> StepCase | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory of `device` that no process has taken."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    """Return the memory of `device` that no process has taken; 0 where the system does not tell."""
+    return torch.cuda.mem_get_info(device)[0] if is_gpu(device) else free_memory() or 0
 
 
 def tiny(case: StepCase) -> StepCase:

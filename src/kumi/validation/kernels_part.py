@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-
-import torch
+from typing import Any
 
 from kumi.errors import KumiError
 from kumi.nn.fastest_kernels import Sizes, measure_kernels
+from kumi.parallel.float8 import require_float8
 from kumi.validation.fitting_case import SHARE, StepCase, fitted, free_bytes, tiny
 from kumi.validation.model_shapes import LLAMA_8B
 from kumi.validation.part import Row, Rows, Setting, Skipped
@@ -44,18 +44,19 @@ def rows_of_compiled(setting: Setting) -> Rows:
 
 def rows_of_fp8(setting: Setting) -> Rows:
     """Yield steps of two layers of Llama-3.1-8B in bfloat16 and in float8, compiled. Raise Skipped without float8."""
-    variants = (("bfloat16, compiled", {"compile": True}), ("float8, compiled", {"compile": True, "precision": "fp8"}))
     try:
-        yield from _compared(variants, setting)
-    except KumiError as error:  # the device or a package that is missing
+        require_float8(validated_device(setting))
+    except KumiError as error:  # the device has none, or a package is missing
         raise Skipped(str(error)) from None
+    variants = (("bfloat16, compiled", {"compile": True}), ("float8, compiled", {"compile": True, "precision": "fp8"}))
+    yield from _compared(variants, setting)
 
 
-def _compared(variants: Sequence[tuple[str, dict[str, object]]], setting: Setting) -> Iterator[Row]:
+def _compared(variants: Sequence[tuple[str, dict[str, Any]]], setting: Setting) -> Iterator[Row]:
     device = validated_device(setting)
     case = StepCase(LLAMA_8B | {"vocab_size": 32768}, layers=2)
     sized = tiny(case) if setting.tiny else fitted(case, SHARE * free_bytes(device))
     if sized is None:
         raise Skipped("no size fits the free memory of the device")
     for name, changes in variants:
-        yield measured_row(name, replace(sized, **changes), device, setting.seconds)  # type: ignore[arg-type]
+        yield measured_row(name, replace(sized, **changes), device, setting.seconds)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 # One line of a part's table: figures by their names, which have the unit, such as "tokens/s" or "GiB".
-Row = dict[str, str | float | int | bool | None]
+Value = str | float | int | bool | None
+Row = Mapping[str, Value]
 Rows = Iterator[Row]
 
 # ok: all rows were measured. skipped: the part does not apply here; the reason says why. failed: an exception.

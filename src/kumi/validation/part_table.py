@@ -38,13 +38,13 @@ PARTS: tuple[Part, ...] = (
     Part(
         "1B steps",
         f"{_HERE}.steps_part:rows_of_1b",
-        75.0,
+        60.0,
         "Training steps of the shape of Llama-3.2-1B, beside a plain PyTorch loop of the same shape.",
     ),
     Part(
         "8B steps",
         f"{_HERE}.steps_part:rows_of_8b",
-        75.0,
+        60.0,
         "Training steps with the layers of Llama-3.1-8B, as many of them as fit, beside a plain PyTorch loop.",
     ),
     Part(
@@ -56,15 +56,10 @@ PARTS: tuple[Part, ...] = (
     Part(
         "kernels",
         f"{_HERE}.kernels_part:rows_of_kernels",
-        60.0,
+        50.0,
         "The kernels of `precision.kernels` beside PyTorch's operations, and which of them would be used.",
     ),
-    Part(
-        "compile",
-        f"{_HERE}.kernels_part:rows_of_compiled",
-        60.0,
-        "Compiled layers beside uncompiled ones.",
-    ),
+    Part("compile", f"{_HERE}.kernels_part:rows_of_compiled", 60.0, "Compiled layers beside uncompiled ones."),
     Part("fp8", f"{_HERE}.kernels_part:rows_of_fp8", 60.0, "Matrix products in float8 beside those in bfloat16."),
     Part(
         "experts",

@@ -48,7 +48,7 @@ class PlainLayer(nn.Module):
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))  # type: ignore[no-any-return]
 
     def _split(self, states: Tensor) -> Tensor:
-        return states.unflatten(2, (-1, self.size)).transpose(1, 2)
+        return states.view(*states.shape[:2], -1, self.size).transpose(1, 2)
 
 
 class PlainLlama(nn.Module):

@@ -84,7 +84,8 @@ def make_rank_state(config: dict[str, Any], device: torch.device, **options: Any
 
     model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile, comm=run.comm)
     optimizer = init_adamw(unwrap(model).named_parameters(), decayed_names(run.model), run.optim)
-    return RankState(run, mesh, model, optimizer, None, None, None, None)
+    nothing: Any = None  # no data, and no store of it
+    return RankState(run, mesh, model, optimizer, nothing, None, nothing, nothing)
 
 
 def synthetic(rows: int, seq_len: int, vocab_size: int, documents: int) -> Batch:

@@ -23,7 +23,7 @@ from kumi.spec.layout import Layout
 from kumi.validation.fitting_case import SHARE, StepCase, estimated_bytes, free_bytes, tiny
 from kumi.validation.model_shapes import LLAMA_8B
 from kumi.validation.numbers_part import TOLERANCE, differences
-from kumi.validation.part import Row, Rows, Setting, Skipped
+from kumi.validation.part import Row, Rows, Setting, Skipped, Value
 from kumi.validation.timed_step import fresh, prepared, timed
 from kumi.validation.tiny_steps import TinyCase, tiny_steps
 
@@ -68,7 +68,9 @@ def _cases(count: int, device: str) -> dict[str, TinyCase]:
         "cp": TinyCase(Layout(cp=count, zero=1)),
         "ep": TinyCase(Layout(dp_shard=count, ep=count, zero=1), "experts"),
     }
-    batches = {name: replace(case, microbatches=min(case.microbatches, 8 // case.layout.dp)) for name, case in cases.items()}
+    batches = {
+        name: replace(case, microbatches=min(case.microbatches, 8 // case.layout.dp)) for name, case in cases.items()
+    }
     return {name: case for name, case in batches.items() if device == "cuda" or not case.comm.async_tp}
 
 
@@ -95,7 +97,7 @@ def _measure_rank(case: TinyCase, setting: Setting, out: Path) -> None:
     alone = replace(case, layout=Layout(), comm=Comm())
     own = RankInfo(0, 1, 0, place.device)
     loss, norm = differences(steps, tiny_steps(alone, build_mesh(alone.layout, own)))
-    row: Row = {
+    row: dict[str, Value] = {
         "difference of losses": loss,
         "difference of norms": norm,
         "near": loss <= TOLERANCE["fp32"] and norm <= 3 * TOLERANCE["fp32"],
@@ -133,5 +135,3 @@ def _killed_rank(device: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     all_reduce_sum(torch.ones(1, device=place.device), mesh)
     time.sleep(30.0)
-
-

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kumi.accelerator import is_gpu
 from kumi.bench.clock import synchronize
 from kumi.config.cluster_source import cluster_spec
 from kumi.config.job_sections import ClusterSection
@@ -22,7 +23,7 @@ from kumi.train.process_memory import is_out_of_memory
 from kumi.train.step import StepBatch, train_step
 from kumi.train.train_state import RankState, TrainState
 from kumi.validation.fitting_case import StepCase
-from kumi.validation.part import Row, Setting, Skipped
+from kumi.validation.part import Row, Setting, Skipped, Value
 from kumi.validation.plain_llama import make_plain_step
 from kumi.validation.random_run import make_rank_state, synthetic
 
@@ -104,7 +105,7 @@ def timed(step: Step, device: torch.device, seconds: float, agree: Callable[[int
 
 def memory_peaks(device: torch.device) -> dict[str, int | None]:
     """Return peak bytes of tensors, and of the allocator's reserved memory; None on a CPU."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return {"peak_bytes": None, "reserved_bytes": None}
     return {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
 
@@ -118,7 +119,7 @@ def peak_flops() -> float | None:
 def fresh(device: torch.device) -> Iterator[None]:
     """A context whose tensors and compiled code are given back afterwards, and whose memory peaks are its own."""
     gc.collect()
-    if device.type == "cuda":
+    if is_gpu(device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
@@ -132,7 +133,7 @@ def measured_row(what: str, case: StepCase, device: torch.device, seconds: float
 
     `plain`: of the plain loop, with the same shape and precision.
     """
-    row: Row = {"what": what, "sizes": case.sizes}
+    row: dict[str, Value] = {"what": what, "sizes": case.sizes}
     with fresh(device):
         try:
             estimate = None
@@ -160,7 +161,7 @@ def measured_row(what: str, case: StepCase, device: torch.device, seconds: float
 
 def _utilisation(case: StepCase, seconds: float, device: torch.device) -> Row:
     """Return the model FLOPs utilisation, where a data sheet has the peak."""
-    peak = peak_flops() if device.type == "cuda" else None
+    peak = peak_flops() if is_gpu(device) else None
     if peak is None or case.lora is not None:
         return {}
     flops = ledger.train_flops(_spec(case), case.tokens, case.seq_len)
@@ -174,7 +175,7 @@ def _spec(case: StepCase) -> Any:
 
 
 def _memory_row(device: torch.device, estimate: int | None) -> Row:
-    if device.type != "cuda":
+    if not is_gpu(device):
         return {}
     peaks = memory_peaks(device)
     return {

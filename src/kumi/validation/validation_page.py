@@ -9,8 +9,8 @@ _ABOUT = """# Report of `kumi doctor --gpu`
 
 {summary}
 
-It has no names of users or machines, no paths, serial numbers or addresses, and no values of environment variables: what
-may be one is replaced by `[removed]`. Please read it before you send it; docs/gpu-report.md says where to.
+It has no names of users or machines, no paths, serial numbers or addresses, and no values of environment variables:
+what may be one is replaced by `[removed]`. Please read it before you send it; docs/gpu-report.md says where to.
 """
 
 
@@ -23,13 +23,17 @@ def page(report: Mapping[str, Any]) -> str:
     ]
     lines += [*_table(overview), ""]
     for part in parts:
-        lines += [f"## {part['name'].capitalize()}", "", part["needs"], ""]
+        lines += [f"## {_title(part['name'])}", "", part["needs"], ""]
         if part["reason"]:
-            lines += [f"**{part['status'].capitalize()}**: {_cell(part['reason'])}", ""]
+            lines += [f"**{_title(part['status'])}**: {_cell(part['reason'])}", ""]
         lines += [*(f"- at `{place}`" for place in part["where"]), *([""] if part["where"] else [])]
         if part["rows"]:
             lines += [*_table(part["rows"]), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _title(name: str) -> str:
+    return name[0].upper() + name[1:]
 
 
 def _summary(report: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kumi.accelerator import is_gpu
 from kumi.nn.attention.attention_context import AttentionFn, MakeAttention, Segments
 from kumi.nn.attention.scores import Scores
 
@@ -74,7 +75,7 @@ def block_mask(tokens: Tensor, document_ids: Tensor | None, window: int | None) 
     from torch.nn.attention.flex_attention import create_block_mask
 
     # Uncompiled, the mask of all S x S pairs would be in memory.
-    make: Any = torch.compile(create_block_mask) if tokens.is_cuda else create_block_mask
+    make: Any = torch.compile(create_block_mask) if is_gpu(tokens.device) else create_block_mask
     rows = None if document_ids is None else len(tokens)
     sees = partial(_sees, document_ids, window)
     return make(sees, rows, None, tokens.shape[1], tokens.shape[1], device=str(tokens.device))

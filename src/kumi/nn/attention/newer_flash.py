@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kumi.accelerator import can
 from kumi.compat import activate_flash, flash_backward, flash_forward, restore_flash
 from kumi.spec.model import Attention, LatentAttention, ModelSpec
 
@@ -25,13 +26,13 @@ _TOKENS, _BOUNDS = 256, (0, 100, 256)
 class _Version(NamedTuple):
     name: str
     module: str
-    capabilities: tuple[int, ...]  # major compute capabilities
+    capability: str  # of `kumi.accelerator`
 
 
+# The first that a GPU takes and that is installed is used.
 _VERSIONS = (
-    _Version("FA4", "flash_attn.cute.interface", (10,)),
-    _Version("FA3", "flash_attn_interface", (9,)),
-    _Version("FA4", "flash_attn.cute.interface", (9,)),
+    _Version("FA3", "flash_attn_interface", "flash attention 3"),
+    _Version("FA4", "flash_attn.cute.interface", "flash attention 4"),
 )
 
 
@@ -70,10 +71,7 @@ def use_newer_flash(spec: ModelSpec, device: torch.device) -> str:
 
 def installed_version(device: torch.device) -> str | None:
     """Return the newest installed version for `device`; None if there is none."""
-    if device.type != "cuda":
-        return None
-    major, _ = torch.cuda.get_device_capability(device)
-    fitting = (version for version in _VERSIONS if major in version.capabilities)
+    fitting = (version for version in _VERSIONS if can(device, version.capability))
     return next((version.name for version in fitting if _is_installed(version.module)), None)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kumi.accelerator import is_gpu
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optim.adamw import adamw_update, init_adamw
 from kumi.parallel.optim.nvme_store import NvmeStore, open_nvme_store
@@ -192,7 +193,7 @@ def _zero_states(
 def _staging_buffer(
     size: int, dtype: torch.dtype, trained: Sequence[nn.Parameter], store: NvmeStore | None
 ) -> StagingBuffer:
-    cuda = any(parameter.is_cuda for parameter in trained)
+    cuda = any(is_gpu(parameter.device) for parameter in trained)
 
     def empty(elements: int) -> Tensor:
         return torch.empty(elements, dtype=dtype, pin_memory=cuda)
@@ -250,7 +251,7 @@ def _update_all(optimizer: HostAdamW, buckets: Sequence[UpdateBucket]) -> None:
 
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream] | None:
     """Return the d2h and the h2d stream, which wait for the current stream of the device; None on a CPU."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return None
     d2h, h2d = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
     for stream in (d2h, h2d):

@@ -83,7 +83,7 @@ def decode_step(job: InferenceJob, layout: Layout, batch: Numbers, context: Numb
 def reading_device(job: InferenceJob) -> Device:
     """Return the device of `job` with the share of its bandwidth that a decode step reaches as `stream`."""
     device = job.cluster.device
-    default = READ_SHARE if device.kind == "cuda" else device.stream
+    default = READ_SHARE if device.is_gpu else device.stream
     return replace(device, stream=dict(device.read).get(job.weight_dtype, default))
 
 
@@ -108,7 +108,7 @@ def weight_seconds(job: InferenceJob, layout: Layout, batch: Floats) -> Floats:
 
 def _product_seconds(device: Device, dtype: str, rows: Floats, inner: Numbers, columns: Numbers) -> Floats:
     """Return the seconds of a product of few rows. A GPU computes while it reads, a CPU core in turn."""
-    if device.kind == "cuda":
+    if device.is_gpu:
         return matmul_seconds(device, dtype, rows, inner, columns)
     speed = peak_flops(device, dtype) * device.matmul_share(dtype)
     return 2 * rows * inner * columns / speed + stream_seconds(device, ITEMSIZE[dtype] * inner * columns)
@@ -157,7 +157,7 @@ def _expert_seconds(job: InferenceJob, layout: Layout, device: Device, op: Op, b
     rows = batch * op.passes * layout.expert_tp / layout.tp
     speed = peak_flops(device, job.weight_dtype) * device.matmul_share(job.weight_dtype)
     compute = 2 * rows * each / speed
-    return np.maximum(read, compute) if device.kind == "cuda" else read + compute
+    return np.maximum(read, compute) if device.is_gpu else read + compute
 
 
 def cache_seconds(job: InferenceJob, layout: Layout, batch: Floats, context: Floats) -> Floats:

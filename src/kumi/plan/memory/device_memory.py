@@ -437,7 +437,7 @@ def _libraries(job: Job, layouts: LayoutBatch) -> Floats:
     On a CPU, the interpreter, and what a process adds to it in training.
     """
     device = job.cluster.device
-    if device.kind != "cuda":
+    if not device.is_gpu:
         return device.reserved + process_bytes(job, layouts)
     axes = np.sum([degree > 1 for degree in (layouts.pp, layouts.dp, layouts.cp, layouts.tp)], axis=0)
     # More groups: the world, the ranks of one model replica (for the gradient norm), and the ends of a tied table.
@@ -447,7 +447,7 @@ def _libraries(job: Job, layouts: LayoutBatch) -> Floats:
 
 def allocator_overhead(job: Job) -> float:
     """Return the allocator's overhead as a share of transient memory."""
-    return ALLOCATOR_OVERHEAD[job.engine.kernels] if job.cluster.device.kind == "cuda" else HEAP_OVERHEAD
+    return ALLOCATOR_OVERHEAD[job.engine.kernels] if job.cluster.device.is_gpu else HEAP_OVERHEAD
 
 
 def memory_reading(job: Job, layout: Layout, reading: str, pp_rank: int | None = None) -> float:

@@ -99,7 +99,7 @@ class LayoutSizes:
 
     def __init__(self, job: Job, layouts: LayoutBatch) -> None:
         self.job, self.device, self.engine, self.layouts = job, job.cluster.device, job.engine, layouts
-        self.gpu = self.device.kind == "cuda"
+        self.gpu = self.device.is_gpu
         self.tp, self.cp, self.ep = (degree.astype(np.float64) for degree in (layouts.tp, layouts.cp, layouts.ep))
         self.expert_tp = layouts.expert_tp.astype(np.float64)
         self.ulysses = layouts.context == CONTEXT.index("ulysses")
