@@ -95,8 +95,7 @@ def _refuse_without(arguments: Namespace, flag: str, names: Sequence[str]) -> No
 
 def _validate(arguments: Namespace) -> int:
     """Run the validation of the GPU, and print where the report is. Return the exit code: 2 if a part did not end."""
-    from kumi.validation import validate
-    from kumi.validation.run_parts import JSON_FILE, PAGE_FILE
+    from kumi.validation.run_parts import JSON_FILE, PAGE_FILE, validate
 
     if arguments.nodes or arguments.run is not None:
         other = "--nodes" if arguments.nodes else "a run file"
@@ -109,7 +108,7 @@ def _validate(arguments: Namespace) -> int:
     else:
         print(
             f"\nThe report is in {out / PAGE_FILE}, and the same as data in {out / JSON_FILE}. Names, paths and values "
-            f"of variables are taken out of it, but please read it before you send it; docs/gpu-report.md says where to."
+            f"of variables are taken out. Please read it before you send it; docs/gpu-report.md says where to."
         )
     return ConfigError.exit_code if bad else OK
 
