@@ -44,6 +44,10 @@ CAPABILITIES = {
 }
 
 
+# Capabilities that failed or were wrong on this process's GPU.
+_refused: set[str] = set()
+
+
 def is_gpu(device: torch.device) -> bool:
     """Return True if `device` is a GPU, of NVIDIA or AMD."""
     return device.type == GPU
@@ -57,9 +61,17 @@ def is_rocm() -> bool:
 def can(device: torch.device, capability: str) -> bool:
     """Return True if `device` has the `capability`, a key of `CAPABILITIES`. A CPU has none of them."""
     row = CAPABILITIES[capability]
-    if not is_gpu(device):
+    if not is_gpu(device) or capability in _refused:
         return False
     return row.rocm if is_rocm() else row.cuda <= _compute_capability(device) < row.below
+
+
+def refuse(capability: str, *, refused: bool) -> None:
+    """Let `can` answer no for `capability` in this process, or let it ask the device again."""
+    if refused:
+        _refused.add(capability)
+    else:
+        _refused.discard(capability)
 
 
 def _compute_capability(device: torch.device) -> tuple[int, int]:

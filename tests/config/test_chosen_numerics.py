@@ -187,6 +187,23 @@ def test_kernels_of_a_gpu_are_measured_unless_something_chooses_them(gpu, monkey
     assert open_run(load(RUN)).config.precision.numerics == "auto"  # a key of CPUs
 
 
+def test_settings_that_do_not_pay_are_left_out(gpu):
+    """Of what a run asks for, and nothing of the rest."""
+    asking = {"train.compile": True, "precision.kind": "fp8"}
+    cache_numerics(this_gpu(gpu), ON_GPU)
+    assert open_run(load(RUN, asking)).numerics is None, "they are still to be compared"
+    kernels = (*LOSS, ("compile", "off"), ("float8", "off"), ("async_tp", "off"))
+    seconds = ON_GPU.seconds | {key: {"off": 1.0, "on": 2.0} for key in ("compile", "float8", "async_tp")}
+    cache_numerics(this_gpu(gpu), MeasuredNumerics(Numerics(kernels=kernels), seconds))
+    run = open_run(load(RUN, asking))
+    assert run.config.precision.kernels == "loss:triton,compile:off,float8:off"
+    assert (run.compiles, run.precision.products, run.precision.compute) == (False, "", "bfloat16")
+    assert run.config.train.compile, "the run file's key stays"
+    assert open_run(load(RUN)).config.precision.kernels == "loss:triton"
+    pinned = open_run(load(RUN, asking | {"precision.kernels": "torch"}))
+    assert (pinned.compiles, pinned.precision.products) == (True, "float8")
+
+
 def test_an_earlier_run_goes_on_with_pytorch(gpu):
     cache_numerics(this_gpu(gpu), ON_GPU)
     os.mkdir("run")

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kumi import accelerator
+from kumi.compat import has_varlen
 from kumi.errors import ConfigError
 from kumi.nn import fastest_kernels, numerics
 from kumi.nn.fastest_kernels import Sizes, measure_kernels
@@ -77,6 +79,77 @@ def test_a_measurement_without_time_uses_nothing(measured):
     kernels, measurements, note = measured(lambda: torch.ones(3), seconds=0.0)
     assert (kernels, measurements) == ((), {"torch"})
     assert note == "loss:triton was not measured within 0 s, and is not used"
+
+
+@pytest.fixture
+def attention(monkeypatch):
+    """A function that measures kinds of attention, by what PyTorch's flash kernel and FA3 do; masks take 4 ms."""
+    active = []
+    monkeypatch.setattr(fastest_kernels, "can", lambda device, capability: True)
+    monkeypatch.setattr(fastest_kernels, "installed_version", lambda device: "FA3")
+    monkeypatch.setattr(fastest_kernels, "activate_flash", active.append)
+    monkeypatch.setattr(fastest_kernels, "restore_flash", active.clear)
+
+    def measure(flash, newer):
+        def operation():
+            if "packed flash attention" in accelerator._refused:
+                return [torch.ones(3)]
+            return [newer() if active else flash()]
+
+        monkeypatch.setattr(fastest_kernels, "_attention", lambda device, sizes: operation)
+        kind, seconds, notes = fastest_kernels.measure_attention(CPU, TINY, time.perf_counter() + 60)
+        assert not active
+        assert not accelerator._refused
+        return kind, seconds.keys(), " ".join(notes)
+
+    return measure
+
+
+def after(seconds, value=1.0):
+    def run():
+        time.sleep(seconds)
+        return torch.full((3,), value)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("flash", "newer", "kind", "note"),
+    [
+        (after(0.004), after(0.0), "fa3", ""),
+        (after(0.0), after(0.004), None, "attention:fa3 takes "),
+        (after(0.004), after(0.0, 2.0), None, "attention:fa3 differs from PyTorch's operations by 1 of"),
+        (after(0.004), broken, None, "attention:fa3 fails (RuntimeError: no kernel image"),
+        (broken, after(0.0), "masked", "PyTorch's flash attention fails (RuntimeError: no kernel image"),
+        (
+            after(0.0, float("nan")),
+            after(0.0),
+            "masked",
+            "PyTorch's flash attention differs from attention with masks by",
+        ),
+    ],
+)
+def test_the_kind_of_attention(attention, flash, newer, kind, note):
+    measured_kind, _, notes = attention(flash, newer)
+    assert measured_kind == kind
+    assert notes.startswith(note)
+    assert bool(notes) == bool(note)
+
+
+def test_attention_by_flash_and_by_masks_is_near_on_this_device():
+    function = fastest_kernels._attention(CPU, TINY)
+    assert fastest_kernels.distance(function(), function()) == 0
+
+
+def test_masks_are_used_where_flash_is_wrong(monkeypatch):
+    monkeypatch.setattr(accelerator, "is_gpu", lambda device: True)
+    monkeypatch.setattr(accelerator, "_compute_capability", lambda device: (9, 0))
+    q = torch.zeros(1, dtype=torch.bfloat16)
+    assert has_varlen(q)
+    use_kernels((("attention", "masked"), ("compile", "off")))
+    assert not has_varlen(q)
+    use_kernels(())
+    assert has_varlen(q)
 
 
 def test_every_kernel_has_a_module():

@@ -101,15 +101,10 @@ def test_gpus_that_can_have_a_scale_for_each_row(monkeypatch, capability, rowwis
 
 
 def test_layers_that_are_not_compiled_are_refused():
-    run = SimpleNamespace(
-        layout=Layout(),
-        precision=PRECISIONS["fp8"],
-        model=SPEC,
-        config=SimpleNamespace(train=SimpleNamespace(compile=False)),
-    )
+    run = SimpleNamespace(layout=Layout(), precision=PRECISIONS["fp8"], model=SPEC, compiles=False)
     with pytest.raises(LayoutError, match=r"slower than bf16 with train\.compile=false, .*set train\.compile=true"):
         start._check_compiled(run)
-    run.config.train.compile = True
+    run.compiles = True
     start._check_compiled(run)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from kumi.spec.numerics import (
     AUTO_KINDS,
+    CHOICES,
     FLASH_CASES,
-    KERNELS,
     MATMUL_LIBRARIES,
     REFERENCE,
     Numerics,
@@ -17,12 +17,12 @@ from kumi.spec.numerics import (
     parse_numerics,
 )
 
-CHOICES = [chosen for count in range(len(FLASH_CASES) + 1) for chosen in combinations(FLASH_CASES, count)]
+FLASH = [chosen for count in range(len(FLASH_CASES) + 1) for chosen in combinations(FLASH_CASES, count)]
 
 
 @pytest.mark.parametrize(("kind", "products"), list(product(("", *AUTO_KINDS), MATMUL_LIBRARIES)))
 def test_what_is_written_is_read(kind, products):
-    every = [Numerics(kind, products, flash) for flash in CHOICES]
+    every = [Numerics(kind, products, flash) for flash in FLASH]
     assert [parse_numerics(str(one)) for one in every] == every
     assert len({str(one) for one in every}) == len(every)
 
@@ -36,14 +36,17 @@ def test_the_reference_has_a_word():
 def test_kernels_of_a_gpu():
     every = [
         tuple(zip(operations, implementations))
-        for count in range(len(KERNELS) + 1)
-        for operations in combinations(KERNELS, count)
-        for implementations in product(*(KERNELS[operation] for operation in operations))
+        for count in range(len(CHOICES) + 1)
+        for operations in combinations(CHOICES, count)
+        for implementations in product(*(CHOICES[operation] for operation in operations))
     ]
     assert [parse_kernels(kernels_text(kernels)) for kernels in every] == every
     assert [parse_numerics(str(Numerics(kernels=kernels))).kernels for kernels in every] == every
     assert parse_kernels("scan:mamba-ssm, loss:triton") == (("loss", "triton"), ("scan", "mamba-ssm"))
     assert parse_kernels("torch") == ()
+    chosen = Numerics(kernels=parse_kernels("compile:off,attention:masked"))
+    assert str(chosen) == "kernels=attention:masked,compile:off"
+    assert (chosen.chosen("attention"), chosen.chosen("float8")) == ("masked", None)
 
 
 @pytest.mark.parametrize(

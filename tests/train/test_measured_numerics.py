@@ -12,7 +12,7 @@ from tests.train.conftest import back_to, losses, run_file
 
 from kumi.cli import main
 from kumi.config import load, resolve
-from kumi.config.numerics import read_cached_numerics, this_gpu, this_processor
+from kumi.config.numerics import chosen_of, read_cached_numerics, this_gpu, this_processor
 from kumi.spec.numerics import REFERENCE, Numerics
 from kumi.train import measure_numerics, start
 
@@ -175,6 +175,43 @@ def test_the_kernels_of_a_gpu_are_measured_once(monkeypatch, tmp_path, capsys):
     assert commands[0][1:] == ["-m", "kumi.nn.fastest_kernels", "cuda"]
     assert capsys.readouterr().out == f"kernels    {RECORD['notes'][0]}\n"
     assert read_cached_numerics(this_gpu("a GPU")) == measured
+
+
+def test_settings_are_compared_when_a_run_first_asks_for_them(monkeypatch, tmp_path, capsys):
+    """A setting that does not pay is off; one whose process crashes is, too; one that the run refuses stays."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    records = {
+        "cuda": RECORD,
+        "compile": RECORD | {"numerics": "reference", "seconds": {"compile": {"off": 2.0, "on": 1.0}}, "notes": []},
+        "float8": {"numerics": "reference", "seconds": {}, "notes": [], "took": 0.0},
+        "async_tp": None,
+    }
+    asked = []
+    monkeypatch.setattr(
+        measure_numerics, "_run_measurement", lambda command, _: asked.append(command[-1]) or records[command[-1]]
+    )
+    measured = measure_numerics.measure_gpu("a GPU", ("compile", "float8", "async_tp"))
+    assert asked == ["cuda", "compile", "float8", "async_tp"]
+    assert measured.numerics.kernels == (("loss", "triton"), ("async_tp", "off"))
+    assert "async_tp crashed or hung when it was compared; comm.async_tp is not used" in capsys.readouterr().out
+    assert measure_numerics.measure_gpu("a GPU", ("compile", "async_tp")) == measured
+    assert asked[4:] == []
+    assert chosen_of(measured, ()).kernels == (("loss", "triton"),)
+    assert chosen_of(measured, ("async_tp",)) == measured.numerics
+    assert chosen_of(measured, ("float8",)) is None
+
+
+def test_nothing_is_compared_in_exclusive_compute_mode(monkeypatch, tmp_path, capsys):
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho Exclusive_Process\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(smi.parent), prepend=os.pathsep)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measure_numerics, "_run_measurement", lambda *_: pytest.fail("a process was started"))
+    assert measure_numerics.measure_gpu("a GPU", ("compile",)).numerics == REFERENCE
+    assert "not compared, because the GPU is in exclusive compute mode" in capsys.readouterr().out
+    assert read_cached_numerics(this_gpu("a GPU")) is None
 
 
 def test_a_gpu_whose_measurement_dies_computes_by_pytorch(monkeypatch, tmp_path, capsys):

@@ -10,11 +10,7 @@ from kumi.validation.fitting_case import StepCase, estimated_bytes, fitted
 from kumi.validation.model_shapes import LLAMA_1B, LLAMA_8B, QWEN_30B_A3B
 
 GIB = 2**30
-CASES = {
-    "1b": StepCase(LLAMA_1B),
-    "8b": StepCase(LLAMA_8B, layers=8),
-    "experts": StepCase(QWEN_30B_A3B, layers=4),
-}
+CASES = {"1b": StepCase(LLAMA_1B), "8b": StepCase(LLAMA_8B, layers=8), "experts": StepCase(QWEN_30B_A3B, layers=4)}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -211,6 +211,8 @@ def test_the_whole_validation_runs_on_a_cpu(tmp_path):
     assert report["complete"]
     rows = {result["name"]: result["rows"] for result in report["parts"]}
     assert all(row["near"] for row in rows["numbers"])
-    assert all(row.get("near", True) and row.get("result", "").startswith(("ok", "rank 1")) for row in rows["several devices"])
+    for row in rows["several devices"]:
+        assert row.get("near", True)
+        assert row["result"].startswith(("ok", "rank 1 was killed")), row
     assert [row["exit code"] for row in rows["run"] if "exit code" in row] == [143, 0]
     assert {"what": "exit code", "value": 5} in rows["out of memory"]

@@ -185,7 +185,9 @@ class PrecisionSection(Section):
         "auto",
         description="Kernels of a GPU beside PyTorch's operations: 'auto' compares and times them once per machine, "
         "and a run keeps its first choice; 'torch' uses none; or operations with their implementations, such as "
-        "'loss:triton,scan:mamba-ssm'. Losses are equal up to rounding.",
+        "'loss:triton,scan:mamba-ssm,attention:fa3'. Losses are equal up to rounding. 'compile:off', 'float8:off' and "
+        "'async_tp:off' leave out what `train.compile`, `precision.kind` and `comm.async_tp` ask for, where it does "
+        "not pay.",
     )
 
     @field_validator("kernels")

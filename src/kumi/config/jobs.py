@@ -61,6 +61,8 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
     """
     cluster = cluster_spec(config.cluster)
     numerics, kind = choose_numerics(config, cluster), config.precision.kind
+    if kind == "fp8" and numerics is not None and numerics.chosen("float8") == "off":
+        kind = "bf16"  # float8 does not pay on this GPU
     hf_config = read_hf_config(config.model) if hf_config is None else hf_config
     model, lora = read_model(config, hf_config), None if config.lora is None else lora_spec(config.lora)
     return Job(

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,10 +119,34 @@ def _gpus() -> list[DeviceFile]:
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
+        _refuse_rocm()
         return []
     rows = [[part.strip() for part in line.split(",")] for line in listed.strip().splitlines()]
     gpus = [dict(zip(_FIELDS, row, strict=True)) for row in rows]
     return [_gpu(gpu) for gpu in _visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))]
+
+
+def _refuse_rocm() -> None:
+    """Raise ConfigError if PyTorch was built for AMD's GPUs, which nvidia-smi does not list."""
+    try:
+        built = version("torch")
+    except PackageNotFoundError:
+        return
+    if "rocm" in built and os.environ.get("HIP_VISIBLE_DEVICES", "0"):
+        raise ConfigError(
+            f"cluster.source='auto': torch {built} is for AMD's GPUs, which kumi cannot list; set cluster.source to a "
+            f"file that describes them, such as one with the preset 'mi300x' (docs/hardware.md)"
+        )
+
+
+def exclusive_gpu() -> bool:
+    """Return True if a GPU of this machine takes one process at a time, or none: in exclusive compute mode."""
+    query = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return any(line.strip() not in ("Default", "") for line in listed.splitlines())
 
 
 def _visible(gpus: list[dict[str, str]], names: str | None) -> list[dict[str, str]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -26,7 +27,15 @@ from kumi.files.output import open_new
 from kumi.files.untrusted import read_object
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.job import Job
-from kumi.spec.numerics import KERNEL_PACKAGES, REFERENCE, Numerics, kernels_text, parse_kernels, parse_numerics
+from kumi.spec.numerics import (
+    ASKED,
+    MEASURED_PACKAGES,
+    REFERENCE,
+    Numerics,
+    kernels_text,
+    parse_kernels,
+    parse_numerics,
+)
 
 _VARIABLE = "KUMI_NUMERICS"
 
@@ -103,14 +112,27 @@ def _choose_kernels(config: PlanConfig, cluster: ClusterSpec) -> Numerics | None
     # No kernel is taken on trust: the GPUs of a cluster that a file describes, or other devices, have PyTorch's.
     if not cluster.device.is_gpu or config.cluster.source != "auto":
         return REFERENCE
-    measured = read_cached_numerics(this_gpu(cluster.device.name))
-    return None if measured is None else measured.numerics
+    return chosen_of(read_cached_numerics(this_gpu(cluster.device.name)), asked_settings(config))
+
+
+def asked_settings(config: PlanConfig) -> tuple[str, ...]:
+    """Return the settings of `ASKED` that `config` asks for, in that order."""
+    compiles = config.train is not None and config.train.compile
+    asked = {"compile": compiles, "float8": config.precision.kind == "fp8", "async_tp": config.comm.async_tp}
+    return tuple(name for name in ASKED if asked[name])
+
+
+def chosen_of(measured: MeasuredNumerics | None, asked: Sequence[str]) -> Numerics | None:
+    """Return what `measured` chose for a run that asks for settings; None if one of `asked` is still to be compared."""
+    if measured is None or any(name not in measured.seconds for name in asked):
+        return None
+    pairs = measured.numerics.kernels
+    return Numerics(kernels=tuple(pair for pair in pairs if pair[0] not in ASKED or pair[0] in asked))
 
 
 def this_gpu(name: str) -> Processor:
     """Return the conditions of a process with a GPU called `name` of this machine."""
-    packages = ("triton", *(package for package, _ in KERNEL_PACKAGES.values()))
-    versions = [f"{package}={_version(package)}" for package in sorted({*packages})]
+    versions = [f"{package}={_version(package)}" for package in sorted({*MEASURED_PACKAGES})]
     return Processor(name, " ".join(versions), _version("torch"), 0)
 
 

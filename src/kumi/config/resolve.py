@@ -118,7 +118,16 @@ class ResolvedRun:
     @property
     def comm(self) -> Comm:
         """How gradients, parameters and tokens are communicated."""
-        return comm_spec(self.config)
+        comm = comm_spec(self.config)
+        return comm if self._pays("async_tp") else replace(comm, async_tp=False)
+
+    @property
+    def compiles(self) -> bool:
+        """True if layers are compiled: if the run file asks for it, and it pays on this GPU."""
+        return self.config.train.compile and self._pays("compile")
+
+    def _pays(self, setting: str) -> bool:
+        return self.numerics is None or self.numerics.chosen(setting) != "off"
 
     @property
     def memory(self) -> MemoryEstimate:

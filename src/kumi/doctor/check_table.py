@@ -9,7 +9,7 @@ from kumi.doctor.clock_checks import clock_skew, within_skew
 from kumi.doctor.disk_checks import free_disk, shared_folder
 from kumi.doctor.finding import Check
 from kumi.doctor.fleet_rules import enough, same, sound
-from kumi.doctor.gpu_checks import gpu_count, gpu_memory_errors, gpu_throttling, nvlinks
+from kumi.doctor.gpu_checks import chosen_kernels, gpu_count, gpu_memory_errors, gpu_throttling, nvlinks
 from kumi.doctor.limit_checks import locked_memory, open_files, processes, shared_memory, show_count
 from kumi.doctor.network_checks import (
     all_connected,
@@ -189,6 +189,13 @@ CHECKS: tuple[Check, ...] = (
         "restart nvidia-fabricmanager, and look at `nvidia-smi nvlink --status` on the named node",
         together=True,
         seconds=20.0,
+    ),
+    Check(
+        "kernels",
+        chosen_kernels,
+        sound("chosen by measurement"),
+        "a run measures by itself; `kumi doctor --gpu` compares compiled layers and float8, too",
+        together=True,
     ),
     # speed_checks.py
     Check(

@@ -10,8 +10,12 @@ import subprocess
 from collections import Counter
 from xml.etree import ElementTree
 
+from kumi.config.cluster_source import cluster_spec
+from kumi.config.job_sections import ClusterSection
+from kumi.config.numerics import read_cached_numerics, this_gpu
 from kumi.doctor.finding import Reading
 from kumi.doctor.here import Here
+from kumi.spec.numerics import kernels_text
 
 _NO_SMI = "no nvidia-smi on this machine"
 _LINK_SECONDS = 10.0
@@ -75,6 +79,16 @@ def gpu_throttling(here: Here) -> Reading:
     hottest = Counter(_text(gpu, "temperature/gpu_temp") for _, gpu in gpus)
     temperatures = ", ".join(sorted(filter(None, hottest))) or "temperature not reported"
     return Reading(f"none ({temperatures})", problems=tuple(problems), warnings=tuple(warnings))
+
+
+def chosen_kernels(here: Here) -> Reading:
+    """Return what was chosen by measurement on this machine's GPU: kernels, the kind of attention, and settings."""
+    if here.devices.kind == "cpu":
+        return Reading(absent="kernels are chosen on GPUs")
+    measured = read_cached_numerics(this_gpu(cluster_spec(ClusterSection(source="auto")).device.name))
+    if measured is None:
+        return Reading("measured at the first start of a run")
+    return Reading(f"{kernels_text(measured.numerics.kernels)}; measured: {', '.join(measured.seconds)}")
 
 
 def throttle_reasons(gpu: ElementTree.Element) -> list[str]:

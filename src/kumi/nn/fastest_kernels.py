@@ -1,8 +1,9 @@
-"""Compare and time the kernels of `kumi.spec.numerics.KERNELS` on this device, against PyTorch's operations.
+"""Compare and time the kernels of `kumi.spec.numerics.KERNELS` on this device, against PyTorch's operations, and kinds
+of attention.
 
     python -m kumi.nn.fastest_kernels cuda      the choice as JSON, from a process of its own, which may crash
 
-A kernel is used if its results and gradients are near those of PyTorch's operations (`_TOLERANCE`) and it is faster by
+A kernel is used if its results and gradients are near those of PyTorch's operations (`TOLERANCE`) and it is faster by
 a factor of `LEAD`, in the median and in the fastest round. Each other kernel gives a sentence: what failed, differs, is
 slower, or was not measured within `_SECONDS`. The times are of forward and backward of one operation with the sizes of
 a model of some billion parameters (`Sizes`).
@@ -21,8 +22,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kumi.accelerator import is_gpu
+from kumi.accelerator import can, is_gpu, refuse
+from kumi.compat import activate_flash, restore_flash
 from kumi.errors import ConfigError
+from kumi.nn.attention.attention_context import segments
+from kumi.nn.attention.grouped_query import attend
+from kumi.nn.attention.newer_flash import installed_version
 from kumi.nn.fastest_numerics import LEAD
 from kumi.nn.logprob import weighted_sum
 from kumi.nn.mamba_scan import ScanInputs, scan
@@ -35,7 +40,10 @@ _ROUNDS = 5
 _SECONDS = 20.0
 # Largest distance of a result or gradient from that of PyTorch's operations, as a fraction of its length: of two
 # bfloat16 numbers that are rounded in another order.
-_TOLERANCE = 0.02
+TOLERANCE = 0.02
+
+# What a kernel that does not fit the device, the sizes or the versions raises.
+_FAILURES = (ConfigError, RuntimeError, ValueError, AssertionError, TypeError, ImportError)
 
 Function = Callable[[], list[Tensor]]
 
@@ -70,7 +78,7 @@ def measure_kernels(device: torch.device, sizes: Sizes | None = None, seconds: f
     for operation, function in _operations(device, sizes or Sizes()).items():
         use_kernels(())
         expected, times[operation] = function(), {"torch": 0.0}
-        reference = _timed(function, device)
+        reference = timed_rounds(function, device)
         times[operation]["torch"] = median(reference)
         for implementation in KERNELS[operation]:
             name = f"{operation}:{implementation}"
@@ -81,25 +89,79 @@ def measure_kernels(device: torch.device, sizes: Sizes | None = None, seconds: f
                 continue
             try:
                 use_kernels(((operation, implementation),))
-                distance = _distance(function(), expected)
-                own = _timed(function, device)
-            except (ConfigError, RuntimeError, ValueError, AssertionError, TypeError) as error:
+                far = distance(function(), expected)
+                own = timed_rounds(function, device)
+            except _FAILURES as error:
                 notes.append(f"{name} fails ({type(error).__name__}: {str(error)[:200]}), and is not used")
                 continue
             times[operation][implementation] = median(own)
-            if not distance <= _TOLERANCE:
-                notes.append(f"{name} differs from PyTorch's operations by {distance:.2g} of the result; not used")
-            elif any(statistic(own) * LEAD > statistic(reference) for statistic in (median, min)):
-                share = median(own) / median(reference)
-                notes.append(f"{name} takes {share:.2f} times as long as PyTorch's operations, and is not used")
+            if note := why_not(name, far, own, reference):
+                notes.append(note)
             else:
                 chosen.append((operation, implementation))
                 break
     use_kernels(())
+    if can(device, "packed flash attention"):
+        kind, times["attention"], about = measure_attention(device, sizes or Sizes(), until)
+        chosen += [] if kind is None else [("attention", kind)]
+        notes += about
     return KernelChoice(Numerics(kernels=tuple(chosen)), times, notes)
 
 
-def _timed(function: Function, device: torch.device) -> list[float]:
+def measure_attention(
+    device: torch.device, sizes: Sizes, until: float
+) -> tuple[str | None, dict[str, float], list[str]]:
+    """Return the kind of attention to use (see `ATTENTION`; None for PyTorch's flash kernel), seconds, and notes.
+
+    Attention with masks of all pairs is the plain path. It is chosen only where PyTorch's kernel fails or is wrong,
+    for its memory grows with the square of the length.
+    """
+    function, times, notes = _attention(device, sizes), {}, []
+    try:
+        refuse("packed flash attention", refused=True)
+        expected, times["masked"] = function(), median(timed_rounds(function, device))
+    finally:
+        refuse("packed flash attention", refused=False)
+    try:
+        far = distance(function(), expected)
+        reference = timed_rounds(function, device)
+        times["torch"] = median(reference)
+        wrong = "" if far <= TOLERANCE else f"differs from attention with masks by {far:.2g} of the result"
+    except _FAILURES as error:
+        wrong = f"fails ({type(error).__name__}: {str(error)[:200]})"
+    if wrong:
+        note = f"PyTorch's flash attention {wrong}; attention uses masks, whose memory grows with the square of a row"
+        return "masked", times, [note]
+    version = installed_version(device)
+    if version is None or time.perf_counter() > until:
+        notes += [] if version is None else [f"attention:{version.lower()} was not measured in time, and is not used"]
+        return None, times, notes
+    name = f"attention:{version.lower()}"
+    try:
+        activate_flash(version)
+        far, own = distance(function(), expected), timed_rounds(function, device)
+    except _FAILURES as error:
+        notes.append(f"{name} fails ({type(error).__name__}: {str(error)[:200]}), and is not used")
+        return None, times, notes
+    finally:
+        restore_flash()
+    times[version.lower()] = median(own)
+    if note := why_not(name, far, own, reference):
+        return None, times, [note]
+    return version.lower(), times, notes
+
+
+def why_not(name: str, far: float, own: list[float], reference: list[float], tolerance: float = TOLERANCE) -> str:
+    """Return why a candidate is not used, as a sentence; "" if it is near the reference and faster."""
+    if not far <= tolerance:  # not a number is not near, either
+        return f"{name} differs from PyTorch's operations by {far:.2g} of the result; not used"
+    if any(statistic(own) * LEAD > statistic(reference) for statistic in (median, min)):
+        share = median(own) / median(reference)
+        return f"{name} takes {share:.2f} times as long as PyTorch's operations, so it is not 5 % faster, and not used"
+    return ""
+
+
+def timed_rounds(function: Function, device: torch.device) -> list[float]:
     """Return the seconds of each round of `function`."""
     seconds = []
     for _ in range(_ROUNDS):
@@ -116,7 +178,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _distance(results: list[Tensor], expected: list[Tensor]) -> float:
+def distance(results: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest distance of a result from the expected one, as a fraction of its length; NaN if it has NaN."""
     pairs = [(result.double(), reference.double()) for result, reference in zip(results, expected, strict=True)]
     distances = [(a - b).norm() / b.norm().clamp(min=1e-9) for a, b in pairs]
@@ -178,6 +240,25 @@ def _operations(device: torch.device, sizes: Sizes) -> Mapping[str, Function]:
         return run
 
     return {"loss": loss(), "experts": experts(), "rotation": rotation(), "scan": recurrence()}
+
+
+def _attention(device: torch.device, sizes: Sizes) -> Function:
+    """Return a function that computes attention over four documents of different lengths, and its gradients."""
+    tokens = sizes.tokens
+    lengths = [tokens // 2, tokens // 4, tokens // 8, tokens - tokens // 2 - tokens // 4 - tokens // 8]
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None].to(device)
+    context, kv_heads = segments(ids, ids), max(1, sizes.heads // 4)
+    q, k, v = (
+        torch.randn(1, tokens, heads, sizes.head, device=device, dtype=sizes.dtype).requires_grad_()
+        for heads in (sizes.heads, kv_heads, kv_heads)
+    )
+    grad = torch.randn_like(q)
+
+    def run() -> list[Tensor]:
+        out = attend(context, q, k, v, None)
+        return [out, *torch.autograd.grad(out, (q, k, v), grad)]
+
+    return run
 
 
 def _print_choice(device: torch.device) -> None:

@@ -13,9 +13,10 @@ from types import ModuleType
 
 import torch
 
+from kumi.accelerator import refuse
 from kumi.errors import ConfigError
 from kumi.nn.cpu_matmul import enable_fast_float32
-from kumi.spec.numerics import KERNEL_PACKAGES, Numerics, attention_case
+from kumi.spec.numerics import KERNEL_PACKAGES, KERNELS, Numerics, attention_case
 
 _flash: frozenset[str] = frozenset()
 _mixed = False
@@ -81,10 +82,12 @@ def uses_flash(dtype: torch.dtype, length: float) -> bool:
 def use_kernels(kernels: Sequence[tuple[str, str]]) -> None:
     """Compute the operations in `kernels` by their implementations, and all others by PyTorch's operations.
 
-    Raise ConfigError if a kernel's package cannot be imported.
+    Settings that are switched off, and newer versions of flash attention, are for the caller. Raise ConfigError if a
+    kernel's package cannot be imported.
     """
     global _kernels
-    _kernels = {operation: load_kernel(operation, implementation) for operation, implementation in kernels}
+    _kernels = {name: load_kernel(name, implementation) for name, implementation in kernels if name in KERNELS}
+    refuse("packed flash attention", refused=("attention", "masked") in kernels)
 
 
 def load_kernel(operation: str, implementation: str) -> ModuleType:

@@ -34,18 +34,22 @@ def use_float8(decoder: Decoder, device: torch.device) -> None:
 
     Raise LayoutError if the device has no float8 matmuls or torchao is not installed.
     """
-    require_float8(device)
+    _check_device(device)
     swap_matmuls(decoder, rowwise=can(device, "float8 by rows"))
 
 
-def require_float8(device: torch.device) -> ModuleType:
-    """Return torchao's module of float8. Raise LayoutError if it is not installed, or `device` has no float8."""
+def require_float8(device: torch.device) -> None:
+    """Raise LayoutError if `device` has no float8 matmuls, or torchao is not installed."""
+    _check_device(device)
+    _torchao()
+
+
+def _check_device(device: torch.device) -> None:
     if not can(device, "float8"):
         raise LayoutError(
             f"precision.kind='fp8': {device} has no float8 matmuls, which need a CUDA device of compute capability "
             f"8.9 or higher; set precision.kind = 'bf16'"
         )
-    return _torchao()
 
 
 def swap_matmuls(decoder: Decoder, *, rowwise: bool) -> list[str]:

@@ -187,14 +187,15 @@ def _numerics(config: PlanConfig, job: Job) -> dict[str, Any]:
 
     `milliseconds`: operation -> implementation -> milliseconds measured on this machine; empty if they do not apply.
     """
-    from kumi.config.numerics import read_cached_numerics, this_gpu, this_processor
+    from kumi.config.numerics import asked_settings, chosen_of, read_cached_numerics, this_gpu, this_processor
 
     cluster = job.cluster
     is_cpu = cluster.device.kind == "cpu"
     processor = this_processor(cluster.devices_per_node) if is_cpu else this_gpu(cluster.device.name)
     numerics, measured = job.numerics, read_cached_numerics(processor)
-    applies = measured is not None and config.cluster.source == "auto" and numerics == measured.numerics
-    seconds = measured.seconds if measured is not None and applies else {}
+    own = measured is not None and config.cluster.source == "auto"
+    chosen = None if measured is None else measured.numerics if is_cpu else chosen_of(measured, asked_settings(config))
+    seconds = measured.seconds if measured is not None and own and numerics == chosen else {}
     return {
         "chosen": None if numerics is None else str(numerics) if is_cpu else kernels_text(numerics.kernels),
         "milliseconds": {

@@ -12,7 +12,7 @@ Where kumi has several kernels for an operation, it measures them once per machi
 - `flash`: the cases of dtype and document length in which attention uses PyTorch's flash kernel. Other cases use the
   block-wise kernel.
 - `kernels`: the operations that a GPU computes by something else than PyTorch's operations, each with the
-  implementation (see `KERNELS`).
+  implementation, and settings that a run file asks for and that do not pay there (see `CHOICES`).
 """
 
 from __future__ import annotations
@@ -29,25 +29,39 @@ LONG_TOKENS = 1024
 # Triton kernels (`kumi.nn.kernels`). "loss": between the matmuls of the loss head; "experts": tokens to the rows of
 # experts and back; "rotation": rotary position embeddings; "scan": Mamba's recurrence.
 KERNELS = {"loss": ("triton",), "experts": ("triton",), "rotation": ("triton",), "scan": ("mamba-ssm", "triton")}
+# Attention on a GPU, if not by PyTorch's flash kernel: newer versions of it, and masks of all pairs of tokens where
+# PyTorch's fails or is wrong.
+ATTENTION = ("fa3", "fa4", "masked")
+# Settings of a run file that are compared with what they replace when a run first asks for them, and their keys. "off"
+# means that they fail, differ or are slower on this GPU, so that they are not used.
+ASKED = {"compile": "train.compile", "float8": "precision.kind", "async_tp": "comm.async_tp"}
+# All that is chosen by measurement: operation or setting -> what may be chosen beside the default.
+CHOICES = {**KERNELS, "attention": ATTENTION, **dict.fromkeys(ASKED, ("off",))}
 
 # Implementation -> the package that it needs, and a relative clause ("which ...") that says where to get the package.
 KERNEL_PACKAGES = {
     "triton": ("triton", "PyTorch for CUDA brings along"),
     "mamba-ssm": ("mamba-ssm", "its authors build for each version of PyTorch"),
 }
+# All packages whose versions a measurement depends on, beside PyTorch.
+MEASURED_PACKAGES = (*(package for package, _ in KERNEL_PACKAGES.values()), "flash-attn-3", "flash-attn-4", "torchao")
 
 
 @dataclass(frozen=True)
 class Numerics:
     """A choice of kernels. If `kind` is empty, the description of the CPU decides the precision.
 
-    `kernels` has pairs of an operation and its implementation, in the order of `KERNELS`, without those of PyTorch.
+    `kernels` has pairs of an operation and its implementation, in the order of `CHOICES`, without those of PyTorch.
     """
 
     kind: str = ""
     products: str = "onednn"
     flash: tuple[str, ...] = ()
     kernels: tuple[tuple[str, str], ...] = ()
+
+    def chosen(self, operation: str) -> str | None:
+        """Return the choice for `operation`, a key of `CHOICES`; None for the default."""
+        return dict(self.kernels).get(operation)
 
     def __str__(self) -> str:
         if self == REFERENCE:
@@ -99,17 +113,17 @@ def kernels_text(kernels: Sequence[tuple[str, str]]) -> str:
 def parse_kernels(text: str) -> tuple[tuple[str, str], ...]:
     """Return the operations and implementations in `text`, such as "loss:triton,scan:mamba-ssm"; () for "torch".
 
-    Raise ValueError if it names an operation twice, or something that is not in `KERNELS`.
+    Raise ValueError if it names an operation twice, or something that is not in `CHOICES`.
     """
     chosen: dict[str, str] = {}
     for word in [] if text == "torch" else text.split(","):
         operation, _, implementation = word.strip().partition(":")
-        if operation in chosen or implementation not in KERNELS.get(operation, ()):
-            allowed = ", ".join(f"{name}:{each}" for name, all_of in KERNELS.items() for each in all_of)
+        if operation in chosen or implementation not in CHOICES.get(operation, ()):
+            allowed = ", ".join(f"{name}:{each}" for name, all_of in CHOICES.items() for each in all_of)
             reason = "occurs twice" if operation in chosen else "is unknown"
             raise ValueError(f"{word.strip()!r} {reason}; write 'torch', or some of {allowed}")
         chosen[operation] = implementation
-    return tuple((operation, chosen[operation]) for operation in KERNELS if operation in chosen)
+    return tuple((operation, chosen[operation]) for operation in CHOICES if operation in chosen)
 
 
 _EXAMPLE = f"write 'reference', or as in {str(Numerics('fp32', 'default', FLASH_CASES[:2]))!r}"

@@ -117,7 +117,9 @@ def _train(
         listener = Callbacks(run.config, ())
     reporter = Reporter(rank_state, state, metrics, memory_before, listener)
     reporter.legend()
-    if newer := use_newer_flash(run.model, mesh.device):
+    if (run.numerics or REFERENCE).chosen("attention") in ("fa3", "fa4") and (
+        newer := use_newer_flash(run.model, mesh.device)
+    ):
         reporter.note(f"attention  {newer}")
     if state.step:
         counts = rank_state.data.state(state.step) if rank_state.rollouts is None else rank_state.rollouts.counts

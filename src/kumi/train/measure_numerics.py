@@ -12,19 +12,34 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, cast
 
 from kumi.config import ResolvedRun
-from kumi.config.local_machine import cpu_dtypes
-from kumi.config.numerics import MeasuredNumerics, cache_numerics, numerics_for_cluster, this_gpu, this_processor
+from kumi.config.local_machine import cpu_dtypes, exclusive_gpu
+from kumi.config.numerics import (
+    MeasuredNumerics,
+    asked_settings,
+    cache_numerics,
+    chosen_of,
+    numerics_for_cluster,
+    read_cached_numerics,
+    this_gpu,
+    this_processor,
+)
 from kumi.config.resolve import with_numerics_key
-from kumi.spec.numerics import REFERENCE, Numerics, parse_numerics
+from kumi.spec.numerics import ASKED, CHOICES, REFERENCE, Numerics, parse_numerics
 
 # A measurement takes about a second; a process that hangs is killed after this time.
 _TIMEOUT_SECONDS = 30.0
 # A GPU's kernels take up to 20 seconds, most of them the compiler's, and torch's import some more.
 _GPU_TIMEOUT_SECONDS = 90.0
+# Settings are compiled, which takes a minute on a slow host.
+_SETTING_TIMEOUT_SECONDS = 180.0
+# PyTorch's name of a GPU, for a process that imports torch.
+_GPU = "cuda"
 
 
 def with_measured_numerics(run: ResolvedRun) -> ResolvedRun:
@@ -32,8 +47,11 @@ def with_measured_numerics(run: ResolvedRun) -> ResolvedRun:
     if run.numerics is not None:
         return run
     device = run.cluster.device
-    measured = measure_here(run.cluster.devices_per_node) if device.kind == "cpu" else measure_gpu(device.name)
-    return with_numerics(run, measured.numerics)
+    if not device.is_gpu:
+        return with_numerics(run, measure_here(run.cluster.devices_per_node).numerics)
+    asked = asked_settings(run.config)
+    measured = measure_gpu(device.name, asked)
+    return with_numerics(run, chosen_of(measured, asked) or measured.numerics)
 
 
 def with_numerics(run: ResolvedRun, numerics: Numerics) -> ResolvedRun:
@@ -64,21 +82,70 @@ def measure_here(ranks: int) -> MeasuredNumerics:
     return measured
 
 
-def measure_gpu(name: str) -> MeasuredNumerics:
-    """Compare and time the kernels of this machine's GPU, called `name`, and store the choice in the cache.
+def measure_gpu(name: str, asked: Sequence[str] = ()) -> MeasuredNumerics:
+    """Compare and time the kernels of this machine's GPU, called `name`, and the settings `asked`, of `ASKED`. Store
+    the choice in the cache, whose earlier measurements are not made again.
 
-    Return the reference, PyTorch's operations, if the measuring process dies or hangs.
+    Kernels are PyTorch's operations if the measuring process dies or hangs, and settings stay as the run file asks; a
+    setting is off if its own process does. In exclusive compute mode nothing is measured.
     """
-    command = [sys.executable, "-m", "kumi.nn.fastest_kernels", "cuda"]
-    record = _run_measurement(command, _GPU_TIMEOUT_SECONDS)
-    if record is None:
-        print("kernels    this GPU's kernels could not be compared; using PyTorch's operations", flush=True)
-        return MeasuredNumerics(REFERENCE, {})
-    measured = MeasuredNumerics(parse_numerics(record["numerics"]), record["seconds"], record["took"])
-    for line in record["notes"]:
-        print(f"kernels    {line}", flush=True)
+    measured = read_cached_numerics(this_gpu(name)) or MeasuredNumerics(REFERENCE, {})
+    missing = [setting for setting in asked if setting not in measured.seconds]
+    if measured.seconds and not missing:
+        return measured
+    if exclusive_gpu():
+        print(
+            "kernels    not compared, because the GPU is in exclusive compute mode: PyTorch's operations are used, and "
+            "settings as the run file asks (`nvidia-smi -c DEFAULT` changes the mode)",
+            flush=True,
+        )
+        return measured
+    if not measured.seconds:
+        record = _run_measurement([sys.executable, "-m", "kumi.nn.fastest_kernels", _GPU], _GPU_TIMEOUT_SECONDS)
+        if record is None:
+            print("kernels    this GPU's kernels could not be compared; using PyTorch's operations", flush=True)
+            return measured
+        measured = _with(measured, record)
+    # Each in a process of its own, so that one that crashes does not cost the others.
+    for setting in missing:
+        command = [sys.executable, "-m", "kumi.train.fastest_settings", _GPU, setting]
+        record = _run_measurement(command, _SETTING_TIMEOUT_SECONDS)
+        measured = _with(measured, _crashed(setting) if record is None else record)
     cache_numerics(this_gpu(name), measured)
     return measured
+
+
+def _crashed(setting: str) -> dict[str, Any]:
+    """Return the record of a setting whose process crashed or hung."""
+    note = f"{setting} crashed or hung when it was compared; {ASKED[setting]} is not used"
+    return {"numerics": f"kernels={setting}:off", "seconds": {setting: {"off": 1e-9}}, "notes": [note], "took": 0.0}
+
+
+def _with(measured: MeasuredNumerics, record: dict[str, Any]) -> MeasuredNumerics:
+    """Return `measured` with another measurement, `record`, and print its notes."""
+    for line in record["notes"]:
+        print(f"kernels    {line}", flush=True)
+    joined = _joined(measured, parse_numerics(record["numerics"]), record["seconds"])
+    return replace(joined, measuring_seconds=measured.measuring_seconds + record["took"])
+
+
+def _joined(measured: MeasuredNumerics, numerics: Numerics, seconds: dict[str, dict[str, float]]) -> MeasuredNumerics:
+    """Return `measured` with the choice `numerics` of another measurement, which replaces what it measured too."""
+    older = (pair for pair in measured.numerics.kernels if pair[0] not in seconds)
+    pairs = dict((*older, *numerics.kernels))
+    kernels = tuple((name, pairs[name]) for name in CHOICES if name in pairs)
+    return MeasuredNumerics(Numerics(kernels=kernels), measured.seconds | seconds)
+
+
+def store_measurement(name: str, numerics: Numerics, seconds: dict[str, dict[str, float]]) -> None:
+    """Add a measurement of this machine's GPU, called `name`, to the cache; see `measure_gpu`.
+
+    Settings alone are not stored: the next start would take the kernels as measured.
+    """
+    measured = read_cached_numerics(this_gpu(name)) or MeasuredNumerics(REFERENCE, {})
+    joined = _joined(measured, numerics, seconds)
+    if seconds and not ASKED.keys() >= joined.seconds.keys():
+        cache_numerics(this_gpu(name), joined)
 
 
 def _may_fork() -> bool:

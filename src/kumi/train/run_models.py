@@ -70,6 +70,4 @@ def initial_weights(run: ResolvedRun) -> tuple[int | PieceReader, int | PieceRea
 def _build(
     run: ResolvedRun, model: ModelSpec, mesh: Mesh, weights: int | PieceReader, adapters: int | PieceReader
 ) -> nn.Module:
-    return build(
-        model, mesh, run.precision, weights=weights, compile=run.config.train.compile, comm=run.comm, adapters=adapters
-    )
+    return build(model, mesh, run.precision, weights=weights, compile=run.compiles, comm=run.comm, adapters=adapters)

@@ -256,18 +256,18 @@ def _check_ranks(run: ResolvedRun, standing: Standing | LaunchedRank | None) -> 
 def _check_compiled(run: ResolvedRun) -> None:
     """Raise LayoutError if compiled layers cannot run with the run's schedule or adapters, or float8 without them."""
     schedule = run.layout.schedule
-    if run.precision.products == "float8" and not run.config.train.compile:
+    if run.precision.products == "float8" and not run.compiles:
         raise LayoutError(
             "precision.kind='fp8' is slower than bf16 with train.compile=false, because uncompiled layers find the "
             "scales and round in passes over memory of their own; set train.compile=true, or precision.kind='bf16'"
         )
-    if run.config.train.compile and schedule not in FULL_BACKWARD:
+    if run.compiles and schedule not in FULL_BACKWARD:
         raise LayoutError(
             f"layout.schedule={schedule} defers weight gradients, which compiled layers cannot do; set "
             f"train.compile=false, or layout.schedule to {', '.join(FULL_BACKWARD[:-1])} or {FULL_BACKWARD[-1]}"
         )
     lora = run.model.lora
-    if run.config.train.compile and lora is not None and (lora.dropout or lora.quantize):
+    if run.compiles and lora is not None and (lora.dropout or lora.quantize):
         raise LayoutError(
             f"train.compile=true with lora.dropout={lora.dropout:g} and lora.quantize={lora.quantize or 'none'!r} is "
             f"unsupported, because compiled layers have neither dropout nor dequantisation; set train.compile=false, "

@@ -9,6 +9,9 @@ from typing import Any
 from kumi.errors import KumiError
 from kumi.nn.fastest_kernels import Sizes, measure_kernels
 from kumi.parallel.float8 import require_float8
+from kumi.spec.numerics import parse_numerics
+from kumi.train.fastest_settings import SIZES, TINY, compare_setting
+from kumi.train.measure_numerics import store_measurement
 from kumi.validation.fitting_case import SHARE, StepCase, fitted, free_bytes, tiny
 from kumi.validation.model_shapes import LLAMA_8B
 from kumi.validation.part import Row, Rows, Setting, Skipped
@@ -24,6 +27,8 @@ def rows_of_kernels(setting: Setting) -> Rows:
     """Yield the time of each implementation of an operation, and why one would not be used."""
     device = validated_device(setting)
     choice = measure_kernels(device, _TINY_SIZES if setting.tiny else None, _KERNEL_SECONDS)
+    if not setting.tiny:  # for the runs on this machine
+        store_measurement(torch.cuda.get_device_name(device), choice.numerics, choice.seconds)
     chosen = set(choice.numerics.kernels)
     for operation, timings in choice.seconds.items():
         for name, seconds in timings.items():
@@ -40,6 +45,7 @@ def rows_of_compiled(setting: Setting) -> Rows:
     breaks = {str(reason).splitlines()[0]: count for reason, count in counters["graph_break"].items()}
     yield {"what": f"breaks of the graph: {sum(breaks.values())}"}
     yield from ({"what": f"a break: {reason[:160]}"} for reason in breaks)
+    yield from _compared_setting("compile", setting)
 
 
 def rows_of_fp8(setting: Setting) -> Rows:
@@ -50,6 +56,17 @@ def rows_of_fp8(setting: Setting) -> Rows:
         raise Skipped(str(error)) from None
     variants = (("bfloat16, compiled", {"compile": True}), ("float8, compiled", {"compile": True, "precision": "fp8"}))
     yield from _compared(variants, setting)
+    yield from _compared_setting("float8", setting)
+
+
+def _compared_setting(name: str, setting: Setting) -> Iterator[Row]:
+    """Yield whether runs that ask for the setting `name` get it on this device, and store it for them."""
+    record = compare_setting(name, setting.device, TINY if setting.tiny else SIZES)
+    if not setting.tiny:
+        store_measurement(torch.cuda.get_device_name(0), parse_numerics(record["numerics"]), record["seconds"])
+    for what, seconds in record["seconds"].get(name, {}).items():
+        yield {"what": f"a layer with {name} {what}", "step, ms": 1e3 * seconds}
+    yield from ({"what": note} for note in record["notes"])
 
 
 def _compared(variants: Sequence[tuple[str, dict[str, Any]]], setting: Setting) -> Iterator[Row]:
