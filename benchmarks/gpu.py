@@ -3,7 +3,8 @@ of experts like Qwen3-30B-A3B's; layouts where there are several GPUs.
 
     python benchmarks/gpu.py [--budget 460] [--out FILE] [--only TEXT] [--device cpu --tiny]
 
-Each case runs in a new process with a time limit, the most important cases first; cases beyond the time budget are
+Cases that do not fit the free memory have fewer layers, a smaller vocabulary or fewer tokens: any card from 16 GB will
+do. Each case runs in a new process with a time limit, the most important cases first; cases beyond the time budget are
 listed. The JSON file is rewritten after each case, so that no measurement is lost. Needs no network.
 """
 
@@ -25,13 +26,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import gpu_cases
-import machine
-from gpu_cases import Case
-
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+if find_spec("kumi") is None:
+    sys.path.insert(0, str(ROOT / "src"))
+
+import gpu_cases  # noqa: E402  (kumi's sources may be its only copy here)
+import machine  # noqa: E402
+from gpu_cases import Case  # noqa: E402
+
 NEEDED = ("torch", "numpy", "pydantic", "rich", "safetensors", "tokenizers", "tomli_w")
+LATE = 124  # as of the program `timeout`
 CASE_LIMIT, TEST_LIMIT = 100.0, 200.0
 MEASURED = 3.0
 
@@ -53,16 +58,14 @@ def check_packages() -> dict[str, str]:
     if absent:
         packages = " ".join(name.replace("_", "-") for name in absent)
         raise SystemExit(f"kumi needs packages that are not installed here: pip install {packages}")
-    if find_spec("kumi") is None:
-        sys.path.insert(0, str(ROOT / "src"))
     without = {} if find_spec("transformers") else {"bare": "transformers is not installed: pip install transformers"}
     return {"amp": without["bare"], "bf16": without["bare"]} if without else {}
 
 
-def python(*args: str, limit: float, ranks: int = 1) -> subprocess.CompletedProcess[str] | None:
+def python(*args: str, limit: float, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     """Run a Python process with kumi on its path, or `ranks` of them as a group.
 
-    Return the first one that failed, else the first; None if they took longer than `limit` seconds.
+    Return the first one that failed, else the first; with the code `LATE` if they took longer than `limit` seconds.
     """
     code = f"import sys, runpy; sys.path[:0] = {[str(HERE), str(ROOT / 'src')]}; sys.argv = sys.argv[1:]; "
     code += "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
@@ -89,7 +92,8 @@ def python(*args: str, limit: float, ranks: int = 1) -> subprocess.CompletedProc
             for process, pair in zip(started, zip(files[::2], files[1::2], strict=True), strict=True)
         ]
     # A rank that was killed after another failed does not tell the reason.
-    return next((one for one in done if one.returncode > 0), done[0]) if in_time else None
+    first = next((one for one in done if one.returncode > 0), done[0])
+    return first if in_time else subprocess.CompletedProcess(command, LATE, first.stdout, first.stderr)
 
 
 def group_environment(ranks: int) -> dict[str, str]:
@@ -119,9 +123,20 @@ def run_tests(limit: float) -> dict:
     if find_spec("pytest") is None:
         return {"status": "not run", "reason": "pytest is not installed: pip install pytest hypothesis"}
     began = time.monotonic()
-    done = python("pytest", "tests/gpu", "-q", "--maxfail=20", "-W", "default", "-p", "no:cacheprovider", limit=limit)
-    if done is None:
-        return {"status": "out of time", "reason": f"took longer than {limit:.0f} s"}
+    done = python(
+        "pytest",
+        "tests/gpu",
+        "-v",
+        "--durations=10",
+        "--maxfail=20",
+        "-W",
+        "default",
+        "-p",
+        "no:cacheprovider",
+        limit=limit,
+    )
+    if done.returncode == LATE:
+        return {"status": "out of time", "reason": f"took longer than {limit:.0f} s", "output": done.stdout[-3000:]}
     status = {0: "passed", 5: "no tests"}.get(done.returncode, "failed")
     return {"status": status, "seconds": time.monotonic() - began, "output": done.stdout[-3000:]}
 
@@ -135,7 +150,7 @@ def run_case(case: Case, device: str, limit: float, devices: int = 1) -> dict:
         seconds = str(MEASURED if device == "cuda" else 0.1)
         options = [json.dumps(asdict(case)), str(out), "--device", device, "--seconds", seconds]
         done = python("gpu_case", *options, limit=limit, ranks=case.ranks)
-        if done is None:
+        if done.returncode == LATE:
             return {"status": "out of time", "reason": f"took longer than {limit:.0f} s"}
         if done.returncode != 0:
             return {"status": "failed", "reason": done.stderr[-1500:]}
@@ -169,8 +184,8 @@ def describe_device(device: str) -> dict:
     description = machine.describe() | {"device": "cpu"}
     if device == "cuda":
         done = python("gpu_device", limit=60)
-        if done is None or done.returncode != 0:
-            answer = "nothing within 60 s" if done is None else done.stderr[-1500:]
+        if done.returncode != 0:
+            answer = "nothing within 60 s" if done.returncode == LATE else done.stderr[-1500:]
             raise SystemExit(f"no CUDA device answers (use --device cpu --tiny to try the script): {answer}")
         description |= json.loads(done.stdout.splitlines()[-1])
     return description

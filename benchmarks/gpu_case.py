@@ -10,42 +10,54 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import shapes
 import torch
 from gpu_cases import Case
 
-GROUPS = 3
+from kumi.spec import families, ledger
+from kumi.spec.layout import Layout
+from kumi.validation.fitting_case import SHARE, StepCase, fitted, free_bytes
+from kumi.validation.timed_step import memory_peaks, prepared, timed
 
 
-def kumi_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], int]:
-    """Return kumi's train step on random weights, and its estimate of the peak memory in bytes."""
-    from kumi.spec.layout import Layout
-    from kumi.train.step import StepBatch, train_step
-    from kumi.train.train_state import TrainState
-    from kumi.validation.random_run import make_rank_state, synthetic
-
-    parts = make_rank_state(
+def step_case(case: Case) -> StepCase:
+    """Return the case as kumi's validation describes steps."""
+    return StepCase(
         case.config(),
-        device,
         seq_len=case.seq_len,
         microbatch=case.microbatch,
         recompute=case.recompute,
         compile=case.compile,
-        precision="bf16",
+        documents=case.documents,
         layout=Layout(**case.layout),
         microbatches=case.microbatches,
         async_tp=case.async_tp,
     )
-    batch = synthetic(case.microbatch * case.microbatches, case.seq_len, case.config()["vocab_size"], case.documents)
-    tokens = int(np.count_nonzero(batch["labels"] >= 0)) * parts.run.layout.dp
-    counts = StepBatch(batch, tokens, tokens, None, 0.0)
-    state = TrainState()
-    return (lambda: train_step(parts, state, counts, None).loss), parts.run.memory.total - parts.run.memory.reserved
+
+
+def fit(case: Case, room: float) -> Case | None:
+    """Return `case` with sizes that fit `room` bytes by kumi's estimate, the same for every system; None if none do."""
+    sized = fitted(step_case(case), room)
+    if sized is None:
+        return None
+    vocabulary = sized.config["vocab_size"]
+    return replace(
+        case,
+        layers=sized.layers or case.layers,
+        vocabulary=vocabulary,
+        microbatch=sized.microbatch,
+        seq_len=sized.seq_len,
+    )
+
+
+def kumi_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], int]:
+    """Return kumi's train step on random weights, and its estimate of the peak memory in bytes."""
+    step = prepared(step_case(case), device)
+    return step, step.estimate
 
 
 def bare_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], None]:
@@ -74,32 +86,6 @@ def bare_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tens
     return (lambda: bare_loop.train_step(args, model, optimizer, batch)), None
 
 
-def timed(step: Callable[[], torch.Tensor], device: torch.device, seconds: float) -> dict:
-    """Return seconds a step after a warm-up: the median and the range of a few groups of steps."""
-    began = time.perf_counter()
-    first_loss = step().item()
-    first = time.perf_counter() - began
-    step().item()
-    began = time.perf_counter()
-    step().item()
-    size = max_over_ranks(max(1, round(seconds / GROUPS / max(time.perf_counter() - began, 1e-6))))
-    groups = []
-    for _ in range(GROUPS):
-        began = time.perf_counter()
-        for _ in range(size):
-            loss = step()
-        last_loss = loss.item()  # waits for the device
-        groups.append((time.perf_counter() - began) / size)
-    return {
-        "step_s": median(groups),
-        "step_s_range": [min(groups), max(groups)],
-        "steps": GROUPS * size,
-        "first_step_s": first,
-        "first_loss": first_loss,
-        "last_loss": last_loss,
-    }
-
-
 def max_over_ranks(steps: int) -> int:
     """Return the largest value of all ranks, so that they run equally many steps."""
     if torch.distributed.is_initialized():
@@ -109,24 +95,20 @@ def max_over_ranks(steps: int) -> int:
     return steps
 
 
-def memory(device: torch.device) -> dict:
-    """Return peak bytes of tensors, and of the allocator's reserved memory."""
-    if device.type != "cuda":
-        return {"peak_bytes": None, "reserved_bytes": None}
-    return {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
-
-
 def run(case: Case, device: torch.device, seconds: float = 3.0) -> dict:
     """Return the measurements of `case`; running out of memory is a result, too."""
-    from kumi.spec import families, ledger
-    from kumi.spec.layout import Layout
-
     torch.manual_seed(0)
+    if device.type == "cuda":
+        sized = fit(case, SHARE * free_bytes(device))
+        if sized is None:
+            return {"status": "too large", "reason": "no size fits the free memory"}
+        case = sized
     spec, layout = families.from_hf(case.config()), Layout(**case.layout)
     tokens = case.microbatch * case.microbatches * layout.dp * case.seq_len
     flops = ledger.train_flops(spec, tokens, case.seq_len)
     result = {
         "status": "ok",
+        "sizes": step_case(case).sizes,
         "parameters": ledger.num_params(spec),
         "tokens": tokens,
         "flops": flops,
@@ -136,11 +118,11 @@ def run(case: Case, device: torch.device, seconds: float = 3.0) -> dict:
         began = time.perf_counter()
         step, result["estimated_bytes"] = (kumi_step if case.system == "kumi" else bare_step)(case, device)
         result["build_s"] = time.perf_counter() - began
-        result |= timed(step, device, seconds)
+        result |= timed(step, device, seconds, max_over_ranks)
         result |= {"tokens_per_s": tokens / result["step_s"], "flops_per_s": flops / result["step_s"]}
     except torch.OutOfMemoryError as error:
         result |= {"status": "out of memory", "reason": str(error).splitlines()[0]}
-    return result | memory(device)
+    return result | memory_peaks(device)
 
 
 def main() -> None:

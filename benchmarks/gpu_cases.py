@@ -23,7 +23,8 @@ class Case:
 
     `system` is "kumi" (bf16 compute, float32 master weights and states), "amp" (the bare loop under bf16 autocast, with
     float32 weights and states) or "bf16" (the bare loop with weights and states in bf16, which is half the memory and
-    another numeric result). `layers` shortens a model that does not fit. With `documents` > 1 every sequence
+    another numeric result). `layers` and `vocabulary` cut a model; the
+    script cuts further what does not fit the card. With `documents` > 1 every sequence
     has that many documents without attention between them; the bare loop does not support that. `layout` has fields
     of kumi's Layout; a rank then has `microbatches` a step, and with `async_tp` overlaps matmuls with messages.
     """
@@ -34,6 +35,7 @@ class Case:
     recompute: str = "none"
     compile: bool = False
     layers: int | None = None
+    vocabulary: int | None = None
     seq_len: int = 4096
     documents: int = 1
     layout: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +62,8 @@ class Case:
     def config(self) -> dict:
         """The config.json of the model."""
         shape = SHAPES[self.shape]
-        return shape if self.layers is None else shapes.with_layers(shape, self.layers)
+        shape = shape if self.layers is None else shapes.with_layers(shape, self.layers)
+        return shape if self.vocabulary is None else shape | {"vocab_size": self.vocabulary}
 
 
 def all_cases() -> list[Case]:
@@ -78,7 +81,7 @@ def all_cases() -> list[Case]:
         *on_several(),
         *_pair(Case("kumi", "1b", 1)),
         *_pair(Case("kumi", "1b", 8)),
-        # The full model with float32 master weights: 16 bytes a parameter and more, close to 141 GB.
+        # The full model with float32 master weights: 16 bytes a parameter and more, if the card has 141 GB.
         Case("kumi", "8b", 1, "full"),
         Case("bf16", "8b", 1, "full"),
         Case("kumi", "8b", 1, "selective", layers=16),

@@ -25,7 +25,7 @@ def matmul_flops(size: int = 8192, repeats: int = 20) -> float:
     return 2 * size**3 / median(times[3:])
 
 
-def copy_bytes_per_s(count: int = 2**32, repeats: int = 10) -> float:
+def copy_bytes_per_s(count: int = 2**31, repeats: int = 10) -> float:
     """Return bytes per second, read and written, of the median copy within the device."""
     source = torch.empty(count, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)

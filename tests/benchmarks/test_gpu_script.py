@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gpu_case
@@ -17,6 +18,7 @@ import gpu
 from kumi.spec.checks import illegal
 from kumi.spec.layout import Layout
 from kumi.validation import random_run
+from kumi.validation.fitting_case import estimated_bytes
 
 CPU = torch.device("cpu")
 
@@ -50,6 +52,24 @@ def test_running_out_of_memory_is_a_result(monkeypatch):
     result = gpu_case.run(Case("kumi", "tiny", 1), CPU)
     assert result["status"] == "out of memory"
     assert result["reason"] == "CUDA out of memory. Tried to allocate 20.00 GiB."
+
+
+@pytest.mark.parametrize("card", [16, 80])
+def test_cases_are_cut_to_the_card(card):
+    """Those of one device: the first of a pair and the second have equal sizes, and every one fits."""
+    room = 0.8 * card * 2**30
+    alone = [case for case in gpu_cases.all_cases() if case.ranks == 1]
+    sized = [gpu_case.fit(case, room) for case in alone[:: 4 if card == 80 else 3]]
+    assert all(estimated_bytes(gpu_case.step_case(case)) <= room for case in sized)
+    kumi, bare = (gpu_case.fit(case, room) for case in alone[4:6])
+    assert replace(kumi, system="amp") == bare
+    assert kumi.shape == "8b"
+
+
+def test_a_late_script_leaves_its_output():
+    done = gpu.python("timeit", "-s", "import time; print('early', flush=True)", "time.sleep(60)", limit=4.0)
+    assert done.returncode == gpu.LATE
+    assert "early" in done.stdout
 
 
 def test_cases_are_run_in_order_until_the_time_is_spent():

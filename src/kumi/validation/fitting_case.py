@@ -69,12 +69,17 @@ def estimated_bytes(case: StepCase) -> int:
 
 
 def fitted(case: StepCase, room: float) -> StepCase | None:
-    """Return `case` with fewer layers, then a smaller vocabulary, then fewer tokens, so that it needs at most `room`
-    bytes; None if nothing fits."""
+    """Return `case` with sizes that need at most `room` bytes; None if nothing fits.
+
+    A smaller vocabulary, fewer rows and fewer tokens are for cards that two layers do not fit; then as many layers as
+    possible.
+    """
     if estimated_bytes(case) <= room:
         return case
     while case.model["vocab_size"] // 2 >= _LEAST_VOCABULARY and estimated_bytes(replace(case, layers=2)) > room:
         case = replace(case, config=case.config | {"vocab_size": case.model["vocab_size"] // 2})
+    while case.microbatch > 1 and estimated_bytes(replace(case, layers=2)) > room:
+        case = replace(case, microbatch=case.microbatch // 2)
     while case.seq_len // 2 >= _LEAST_TOKENS and estimated_bytes(replace(case, layers=2)) > room:
         case = replace(case, seq_len=case.seq_len // 2)
     fits, over = 0, case.model["num_hidden_layers"] + 1

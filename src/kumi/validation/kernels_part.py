@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from kumi.errors import KumiError
 from kumi.nn.fastest_kernels import Sizes, measure_kernels
 from kumi.parallel.float8 import require_float8
