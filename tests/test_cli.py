@@ -75,7 +75,7 @@ def test_verbs_and_flags_are_frozen():
             "--rank",
             "-h",
         ],
-        "doctor": ["--head", "--help", "--json", "--node", "--nodes", "--wait", "-h"],
+        "doctor": ["--device", "--gpu", "--head", "--help", "--json", "--node", "--nodes", "--out", "--wait", "-h"],
         "launch": ["--help", "--json", "--out", "--submit", "--unchecked", "-h"],
         "status": ["--help", "--json", "-h"],
         "stop": ["--help", "--json", "--now", "-h"],

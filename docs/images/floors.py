@@ -10,11 +10,11 @@ HERE = Path(__file__).parent
 # From the top down: what a floor is about, and its packages. A package imports from its own floor and those below it.
 FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("commands and Python functions", ("cli", "api")),
-    ("training, evaluating, launching", ("train", "rollout", "evaluation", "bench", "doctor", "launch")),
+    ("training, evaluating, launching", ("validation", "bench", "train", "rollout", "evaluation", "doctor", "launch")),
     ("text from models", ("inference",)),
     ("models on many ranks", ("parallel", "dryrun")),
     ("conversion", ("convert",)),
-    ("layers and checkpoints", ("nn", "storage", "compat")),
+    ("layers and checkpoints", ("nn", "storage", "compat", "accelerator")),
     ("plans and runs, shown", ("report",)),
     ("run files", ("config",)),
     ("machines, training data, rewards", ("clusters", "data", "rewards")),
@@ -39,6 +39,8 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
 )
 TORCH = {
+    "validation",
+    "accelerator",
     "train",
     "rollout",
     "evaluation",

@@ -85,6 +85,19 @@ def test_every_part_may_crash_and_the_others_end(first, tmp_path, environ):
     assert [result["status"] for result in report["parts"]] == expected
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
+    ],
+    ids=lambda variables: next(iter(variables)),
+)
+def test_parts_do_not_take_themselves_for_ranks(variables, tmp_path, environ):
+    report = validate(tmp_path, "cpu", parts=[part("launched", "launched")], environ=environ | variables)
+    assert report["parts"][0]["rows"] == [{"rank": False}]
+
+
 def test_parts_beyond_the_time_are_named(tmp_path, environ):
     parts = [part("first", "hangs", 60.0), part("second", "sound"), part("last", "sound", 1.0)]
     report = validate(tmp_path, "cpu", parts=parts, seconds=8.0, environ=environ)

@@ -41,3 +41,10 @@ def tells_everything(setting: Setting) -> Rows:
     told = Path(os.environ["TOLD"]).read_text()
     yield {"what": told, told: 1}
     raise ValueError(told)
+
+
+def launched(setting: Setting) -> Rows:
+    """Yield whether this process takes itself for a rank."""
+    from kumi.launch.standing import launched_rank
+
+    yield {"rank": launched_rank(os.environ) is not None}

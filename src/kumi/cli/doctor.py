@@ -100,6 +100,8 @@ def _validate(arguments: Namespace) -> int:
     if arguments.nodes or arguments.run is not None:
         other = "--nodes" if arguments.nodes else "a run file"
         raise ConfigError(f"doctor: --gpu examines this machine's GPU by itself, without {other}; give one of both")
+    if arguments.device is None:
+        _require_gpu()
     out = Path(arguments.out or "kumi-gpu-report")
     report = validate(out, arguments.device or "cuda", show=lambda line: print(line, flush=True))
     bad = [part["name"] for part in report["parts"] if part["status"] not in ("ok", "skipped")]
@@ -111,6 +113,22 @@ def _validate(arguments: Namespace) -> int:
             f"of variables are taken out. Please read it before you send it; docs/gpu-report.md says where to."
         )
     return ConfigError.exit_code if bad else OK
+
+
+def _require_gpu() -> None:
+    """Raise ConfigError if this machine is known to have no GPU."""
+    from kumi.config.cluster_source import cluster_spec
+    from kumi.config.job_sections import ClusterSection
+
+    try:
+        gpu = cluster_spec(ClusterSection(source="auto")).device.is_gpu
+    except ConfigError:  # a GPU that cannot be listed, such as AMD's or a partition
+        return
+    if not gpu:
+        raise ConfigError(
+            "doctor: --gpu, and nvidia-smi lists no GPU here; run it on a machine with one, or try the report with "
+            "--device cpu"
+        )
 
 
 def _seconds(text: str) -> float:

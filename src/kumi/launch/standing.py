@@ -316,6 +316,13 @@ def launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
     return None
 
 
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` without what a launcher of ranks or nodes sets, for a process that starts ranks of its own."""
+    launchers = {name for _, *names in _RANK_VARIABLES for name in names}
+    placed = {*launchers, *_ADDRESS_VARIABLES, NODE, NODES, HEAD}
+    return {name: value for name, value in environ.items() if name not in placed}
+
+
 def _local_rank(environ: Mapping[str, str], rank: int, size: int) -> int | None:
     """Return the rank within the machine: LOCAL_RANK, or that of any launcher with the same rank and world size."""
     for launcher, rank_name, size_name, name in _RANK_VARIABLES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from kumi.config.numerics import (
     this_processor,
 )
 from kumi.config.resolve import with_numerics_key
+from kumi.launch.standing import without_launcher
 from kumi.spec.numerics import ASKED, CHOICES, REFERENCE, Numerics, parse_numerics
 
 # A measurement takes about a second; a process that hangs is killed after this time.
@@ -189,7 +191,8 @@ def _measure_in_subprocess(threads: int, kind: str) -> dict[str, Any] | None:
 def _run_measurement(command: list[str], timeout: float) -> dict[str, Any] | None:
     """Return the JSON that `command` prints; None if it fails or takes longer than `timeout` seconds."""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=timeout, check=True)
+        environ = without_launcher(os.environ)
+        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=timeout, check=True, env=environ)
         return cast(dict[str, Any], json.loads(done.stdout))
     except (OSError, ValueError, subprocess.SubprocessError):
         return None

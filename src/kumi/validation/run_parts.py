@@ -24,6 +24,7 @@ from typing import Any
 from kumi import __version__
 from kumi.files.output import make_folder, replace_text
 from kumi.launch.local import rank_environment
+from kumi.launch.standing import without_launcher
 from kumi.validation.part import Part, Row, Setting, Status
 from kumi.validation.part_table import PARTS
 from kumi.validation.shareable import frames_in, private_here, shareable
@@ -69,16 +70,17 @@ def validate(
     out: Path,
     device: str,
     *,
-    parts: Sequence[Part] = PARTS,
+    parts: Sequence[Part] | None = None,
     seconds: float = SECONDS,
     environ: Mapping[str, str] | None = None,
     show: Show = lambda line: None,
 ) -> dict[str, Any]:
-    """Run `parts` on `device` (cuda or cpu) within `seconds`, and return the report, which is in `out` as two files.
+    """Run `parts` (all by default) on `device` (cuda or cpu) within `seconds`, and return the report, in `out` as two files.
 
     `environ`: the variables of the processes; `show`: receives a line for each part. Raise RefusedError if `out` is a
     link, and OSError if it cannot be written.
     """
+    parts = PARTS if parts is None else parts
     variables = dict(os.environ if environ is None else environ)
     private, report, began = private_here(variables), Report(device), time.monotonic()
     written: dict[str, Any] = {}
@@ -128,6 +130,7 @@ def _variables(environ: Mapping[str, str], setting: Setting, folder: str) -> dic
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if setting.device == "cpu" else {}
+    environ = without_launcher(environ)
     return {**rank_environment(1, environ), **environ, "PYTHONPATH": path, "TMPDIR": folder, **hidden}
 
 
