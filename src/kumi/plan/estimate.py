@@ -43,7 +43,7 @@ _MAX_DRAWN_FORWARDS = 100_000
 
 
 class EstimateBatch(NamedTuple):
-    """Estimates of a batch of layouts, (rows,) each.
+    """Estimates of a batch of layouts, (rows,) each: a row per layout.
 
     `seconds`: seconds of a step.
     `kinds`: seconds of a step by kind.
@@ -70,9 +70,9 @@ def with_collectives(job: Job, result: Estimate) -> Estimate:
 
 
 def estimate_for_search(job: Job, layout: Layout, caches: SearchCaches | None = None) -> Estimate:
-    """Return the same estimate without its collectives, which decide neither memory nor time.
+    """Return the estimate of `estimate`, but with no collectives listed: a search does not need the list.
 
-    `caches`: figures of other layouts of `job`, computed before.
+    `caches`: figures that were computed for other layouts of `job`.
     """
     batch, ranks = batch_layouts([layout]), np.arange(layout.pp)[:, None]
     costs = cost_table(job, batch, None if caches is None else caches.costs)
@@ -98,7 +98,7 @@ def estimate_for_search(job: Job, layout: Layout, caches: SearchCaches | None = 
 
 
 def _busiest(stages: Sequence[StageEstimate]) -> int:
-    """Return the pp rank with the most work in a microbatch, the first of several."""
+    """Return the pp rank with the most work in a microbatch; of several, the first."""
     work: dict[int, float] = {}
     for stage in stages:
         work[stage.rank] = work.get(stage.rank, 0.0) + stage.forward + stage.backward_input + stage.backward_weight
@@ -144,24 +144,27 @@ def stage_estimates(
     """
     table, index = costs
     bounds = stage_bounds(layout, job.model.num_hidden_layers)
-    placed = stage_assignment(layout.schedule, layout.pp, layout.stages)
-    rank_of = {stage: rank for rank, held_stages in enumerate(placed) for stage in held_stages}
-    kinds, of_layer = job.model.unique_layers()
+    stages_of_rank = stage_assignment(layout.schedule, layout.pp, layout.stages)
+    rank_of = {stage: rank for rank, held_stages in enumerate(stages_of_rank) for stage in held_stages}
+    layer_kinds, kind_of_layer = job.model.unique_layers()
     counts = np.array(
-        [[of_layer[first:last].count(kind) for first, last in bounds] for kind in range(len(kinds))], float
+        [[kind_of_layer[first:last].count(kind) for first, last in bounds] for kind in range(len(layer_kinds))], float
     )
     stages = np.arange(len(bounds))
     # True for the last stage of each rank, unless it has no layers.
-    ends_rank = [end > first and stage == max(placed[rank_of[stage]]) for stage, (first, end) in enumerate(bounds)]
-    last_kind = np.array([[of_layer[end - 1] == kind for _, end in bounds] for kind in range(len(kinds))])
+    ends_rank = [
+        end > first and stage == max(stages_of_rank[rank_of[stage]]) for stage, (first, end) in enumerate(bounds)
+    ]
+    last_kind = np.array([[kind_of_layer[end - 1] == kind for _, end in bounds] for kind in range(len(layer_kinds))])
     last = last_kind * np.array(ends_rank)
+    # Each stage counts as a rank of its own, with one microbatch in flight.
     shares = RankStages(
         counts, (stages == 0) * 1.0, (stages == len(bounds) - 1) * 1.0, np.ones(len(bounds)), last * 1.0
     )
     zeros = np.zeros(len(bounds), np.int64)
     layers = counts.sum(axis=0)
-    of_rank = np.array([layers[list(placed[rank_of[stage]])].sum() for stage in range(len(bounds))])
-    times = stage_times(job, batch.take(zeros), shares, table, index[zeros], of_rank)
+    layers_of_rank = np.array([layers[list(stages_of_rank[rank_of[stage]])].sum() for stage in range(len(bounds))])
+    times = stage_times(job, batch.take(zeros), shares, table, index[zeros], layers_of_rank)
     return tuple(
         StageEstimate(rank_of[stage], *span, *(float(getattr(times, name)[stage]) for name in PASS_FIELDS))
         for stage, span in enumerate(bounds)
@@ -179,8 +182,8 @@ def estimated_timeline(job: Job, result: Estimate) -> Timeline | None:
     programs = actions(layout.schedule, layout.pp, layout.stages, job.batch.microbatches(layout))
     send = float(stage_transfer_seconds(job, batch_layouts([layout]))[0])
     durations = [(stage.forward, stage.backward_input, stage.backward_weight) for stage in result.stages]
-    placed = stage_assignment(layout.schedule, layout.pp, layout.stages)
-    return simulate(programs, placed, durations, send, blocking=not job.engine.overlap_pp)
+    stages_of_rank = stage_assignment(layout.schedule, layout.pp, layout.stages)
+    return simulate(programs, stages_of_rank, durations, send, blocking=not job.engine.overlap_pp)
 
 
 def estimate_many(job: Job, layouts: Sequence[Layout] | LayoutBatch) -> EstimateBatch:
@@ -220,5 +223,5 @@ def memory_by_rank(
 
 
 def rank_share(job: Job, layouts: LayoutBatch, rank: Ints, stage_layers: Sequence[int] = ()) -> RankStages:
-    """Return the share of the model on pp rank `rank` of every row."""
+    """Return, for every layout, the part of the model that its pp rank `rank`, (rows,), holds."""
     return rank_stages(job.model, layouts, rank, num_microbatches(job, layouts), stage_layers)

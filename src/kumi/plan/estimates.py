@@ -26,7 +26,8 @@ class MemoryEstimate:
     `reference`: the reference of a run with rollouts, if it is a second model.
     `reward_models`: weights of the reward models of a run with rollouts.
     `critic`: the states of a critic that is trained beside the model.
-    `cache`: keys, values and states of the replies that a run with rollouts generates, if its peak is there.
+    `cache`: keys, values and states of the replies that a run with rollouts generates; 0 unless the peak is in
+        generation.
     """
 
     params: int
@@ -49,7 +50,7 @@ class MemoryEstimate:
 
 
 def bytes_as_measured(memory: MemoryEstimate, device: Device) -> int:
-    """Return the part of `memory` that the peak of a run on `device` counts.
+    """Return the part of `memory` that a run on `device` measures as its peak.
 
     On a GPU it is the allocated memory; on a CPU all that the process adds to what it had before the model was built.
     """
@@ -105,7 +106,7 @@ class Estimate:
     `step_seconds`: seconds of a step.
     `time`: seconds of a step by kind, on the slowest pp rank; they add up to `step_seconds`. Kinds: forward, backward,
         recompute, tp, cp, ep, pp, dp (exposed communication only), bubble, optimizer, offload, host,
-        and passes: those of `Job.passes` without a gradient.
+        and passes: the forward passes of `Job.passes`, which have no gradient.
     `stages`: the pipeline stages in model order.
     `collectives`: all communication of a rank in a step.
     `model_flops`: FLOPs of a step, with attention counted in full within documents (`Job.attention_len`), and

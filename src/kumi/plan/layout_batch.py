@@ -39,10 +39,10 @@ else:
 class LayoutBatch(_Columns):
     """A batch of layouts: an int64 array of shape (rows,) for each field of `Layout` in `COLUMN_NAMES`.
 
-    Text is stored as its index in `CHOICES`, a bool as 0 or 1, and None as -1.
+    Each row is one layout. Text is stored as its index in `CHOICES`, a bool as 0 or 1, and None as -1.
     """
 
-    # Stages of a batch are always even.
+    # All layouts of a batch divide the layers evenly among the stages.
     stage_layers: ClassVar[tuple[int, ...]] = ()
 
     @property

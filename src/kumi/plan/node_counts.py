@@ -16,15 +16,15 @@ from kumi.spec.layout import Layout
 
 # The fields that stay as the chosen layout has them: a search over the others takes a fraction of a second.
 SAME_FIELDS = ("pp", "tp", "cp", "ep", "expert_tp", "schedule", "stages", "context", "sequence_parallel")
-# The most numbers of nodes to check between the given one and its double.
-_TRIED = 16
+# The interval between the larger numbers of nodes that are checked is the job's nodes divided by this.
+_INTERVALS = 16
 
 
 @dataclass(frozen=True)
 class NodeCount:
     """The fastest layout that fits on `nodes` nodes among those with the chosen `SAME_FIELDS`; None if none fits.
 
-    Other layouts may be faster, so that its step time is an upper bound.
+    Layouts with other values of `SAME_FIELDS` may be faster, so the step time of `best` is an upper bound.
     """
 
     nodes: int
@@ -42,7 +42,8 @@ def try_node_counts(
 ) -> tuple[NodeCount, ...]:
     """Return plans for half of the job's nodes, for the next larger number with a legal layout, and for their double.
 
-    The batch stays the same. Empty if the links between more nodes are unknown.
+    The batch stays the same. A number of nodes is left out if a cluster of so many cannot be described or searched. The
+    result is empty if the links between more nodes are unknown.
     """
     if job.cluster_of_nodes is None:
         return ()
@@ -52,11 +53,11 @@ def try_node_counts(
 
 
 def _counts(job: Job, pins: Pins) -> Iterator[int]:
-    """Yield half of the nodes if they are even, the next larger number with a legal layout, and twice the nodes."""
+    """Yield half of the nodes, if all sites have an even number; the next larger legal number; and twice the nodes."""
     nodes, sites = job.cluster.nodes, job.cluster.sites
     if nodes % (2 * sites) == 0:
         yield nodes // 2
-    interval = sites * max(1, nodes // (_TRIED * sites))
+    interval = sites * max(1, nodes // (_INTERVALS * sites))
     legal = (count for count in range(nodes + interval, 2 * nodes, interval) if _is_legal(job, pins, count))
     yield from (count for count in (next(legal, None),) if count is not None)
     yield 2 * nodes

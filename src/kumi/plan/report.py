@@ -84,7 +84,7 @@ class Report:
             "engine": asdict(self.job.engine),
             "best": self.best.as_dict(),
             "others": [other.as_dict() for other in self.others],
-            "expected": [_expected(item) for item in self.expected],
+            "expected": [_standard_as_dict(item) for item in self.expected],
             "front": [other.as_dict() for other in self.front],
             "lacking": [other.as_dict() for other in self.lacking],
             "searched": self.searched,
@@ -95,7 +95,7 @@ class Report:
         }
 
 
-def _expected(item: StandardLayout) -> dict[str, Any]:
+def _standard_as_dict(item: StandardLayout) -> dict[str, Any]:
     """Return a standard layout as plain data."""
     estimate = None if item.estimate is None else item.estimate.as_dict()
     return {"title": item.title, "layout": asdict(item.layout), "problems": item.problems, "estimate": estimate}

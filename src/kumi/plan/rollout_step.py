@@ -3,10 +3,10 @@
     generate    replies to the prompts of a batch                                (`kumi.plan.time.generation_time`)
     scoring     forward passes of the reward models over the batch
     log_probs   forward passes of the policy, of the reference and of a critic over the batch
-    train       one update: forward and backward over its rows, and the optimizer; the same of a critic
+    train       one update: forward and backward over its rows, and the optimizer; also the update of a critic
 
-The rows of an update follow from the lengths of its sequences, as `kumi.spec.balanced_rows` packs them. Other rewards
-than models are computed by programs of the user or by other services, whose time no plan has.
+The rows of an update follow from the lengths of its sequences, as `kumi.spec.balanced_rows` packs them. Rewards
+other than models are computed by programs of the user or by other services. Their time is unknown and not counted.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from kumi.spec.layout import Layout
 class RolloutStep:
     """Estimated seconds of a rollout batch and of the updates with it.
 
-    - `generate`, `scoring`, `log_probs`: of a batch, the last with a critic's values. `train`: of the update on each of
-      its parts, with the critic's.
-    - `passes`: how often the batch is gone through.
-    - `rows`, `row_tokens`: rows of the first update over all ranks, and the positions of each.
+    - `generate`, `scoring`, `log_probs`: seconds of a batch. `log_probs` includes a critic's values.
+    - `train`: seconds of the update on each part of the batch, with the critic's update.
+    - `passes`: how often the batch is trained on.
+    - `rows`, `row_tokens`: number of rows of the first update over all ranks, and token positions of each row.
     - `reply_tokens`: tokens of all replies of a batch.
     """
 
@@ -59,17 +59,17 @@ class RolloutStep:
 
     @property
     def batch_seconds(self) -> float:
-        """Seconds from one rollout batch to the next, without other rewards than reward models."""
+        """Seconds from one rollout batch to the next; of rewards, only reward models count."""
         return self.generate + self.scoring + self.log_probs + self.passes * sum(self.train)
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of a step, which is one update, without rewards."""
+        """Mean seconds of a step, which is one update: `batch_seconds` divided among the updates."""
         return self.batch_seconds / self.updates
 
     @property
     def generation_share(self) -> float:
-        """The share of the time that generates."""
+        """The share of `batch_seconds` in which replies are generated."""
         return self.generate / self.batch_seconds
 
     @property
@@ -126,36 +126,38 @@ def _scoring_seconds(job: Job, layout: Layout, lengths: BatchLengths) -> float:
 
 
 def _multiple(layout: Layout) -> int:
-    """Return the number whose multiples rows have as positions: ranks of tp have equal parts of them."""
+    """Return the number that divides the length of rows: under sequence parallelism, tp ranks split them evenly."""
     return layout.tp if layout.sequence_parallel else 1
 
 
 def _update_seconds(job: Job, layout: Layout, positions: Sequence[int]) -> tuple[float, float]:
-    """Return the seconds of an update over sequences of these `positions`, and those of its log-probs before.
+    """Return (seconds of an update, seconds of the log-probs before it) for sequences of these numbers of `positions`.
 
-    The last microbatch of a rank may have fewer rows, and takes their share of the time.
+    The last microbatch of a rank may have fewer rows; it then takes a proportional part of a microbatch's time.
     """
     plan = plan_rows(positions, job.batch.seq_len, layout.dp, _multiple(layout))
     per_rank = len(plan.rows) // layout.dp
     microbatch = min(layout.microbatch, per_rank)
     whole, rest = divmod(per_rank, microbatch)
-    span = float(np.square(positions, dtype=np.float64).sum() / sum(positions))
-    update = _seconds_of_rows(job, replace(layout, microbatch=microbatch), whole, plan.length, span)
+    document_span = float(np.square(positions, dtype=np.float64).sum() / sum(positions))
+    update = _seconds_of_rows(job, replace(layout, microbatch=microbatch), whole, plan.length, document_span)
     if not rest:
         return update
-    more = _seconds_of_rows(job, replace(layout, microbatch=microbatch), whole + 1, plan.length, span)
+    one_more = _seconds_of_rows(job, replace(layout, microbatch=microbatch), whole + 1, plan.length, document_span)
     share = rest / microbatch
-    return update[0] + share * (more[0] - update[0]), update[1] + share * (more[1] - update[1])
+    return update[0] + share * (one_more[0] - update[0]), update[1] + share * (one_more[1] - update[1])
 
 
-def _seconds_of_rows(job: Job, layout: Layout, microbatches: int, length: int, span: float) -> tuple[float, float]:
-    """Return the seconds of an update and of log-probs, with so many microbatches of rows of `length` positions."""
+def _seconds_of_rows(
+    job: Job, layout: Layout, microbatches: int, length: int, document_span: float
+) -> tuple[float, float]:
+    """Return the seconds of an update and of log-probs, with `microbatches` of rows of `length` positions on a rank."""
     rows = microbatches * layout.microbatch * layout.dp
-    update = replace(job, batch=BatchSpec(length, rows * length, min(span, length)))
+    update = replace(job, batch=BatchSpec(length, rows * length, min(document_span, length)))
     train = log_probs = 0.0
-    for each in (replace(update, critic=None, rollout=None), *(() if job.critic is None else (update.of_critic,))):
+    for trained in (replace(update, critic=None, rollout=None), *(() if job.critic is None else (update.of_critic,))):
         ranks = np.zeros((1, 1), np.int64)
-        kinds = step_times(each, batch_layouts([layout]), ranks, np.ones((1, 1)), layout.stage_layers).kinds
+        kinds = step_times(trained, batch_layouts([layout]), ranks, np.ones((1, 1)), layout.stage_layers).kinds
         seconds = {kind: float(value[0]) for kind, value in kinds.items()}
         log_probs += seconds.pop("passes", 0.0)
         train += sum(seconds.values())

@@ -13,7 +13,7 @@ from kumi.plan.layout_batch import Floats, Ints
 
 
 class RowCache:
-    """Figures by the fields of a layout that determine them, for one job.
+    """Figures of one job's layouts, stored under the values of those fields that determine them.
 
     Threads may share a cache. A pickled cache is empty.
     """
@@ -28,7 +28,7 @@ class RowCache:
         return RowCache, ()
 
     def figures(self, fields: Sequence[Ints], compute: Callable[[Ints], Floats]) -> Floats:
-        """Return the figures of rows with the values `fields`, (rows,) each, as (figures, rows).
+        """Return the figures of layouts with the values `fields`, (rows,) each, as an array (figures, rows).
 
         `compute` returns the figures of the rows with the given indices, in the same form.
         """

@@ -49,24 +49,24 @@ def plan(
 
     `top`: the number of runners-up. `trainable`: search only layouts that this version of kumi trains itself.
     `unsupported`: reasons why a trainer does not support a layout; search only layouts without any. `front`: include
-    the Pareto front. `tokens`: include the time and cost of training on this many.
+    the Pareto front. `tokens`: include the time and cost of training on this many tokens.
     `other_nodes`: include plans for other numbers of nodes.
 
     Raise LayoutError with the reasons if the pinned fields are illegal or unsupported, and FitError with the smallest
     change that would help if nothing fits.
     """
-    only, fixed = fully_pinned_layout(job, pinned), TRAINER_PINS if trainable else {}
+    single, trainer_pins = fully_pinned_layout(job, pinned), TRAINER_PINS if trainable else {}
     pins = trainable_pins(job, pinned) if trainable else pinned
     if unsupported is not None:
         require_supported(job, pinned, unsupported)
     unsupported = unsupported_by_kumi(pinned) if trainable else unsupported
     result = (
-        search_single(job, only)
-        if only is not None
+        search_single(job, single)
+        if single is not None
         else search(job, pins, top=top + 1, front=front, accept=accept_supported(job, unsupported), progress=progress)
     )
     if not result.plans:
-        raise _no_plan(job, pinned, result, fixed, unsupported)
+        raise _no_plan(job, pinned, result, trainer_pins, unsupported)
     best, *others = result.plans
     return Report(
         job=job,
@@ -93,14 +93,14 @@ def _with_support(job: Job, item: StandardLayout, unsupported: UnsupportedFn | N
 
 
 def _no_plan(
-    job: Job, pinned: Pins, result: SearchResult, fixed: Pins, unsupported: UnsupportedFn | None
+    job: Job, pinned: Pins, result: SearchResult, trainer_pins: Pins, unsupported: UnsupportedFn | None
 ) -> FitError | LayoutError:
     """Return the error for a search without a plan: no layout is legal, supported, or small enough."""
     if not result.count:
         return LayoutError(explain_illegal(job, pinned))
     if unsupported is not None and result.pareto:
         return LayoutError(explain_none_supported(job, result.pareto[0].layout, unsupported))
-    return FitError(explain_no_fit(job, pinned, result, fixed))
+    return FitError(explain_no_fit(job, pinned, result, trainer_pins))
 
 
 def _faster_but_too_large(job: Job, result: SearchResult, best: Estimate) -> tuple[Estimate, ...]:

@@ -19,9 +19,10 @@ from kumi.spec.layout import RECOMPUTE, Layout
 from kumi.spec.ledger import num_params, unique_layer_ops
 from kumi.spec.sharding import DIM_TO_AXIS
 
-# Matmuls of more tokens than this are no faster; a larger microbatch only takes memory.
+# Matmuls of more tokens than this take no less time per token; a larger microbatch only takes memory.
 _MICROBATCH_TOKENS = 32768
-# Megatron-LM users size TP x PP so that the states fill this share of a device: 6 bytes per parameter, and 12 sharded.
+# Megatron-LM users size TP x PP so that the states fill this share of a device: 6 bytes per parameter, and 12 more that
+# ZeRO-1 shards.
 _STATES_SHARE = 0.6
 
 
@@ -73,7 +74,7 @@ def _largest_tp(job: Job) -> int:
 def _megatron(job: Job) -> Layout:
     """Return the smallest tp x pp whose states fill at most `_STATES_SHARE` of a device.
 
-    tp grows to the size of a node before pp does.
+    tp grows to the size of a node before pp does. If no degrees suffice, they are the largest.
     """
     devices, memory = job.cluster.devices, job.cluster.device.memory
     model_axes = [(tp, 1) for tp in divisors(_largest_tp(job))]
@@ -96,7 +97,7 @@ def _microbatch(batch: BatchSpec, layout: Layout) -> int:
 def estimate_standard_layouts(job: Job) -> tuple[StandardLayout, ...]:
     """Estimate each standard layout with the fastest microbatch and recomputation that fit.
 
-    If none fits, use those with the least memory.
+    If none fits, use those with the least memory. An illegal layout gets its problems instead of an estimate.
     """
     layouts = [
         (title, layout, illegal(job.model, layout, job.cluster, job.batch)) for title, layout in standard_layouts(job)
@@ -104,17 +105,17 @@ def estimate_standard_layouts(job: Job) -> tuple[StandardLayout, ...]:
     legal = [_variants(layout) for _, layout, reasons in layouts if not reasons]
     best = _best_of_groups(job, legal)
     return tuple(
-        StandardLayout(title, layout, tuple(reasons)) if reasons else _estimated(job, title, next(best))
+        StandardLayout(title, layout, tuple(reasons)) if reasons else _with_estimate(job, title, next(best))
         for title, layout, reasons in layouts
     )
 
 
-def _estimated(job: Job, title: str, layout: Layout) -> StandardLayout:
+def _with_estimate(job: Job, title: str, layout: Layout) -> StandardLayout:
     return StandardLayout(title, layout, estimate=estimate(job, layout))
 
 
 def _best_of_groups(job: Job, groups: list[list[Layout]]) -> Iterator[Layout]:
-    """Yield the fastest layout of each group that fits, or the layout with the least memory if none fits.
+    """Yield for each group the fastest of its layouts that fit, or the one with the least memory if none fits.
 
     All layouts are estimated in one call.
     """

@@ -35,5 +35,5 @@ def _rank_values(column: Ints) -> tuple[int, Ints]:
         return len(values), inverse
     seen = np.zeros(top, np.bool_)
     seen[column] = True
-    number = np.cumsum(seen) - 1
-    return int(number[-1]) + 1, number[column]
+    rank = np.cumsum(seen) - 1
+    return int(rank[-1]) + 1, rank[column]

@@ -73,7 +73,7 @@ class RunComparison:
     """A run's measurements and estimates.
 
     `measured`, `before`, `after`: seconds of a step, measured and estimated before and after calibration.
-    `measured_memory`, `estimated_memory`: peak bytes, without reserved memory.
+    `measured_memory`, `estimated_memory`: peak bytes on a rank, without the reserved memory of the device.
     """
 
     name: str
@@ -160,8 +160,9 @@ def calibrate(runs: Sequence[MeasuredRun], estimator: _Estimator = estimate) -> 
 
 
 def _too_little_influence(count: int) -> str:
+    """Return the reason why a constant keeps its value: the steps of `count` runs hardly depend on it."""
     return (
-        f"{count} measured {'step depends' if count == 1 else 'steps depend'} too little on it; add runs with other "
+        f"the steps of {count} {'run depend' if count == 1 else 'runs depend'} too little on it; add runs with other "
         f"layouts, batches or models"
     )
 

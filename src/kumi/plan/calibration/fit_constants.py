@@ -11,7 +11,7 @@ from kumi.plan.layout_batch import Floats, Ints
 _Residuals = Callable[[Floats], Floats]
 _Values = Floats | Sequence[float]
 
-# Difference of a parameter's logarithm for numerical derivatives: small, but far above rounding errors.
+# Step in a parameter's logarithm for numerical derivatives: small, but far above rounding errors.
 _DIFFERENCE = 1e-4
 _MAX_ITERATIONS = 60
 # Converged when no logarithm changes by more than this.
@@ -61,7 +61,7 @@ def log_jacobian(residuals: _Residuals, parameters: _Values) -> Floats:
 
 
 def _log_jacobian(residuals: _Residuals, logs: Floats, errors: Floats) -> Floats:
-    """Return the same by differences from `errors`, the residuals at `logs`."""
+    """Return `log_jacobian` at the logarithms `logs`, by differences from `errors`, the residuals there."""
     columns = []
     for index in range(len(logs)):
         shifted = logs.copy()
@@ -71,7 +71,7 @@ def _log_jacobian(residuals: _Residuals, logs: Floats, errors: Floats) -> Floats
 
 
 def identifiable_columns(jacobian: Floats, least: float) -> Ints:
-    """Return the parameters (columns) that the residuals (rows) determine independently, the best determined first.
+    """Return the indices of the parameters (columns) that the residuals (rows) determine independently, the best first.
 
     The method is QR decomposition with column pivoting (Golub, 1965). Each parameter is chosen for the norm of its
     column after projecting out the columns chosen before, and this norm must be at least `least`.

@@ -2,10 +2,10 @@
 
     t = weights + cache + communication + host
 
-A step reads the weights and the caches once. With few sequences that bounds it; with many, the products do. The
-embedding is a lookup, so its table is not read, unless the head is tied to it. Of routed experts only those that a
-token of the batch reaches are read. A replica is a group of tp ranks; with ep > 1 the replicas of an expert-parallel
-group step together.
+A step reads the weights and the caches once. With few sequences this reading bounds the time; with many, the matrix
+products do. The embedding is a lookup, so its table is not read, unless the head is tied to it. Of routed experts only
+those that a token of the batch reaches are read. A replica is a group of tp ranks; with ep > 1 the replicas of an
+expert-parallel group step together.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from kumi.spec.op import Dim
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.sharding import DIM_TO_AXIS, shard_shape, shard_size, tp_style
 
-# Share of the memory bandwidth of a GPU at which a decode step reads weights and caches, where `Device.read` has none.
-# Fitted to gpt-fast's table for A100 (benchmarks/decode_published.py). On a CPU it is then `Device.stream`.
+# Share of a GPU's memory bandwidth at which a decode step reads weights and caches, if `Device.read` has no share for
+# the dtype. Fitted to gpt-fast's table for A100 (benchmarks/decode_published.py). For a CPU, `Device.stream` is used.
 READ_SHARE = 0.72
 # Speed of attention's products with one query per sequence, relative to the peak; only latent attention, in which all
-# heads read the same vector, has enough of them to matter.
+# heads read the same vector, has enough FLOPs for them to matter.
 _QUERY_PRODUCTS = 0.35
-# Kernels beside those of `op_costs.MEMORY_PASSES`: of one op, and of attention (writes to the cache, mask, product).
-_OP_KERNELS, _ATTENTION_KERNELS = 1, 8
+# Kernels of an operation that `op_costs.MEMORY_PASSES` does not list.
+_OP_KERNELS = 1
+# Kernels of attention or a recurrence: writes to the cache, mask, products.
+_ATTENTION_KERNELS = 8
 # Kernels of choosing the next tokens, and of the bookkeeping between steps.
 _SAMPLING_KERNELS = 30
 # Host time of a kernel in kumi's engine, relative to the device's bare launch interval: modules, autograd functions,
@@ -44,6 +46,7 @@ _SAMPLING_KERNELS = 30
 # For GPUs it is an assumption: the same seconds over the 5 us of the presets.
 _DISPATCH = {"cpu": 4.0, "cuda": 2.0}
 
+# Kinds of operations that multiply with a weight matrix.
 _PRODUCTS = ("linear", "router", "log_prob", "score")
 
 
@@ -81,7 +84,7 @@ def decode_step(job: InferenceJob, layout: Layout, batch: Numbers, context: Numb
 
 
 def reading_device(job: InferenceJob) -> Device:
-    """Return the device of `job` with the share of its bandwidth that a decode step reaches as `stream`."""
+    """Return the device of `job`; its `stream` is the share of the bandwidth that a decode step reaches."""
     device = job.cluster.device
     default = READ_SHARE if device.is_gpu else device.stream
     return replace(device, stream=dict(device.read).get(job.weight_dtype, default))
@@ -107,7 +110,7 @@ def weight_seconds(job: InferenceJob, layout: Layout, batch: Floats) -> Floats:
 
 
 def _product_seconds(device: Device, dtype: str, rows: Floats, inner: Numbers, columns: Numbers) -> Floats:
-    """Return the seconds of a product of few rows. A GPU computes while it reads, a CPU core in turn."""
+    """Return the seconds of a product of few rows. A GPU computes while it reads; a CPU core does both in turn."""
     if device.is_gpu:
         return matmul_seconds(device, dtype, rows, inner, columns)
     speed = peak_flops(device, dtype) * device.matmul_share(dtype)
@@ -129,34 +132,35 @@ def _param_bytes(job: InferenceJob, op: Op, layout: Layout) -> float:
 
 
 def _unpacking_seconds(job: InferenceJob, device: Device, op: Op, layout: Layout) -> float:
-    """Return the seconds in which a matrix in four bits is read, and written in the compute dtype for the product."""
+    """Return the seconds of reading a matrix in four bits and writing it in the compute dtype for the product."""
     if not (op.params and op.params[0].quantized):
         return 0.0
     return _read_seconds(device, 1.25 * _param_bytes(job, op, layout))
 
 
 def distinct_experts(op: Op, layout: Layout, batch: Numbers) -> Floats:
-    """Return the expected number of experts of `op` on a rank that tokens reach, if all experts are equally likely.
+    """Return the expected number of the experts on a rank that tokens reach, if all experts are equally likely.
 
-    Of X experts, k are chosen for each of the `batch` tokens of a replica, or of all replicas that share the experts.
+    Each token chooses `op.passes` of the `op.experts` experts. The tokens are the `batch` tokens of a replica, or those
+    of all replicas that share the experts.
     """
     tokens = np.asarray(batch, np.float64) * layout.ep * layout.expert_tp / layout.tp
     return op.experts / layout.ep * (1 - (1 - op.passes / op.experts) ** tokens)
 
 
 def _expert_seconds(job: InferenceJob, layout: Layout, device: Device, op: Op, batch: Floats) -> Floats:
-    """Return the seconds of routed experts: of reading those that are reached, or of their products."""
+    """Return the seconds of routed experts: a GPU reads their weights and multiplies at once, a CPU in turn."""
     itemsize = ITEMSIZE[job.weight_dtype if op.kind == "linear" else job.compute]
-    each = sum(
+    expert_size = sum(
         float(np.prod(shard_shape(param, layout.tp, layout.ep, layout.expert_tp)[1:], dtype=np.float64))
         for param in op.params
     )
-    read = stream_seconds(device, distinct_experts(op, layout, batch) * each * itemsize)
+    read = stream_seconds(device, distinct_experts(op, layout, batch) * expert_size * itemsize)
     if op.kind != "linear":
         return read
     rows = batch * op.passes * layout.expert_tp / layout.tp
     speed = peak_flops(device, job.weight_dtype) * device.matmul_share(job.weight_dtype)
-    compute = 2 * rows * each / speed
+    compute = 2 * rows * expert_size / speed
     return np.maximum(read, compute) if device.is_gpu else read + compute
 
 
@@ -197,7 +201,7 @@ def _query_flops(layer: LayerSpec, tp: int, context: Floats) -> Any:
 
 
 def communication_seconds(job: InferenceJob, layout: Layout, batch: Floats) -> Floats:
-    """Return the seconds of the messages of a step: small ones, so that their latency decides."""
+    """Return the seconds of the messages of a step. They are small, so latency decides."""
     hidden = job.model.hidden_size * ITEMSIZE[job.compute] * batch
     total, group = np.zeros_like(batch), (np.asarray(layout.ep), np.asarray(layout.expert_tp))
     for op, count in unique_ops(job.model):
@@ -210,7 +214,7 @@ def communication_seconds(job: InferenceJob, layout: Layout, batch: Floats) -> F
 
 
 def _host_seconds(job: InferenceJob, layout: Layout, busy: Floats) -> Floats:
-    """Return the seconds in which the device waits for the host to launch the kernels of a step.
+    """Return the seconds in which the device waits for the host to launch kernels, in a step of `busy` other seconds.
 
     A GPU waits only where it is faster than the host; on a CPU each operation takes this time in addition.
     """

@@ -30,13 +30,13 @@ _DEFAULT_SEQUENCES = 256
 
 @dataclass(frozen=True)
 class RolloutLengths:
-    """Tokens of each of many prompts, and of the reply to it."""
+    """The lengths of many prompts, and of the reply to each, in tokens."""
 
     prompts: Sequence[int]
     replies: Sequence[int]
 
     def share(self, index: int, replicas: int) -> RolloutLengths:
-        """Return those of replica `index`: every so many-th prompt."""
+        """Return the lengths for replica `index` of `replicas`: prompts are dealt out to the replicas in turn."""
         return RolloutLengths(self.prompts[index::replicas], self.replies[index::replicas])
 
 
@@ -51,9 +51,9 @@ class InferenceEstimate:
     - `longest`: tokens of each sequence that fit with this batch.
     - `memory`: bytes of a device with this batch.
     - `seconds`: of a decode step by kind; None if the batch does not fit or the speed of the device is unknown.
-    - `tokens_per_second`: of decode steps, over all replicas.
-    - `rollout`: of the replica that takes longest.
-    - `rollout_tokens_per_second`: tokens of all replies / seconds.
+    - `tokens_per_second`: tokens that decode steps generate, over all replicas.
+    - `rollout`: the time in which the slowest replica answers its part of the given prompts; None without prompts.
+    - `rollout_tokens_per_second`: tokens of all replies / seconds of `rollout`.
     """
 
     layout: Layout
@@ -79,7 +79,7 @@ class InferenceEstimate:
 
     @property
     def bound_by(self) -> str:
-        """The kind that takes most of a step; "" without an estimate of it."""
+        """The kind of `seconds` that takes most of a step; "" if `seconds` is None."""
         return "" if self.seconds is None else max(self.seconds, key=self.seconds.__getitem__)
 
     def as_dict(self) -> dict[str, Any]:
@@ -92,12 +92,12 @@ class InferenceEstimate:
 def estimate_inference(
     job: InferenceJob, context: int, *, batch: int | None = None, lengths: RolloutLengths | None = None
 ) -> list[InferenceEstimate]:
-    """Return an estimate of each layout of a node, the most tokens per second first and then those that do not fit.
+    """Return an estimate of each layout of a node. The fastest is first; layouts that do not fit are last.
 
     `context`: tokens of each sequence, prompt included. `batch`: sequences at once over all devices; the largest that
     fits, but at most 256 per replica, if None. `lengths`: prompts to answer, for `InferenceEstimate.rollout`.
 
-    Raise FitError if the model fits in none of the layouts, with the batch or the context that does.
+    Raise FitError if no layout fits. It names the largest batch or context that does, if there is one.
     """
     cluster = job.cluster
     layouts = inference_layouts(job.model, cluster.devices_per_node)
@@ -108,6 +108,7 @@ def estimate_inference(
 
 
 def _speed(item: InferenceEstimate) -> float:
+    """Return the figure that orders layouts: tokens per second, or the largest batch if the speed is unknown."""
     return item.rollout_tokens_per_second or item.tokens_per_second or item.most_sequences
 
 
@@ -116,21 +117,21 @@ def _estimate(
 ) -> InferenceEstimate:
     replicas = job.cluster.devices // layout.tp
     most = largest_batch(job, layout, context)
-    own = min(most, _DEFAULT_SEQUENCES) if batch is None else -(-batch // replicas)
-    total = own * replicas if batch is None else batch
-    memory = inference_memory(job, layout, own, context)
-    each = cache_bytes(job.model, 1, context, job.cache_dtype, layout.tp)
-    longest = longest_context(job, layout, own)
-    fields = (layout, replicas, most * replicas, each, total, longest, memory)
-    if not 0 < own <= most or not _has_speed(job):
+    per_replica = min(most, _DEFAULT_SEQUENCES) if batch is None else -(-batch // replicas)
+    total = per_replica * replicas if batch is None else batch
+    memory = inference_memory(job, layout, per_replica, context)
+    sequence_cache = cache_bytes(job.model, 1, context, job.cache_dtype, layout.tp)
+    longest = longest_context(job, layout, per_replica)
+    fields = (layout, replicas, most * replicas, sequence_cache, total, longest, memory)
+    if not 0 < per_replica <= most or not _has_speed(job):
         return InferenceEstimate(*fields)
-    step = decode_step(job, layout, np.asarray(own), np.asarray(context))
+    step = decode_step(job, layout, np.asarray(per_replica), np.asarray(context))
     seconds = {kind: float(value) for kind, value in vars(step).items()}
     rate = total / sum(seconds.values())
     if lengths is None:
         return InferenceEstimate(*fields, seconds, rate)
     shares = (lengths.share(index, replicas) for index in range(min(replicas, len(lengths.prompts))))
-    times = [rollout_time(job, layout, own, share.prompts, share.replies) for share in shares]
+    times = [rollout_time(job, layout, per_replica, share.prompts, share.replies) for share in shares]
     slowest = max(times, key=lambda time: time.seconds)
     return InferenceEstimate(*fields, seconds, rate, slowest, sum(lengths.replies) / slowest.seconds)
 

@@ -27,7 +27,7 @@ class InferenceMemory:
     """Bytes of a device in generation.
 
     - `weights`: parameters and buffers, and the copy that kumi's engine packs of float32 matrices on a CPU.
-    - `cache`: of all sequences of a replica.
+    - `cache`: caches of all sequences of a replica.
     - `workspace`: activations of the largest forward pass over prompts, and logits.
     - `reserved`: libraries, and holes in the heap of a CPU process.
     """
@@ -55,7 +55,7 @@ def inference_memory(job: InferenceJob, layout: Layout, batch: int, context: int
 
 def workspace_bytes(job: InferenceJob, layout: Layout, batch: int, context: int) -> int:
     """Return the bytes of the largest forward pass over prompts, and of the logits of `batch` sequences."""
-    return _prompt_bytes(job, layout, context) + batch * _token_bytes(job, layout)
+    return _prompt_bytes(job, layout, context) + batch * _logit_bytes(job, layout)
 
 
 def usable_bytes(job: InferenceJob) -> int:
@@ -81,13 +81,13 @@ def longest_context(job: InferenceJob, layout: Layout, batch: int) -> int:
 
 def weight_bytes(job: InferenceJob, layout: Layout) -> int:
     """Return the bytes of parameters and buffers on a rank; buffers are in float32."""
-    return sum(_bytes(buffer, "float32", layout) for buffer in buffers(job.model)) + sum(
+    return sum(_param_bytes(buffer, "float32", layout) for buffer in buffers(job.model)) + sum(
         _op_bytes(job, op, layout) for op in ops(job.model)
     )
 
 
 def packed_bytes(job: InferenceJob, layout: Layout) -> int:
-    """Return the bytes of the matrices that `kumi.nn.packed_products` packs: all of float32 on a CPU, but experts."""
+    """Return the bytes of the matrices that `kumi.nn.packed_products` packs: on a CPU, all in float32 but experts."""
     if job.cluster.device.kind != "cpu" or job.compute != "float32" or job.graphs:
         return 0
     matrices = (op for op in ops(job.model) if op.kind in ("linear", "log_prob") and not op.experts)
@@ -100,10 +100,10 @@ def packed_bytes(job: InferenceJob, layout: Layout) -> int:
 
 def _op_bytes(job: InferenceJob, op: Op, layout: Layout) -> int:
     dtype = job.weight_dtype if op.kind == "linear" else job.compute
-    return sum(_bytes(param, dtype, layout) for param in op.params)
+    return sum(_param_bytes(param, dtype, layout) for param in op.params)
 
 
-def _bytes(param: Param, dtype: str, layout: Layout) -> int:
+def _param_bytes(param: Param, dtype: str, layout: Layout) -> int:
     size = int(prod(shard_shape(param, layout.tp, layout.ep, layout.expert_tp)))
     return -(-size // NF4_BLOCK) * NF4_BLOCK_BYTES if param.quantized else size * ITEMSIZE[dtype]
 
@@ -127,7 +127,7 @@ def _block_width(layer: tuple[Op, ...], layout: Layout, *, in_mlp: bool) -> floa
     )
 
 
-def _token_bytes(job: InferenceJob, layout: Layout) -> int:
+def _logit_bytes(job: InferenceJob, layout: Layout) -> int:
     """Return the bytes of the logits of one sequence."""
     return _LOGIT_COPIES * 4 * local_size(head_ops(job.model)[-1].target, layout.tp)
 

@@ -8,6 +8,7 @@ from statistics import NormalDist
 
 from kumi.errors import ConfigError
 
+# The 99th percentile of the standard normal distribution.
 _P99 = NormalDist().inv_cdf(0.99)
 
 

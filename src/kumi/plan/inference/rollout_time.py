@@ -33,8 +33,8 @@ _FUSED = Engine(name="serving", kernels="fused", half_weights=True)
 class RolloutTime:
     """Seconds of a replica that answers prompts.
 
-    - `prefill`: passes over prompts. - `decode`: decode steps.
-    - `steps`: decode steps. - `tokens`: tokens of the replies.
+    - `prefill`, `decode`: seconds of the passes over prompts, and of the decode steps.
+    - `steps`: number of decode steps. - `tokens`: number of tokens of all replies.
     """
 
     prefill: float
@@ -64,7 +64,8 @@ def rollout_time(
 
     `refill`: a free slot takes the next prompt at once; else the next `slots` prompts begin when all have ended.
     The first token of a reply comes from the pass over its prompt, so that a reply of n tokens takes n - 1 steps.
-    kumi's own engine reads the caches of all slots up to the longest sequence, serving engines each up to its own.
+    kumi's own engine reads the cache of every slot up to the length of the longest sequence; serving engines read each
+    cache only up to its own sequence's length.
     """
     spans = _refilled_spans(slots, prompts, replies) if refill else _wave_spans(slots, prompts, replies)
     active, mean, longest, steps = np.array(spans, np.float64).reshape(-1, 4).T
@@ -73,30 +74,30 @@ def rollout_time(
     return RolloutTime(prefill, float((steps * seconds).sum()), int(steps.sum()), sum(replies))
 
 
-# Consecutive steps with the same active sequences: their number, the mean tokens and those of the longest half-way, the
-# number of steps.
+# Consecutive steps with the same active sequences: (number of sequences, their mean and their largest length halfway
+# through these steps, number of steps).
 _Span = tuple[int, float, float, int]
 
 
 def _refilled_spans(slots: int, prompts: Sequence[int], replies: Sequence[int]) -> list[_Span]:
     """Return the spans between the ends of replies, if a free slot is filled at once."""
     spans: list[_Span] = []
-    active: list[tuple[int, int]] = []  # (step of the end, tokens of the prompt minus step of the begin)
-    now, started, tokens = 0, 0, 0  # `tokens`: sum of the second entries
+    active: list[tuple[int, int]] = []  # (step at which it has ended, length minus step)
+    now, started, offsets = 0, 0, 0  # `offsets`: sum of the second entries
     while active or started < len(prompts):
         while len(active) < slots and started < len(prompts):
-            begin = prompts[started] + 1 - now
-            heappush(active, (now + replies[started] - 1, begin))
-            tokens += begin
+            offset = prompts[started] + 1 - now
+            heappush(active, (now + replies[started] - 1, offset))
+            offsets += offset
             started += 1
         end, count = active[0][0], len(active)
         if end > now:
             middle = (now + end - 1) / 2
-            longest = max(begin for _, begin in active)
-            spans.append((count, tokens / count + middle, longest + middle, end - now))
+            longest = max(offset for _, offset in active)
+            spans.append((count, offsets / count + middle, longest + middle, end - now))
             now = end
         while active and active[0][0] <= now:
-            tokens -= heappop(active)[1]
+            offsets -= heappop(active)[1]
     return spans
 
 
@@ -112,25 +113,26 @@ def _wave_spans(slots: int, prompts: Sequence[int], replies: Sequence[int]) -> l
 
 @lru_cache(maxsize=4096)
 def prefill_seconds(job: InferenceJob, layout: Layout, length: int) -> float:
-    """Return the seconds of the forward pass over a prompt of `length` tokens, with others in one pass if it is short.
+    """Return the seconds of the forward pass over a prompt of `length` tokens.
 
-    The head computes the logits of the last token only.
+    Short prompts share a pass, and each counts an equal part of it. The head is left out: it computes the logits of the
+    last token only.
     """
-    together = max(1, PROMPT_TOKENS // length)
+    prompts_per_pass = max(1, PROMPT_TOKENS // length)
     precision = Precision(
         "inference", job.compute, job.compute, job.compute, job.weights if job.weights != job.compute else ""
     )
     engine = _FUSED if job.graphs else KUMI
-    batch = BatchSpec(length, length * together * layout.dp)
+    batch = BatchSpec(length, length * prompts_per_pass * layout.dp)
     training = Job(job.model, job.cluster, batch, precision, Optim(), engine)
-    row = Layout(**{**vars(layout), "microbatch": together})
-    table, _ = cost_table(training, batch_layouts([row]))
+    pass_layout = Layout(**{**vars(layout), "microbatch": prompts_per_pass})
+    table, _ = cost_table(training, batch_layouts([pass_layout]))
     _, of_layer = job.model.unique_layers()
     launch = 0.0 if job.graphs else job.cluster.device.launch
     total = _pass_seconds(table.embedding, launch)
     for kind, cost in enumerate(table.layers):
         total = total + of_layer.count(kind) * _pass_seconds(cost, launch)
-    return float(total[0]) / together
+    return float(total[0]) / prompts_per_pass
 
 
 def _pass_seconds(cost: MicrobatchCost, launch: float) -> Floats:

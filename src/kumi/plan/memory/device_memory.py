@@ -48,9 +48,9 @@ _NOT_OFFLOADED = CHOICES["offload"].index("none")
 
 # Memory that PyTorch's allocator reserves beyond the allocated memory, as a share of transient memory, by the engine's
 # kernels. Blocks are rounded up and free space between them is fragmented; states are allocated once and do not count.
-# torchtitan's documents of December 2024 and its commits 808 and 822 have three layouts, compiled (0.08, 0.10, 0.13)
-# and op by op (0.17, 0.20, 0.20). As a share of all allocated memory it was 0.028 to 0.093 in 43 runs of fused kernels
-# on B200 (SimuMax 1.2).
+# torchtitan's documents of December 2024 and its commits 808 and 822 report three layouts, compiled (0.08, 0.10, 0.13)
+# and op by op (0.17, 0.20, 0.20). As a share of all allocated memory the overhead was 0.028 to 0.093 in 43 runs of
+# fused kernels on B200 (SimuMax 1.2).
 ALLOCATOR_OVERHEAD = {"eager": 0.18, "fused": 0.10, "compiled": 0.10}
 _STATES = ("params", "grads", "optimizer")
 # The kinds whose bytes differ between the moments of a step, in the order in which they are added up.
@@ -77,7 +77,7 @@ class InvariantMemory(NamedTuple):
     `buffers`: bytes of communication buffers.
     `libraries`: bytes outside the allocator.
     `rewards`: bytes of the reward models of a run with rollouts.
-    `critic`: as `states`, of a critic; None without one.
+    `critic`: resident bytes of a critic's states, by kind as in `states`; None without a critic.
     """
 
     params: RankParams
@@ -132,7 +132,7 @@ def stage_memory(
 def training_memory(
     job: Job, layouts: LayoutBatch, share: RankStages, invariant: InvariantMemory | None = None
 ) -> dict[str, Floats]:
-    """Return what `stage_memory` does, at the peak of an update.
+    """Return the bytes by kind of `MemoryEstimate` at the peak of an update, (rows,) each.
 
     A critic is trained when the gradients of the policy are freed, and has the same layers without logits, so that the
     peak is in the policy's update.
@@ -163,7 +163,10 @@ def training_memory(
 
 
 def _larger(sizes: dict[str, Floats], others: dict[str, Floats]) -> dict[str, Floats]:
-    """Return the bytes by kind of `others` where their sum is larger, else those of `sizes`; a kind may be missing."""
+    """Return the bytes by kind of `others` where their sum is larger, else those of `sizes`.
+
+    A kind that is missing in `others` counts as 0.
+    """
     larger = np.sum(list(others.values()), axis=0) > np.sum(list(sizes.values()), axis=0)
     return {kind: np.where(larger, others.get(kind, 0.0), size) for kind, size in sizes.items()}
 
@@ -171,7 +174,7 @@ def _larger(sizes: dict[str, Floats], others: dict[str, Floats]) -> dict[str, Fl
 def reference_copies(job: Job) -> int:
     """Return the number of models in memory beside the one that is trained: 1 for a reference of a run with rollouts.
 
-    It is on the same layout, in the same dtype.
+    The reference has the layout and the dtypes of the trained model.
     """
     return int(job.rollout is not None and job.rollout.reference)
 
@@ -219,7 +222,7 @@ def _states_at_rest(job: Job, layouts: LayoutBatch, states: dict[str, Floats]) -
 def _between_updates(
     job: Job, layouts: LayoutBatch, invariant: InvariantMemory, sizes: dict[str, Floats]
 ) -> dict[str, Floats]:
-    """Return `sizes` with the states of training and the other models in memory."""
+    """Return `sizes`, the bytes of generation or scoring by kind, with the states of training and the other models."""
     states = _states_at_rest(job, layouts, invariant.states)
     transient = sizes["gathered"] + sizes["weights"] + sizes["activations"]
     return {
@@ -237,7 +240,7 @@ def moments_without_activations(
 ) -> dict[str, tuple[Floats, Floats, Floats]]:
     """Return the bytes by kind at the loss, in the backward pass of a layer, and at the end of the backward pass.
 
-    They depend neither on recomputation nor on offloading.
+    These bytes depend neither on recomputation nor on offloading.
     """
     unsharded, logits = invariant.unsharded, _logits(job, layouts, share)
     grads, optimizer = invariant.states["grads"], invariant.states["optimizer"]
@@ -263,7 +266,7 @@ def _largest_moment(moments: dict[str, tuple[Floats, ...]]) -> dict[str, Floats]
 
 
 def num_microbatches(job: Job, layouts: LayoutBatch) -> Ints:
-    """Return `BatchSpec.microbatches`, (rows,), or 1 where a microbatch has more sequences than a rank."""
+    """Return `BatchSpec.microbatches`, (rows,), or 1 where a rank has fewer sequences in a step than a microbatch."""
     count: Ints = np.maximum(1, job.batch.microbatches(layouts))
     return count
 
@@ -283,7 +286,7 @@ def weight_casts(job: Job, layouts: LayoutBatch, params: RankParams, layers: Flo
     unpacked = np.full(len(layouts), float(job.itemsize * _largest_quantized(job)))
     if job.engine.half_weights or job.precision.compute == job.precision.param:
         return unpacked
-    recomputed = _share_recomputed(layouts, layers)
+    recomputed = _recomputed_share(layouts, layers)
     copies = (1 - recomputed) * params.total.matmul_weights + np.where(recomputed > 0, params.layer.matmul_weights, 0.0)
     return np.asarray(unpacked + job.itemsize * np.where(num_shards(layouts) > 1, 0.0, copies))
 
@@ -294,15 +297,18 @@ def _largest_quantized(job: Job) -> int:
     return max(sizes, default=0)
 
 
-def recomputed_share(layouts: LayoutBatch, layers: Floats) -> Floats:
-    """Return the share of a rank's `layers` that recomputation covers, equal for all kinds of layers and all stages."""
+def covered_share(layouts: LayoutBatch, layers: Floats) -> Floats:
+    """Return the share of a rank's `layers` that `recompute_layers` covers, whatever kind of recomputation is chosen.
+
+    The share is equal for all kinds of layers and all stages.
+    """
     partial = np.minimum(1.0, layouts.recompute_layers / np.maximum(layers, 1.0))
     return np.where(layouts.recompute_layers < 0, 1.0, partial)
 
 
-def _share_recomputed(layouts: LayoutBatch, layers: Floats) -> Floats:
+def _recomputed_share(layouts: LayoutBatch, layers: Floats) -> Floats:
     """Return the share of a rank's `layers` that are recomputed, 0 without recomputation."""
-    return np.where(layouts.recompute == _NONE, 0.0, recomputed_share(layouts, layers))
+    return np.where(layouts.recompute == _NONE, 0.0, covered_share(layouts, layers))
 
 
 def resident_activations(job: Job, layouts: LayoutBatch, share: RankStages, activations: ModelActivations) -> Floats:
@@ -310,7 +316,7 @@ def resident_activations(job: Job, layouts: LayoutBatch, share: RankStages, acti
 
     The head's activations are freed before the next microbatch, unless all forward passes come first.
     """
-    recomputed = _share_recomputed(layouts, share.layers.sum(axis=0))
+    recomputed = _recomputed_share(layouts, share.layers.sum(axis=0))
     per_token = share.embedding * activations.embedding
     for count, layer in zip(share.layers, activations.layers, strict=True):
         saved = np.where(layouts.recompute == _FULL, layer.full, layer.selective)
@@ -465,7 +471,7 @@ def memory_reading(job: Job, layout: Layout, reading: str, pp_rank: int | None =
 
 
 def two_layers(job: Job, layouts: LayoutBatch, activations: ModelActivations) -> Floats:
-    """Return the saved activations of two layers for one microbatch: the layer in use and the layer in transfer."""
+    """Return the bytes of a microbatch's saved activations in two layers: the layer in use and the one in transfer."""
     largest = np.max([_saved_per_token(layouts, layer) for layer in activations.layers], axis=0)
     return np.asarray(2 * _microbatch_tokens(job, layouts) * largest)
 
@@ -491,8 +497,8 @@ def _after_offload(
 ) -> dict[str, Floats]:
     """Return the device memory that offloading changes, by kind.
 
-    Offloaded states leave on the device, in the compute dtype or packed, the layer in use with its gradient, the next
-    layer, and the root with its gradient. Offloaded activations leave all but the `moved` bytes.
+    Of offloaded states the device still holds, in the compute dtype or packed: the layer in use with its gradient, the
+    next layer, and FSDP's root unit with its gradient. Of offloaded activations it holds all but the `moved` bytes.
     """
     states, optimizer = _offloads(layouts, "states"), _offloads(layouts, "optimizer")
     absent = {"params": states, "grads": states, "weights": states, "optimizer": states | optimizer}
@@ -533,11 +539,11 @@ def _host_memory(job: Job, layouts: LayoutBatch, share: RankStages, invariant: I
         return _offloaded_activations(job, layouts, share, activations)
     invariant = invariant or invariant_memory(job, layouts, share)
     params, sizes, to_nvme = invariant.params, invariant.states, _to_nvme(layouts)
-    every = sizes["params"] + sizes["grads"] + sizes["optimizer"]
-    states = np.where(_offloads(layouts, "optimizer"), sizes["optimizer"], every)
+    all_states = sizes["params"] + sizes["grads"] + sizes["optimizer"]
+    states = np.where(_offloads(layouts, "optimizer"), sizes["optimizer"], all_states)
     if job.engine.nvme_params:
-        two_units = 2 * params.largest_unsharded / np.maximum(1.0, params.total.unsharded)
-        states = np.where(to_nvme, np.minimum(1.0, two_units), 1.0) * states
+        share_of_two_units = 2 * params.largest_unsharded / np.maximum(1.0, params.total.unsharded)
+        states = np.where(to_nvme, np.minimum(1.0, share_of_two_units), 1.0) * states
     else:
         states = np.where(to_nvme, states - sizes["optimizer"], states) + _staging_buffers(job, layouts, params)
     states = np.where(layouts.offload == _NOT_OFFLOADED, 0.0, states)
@@ -556,8 +562,8 @@ def _offloaded_activations(job: Job, layouts: LayoutBatch, share: RankStages, ac
 def _staging_buffers(job: Job, layouts: LayoutBatch, params: RankParams) -> Floats:
     """Return the bytes of host staging buffers.
 
-    Parameters and gradients pass through them where the host updates parameters, and two optimizer states where these
-    are on NVMe.
+    Parameters and gradients pass through these buffers where the host updates parameters. Where optimizer states are on
+    NVMe, two states pass through them, too.
     """
     to_nvme = _to_nvme(layouts)
     shard = np.where(layouts.zero > 0, params.total.shard, params.total.unsharded)

@@ -1,9 +1,9 @@
 """What a rank of a run with rollouts has in memory while it generates, beside the states of training.
 
-gathered     all weights of a rank of tp and ep, in the compute dtype, where ZeRO shards them
-weights      the copies that products of few rows have packed, of float32 matrices on a CPU
-activations  of the largest pass over prompts, and the logits of the slots
-cache        of all slots, each as long as the longest prompt with the longest reply
+gathered     if ZeRO shards the weights: all weights that a rank has under tp and ep, in the compute dtype
+weights      on a CPU: the packed copies of float32 matrices that make products of few rows fast
+activations  the activations of the largest pass over prompts, and the logits of the slots
+cache        the caches of all slots, each as long as the longest prompt with the longest reply
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def generation_kinds(job: Job, layouts: LayoutBatch, params: RankParams) -> dict
     generation = inference_job(job)
     first, index = unique_rows(layouts.tp, layouts.ep, layouts.expert_tp, layouts.sequence_parallel, layouts.dp)
     sizes = []
-    for number in first.tolist():
-        layout = layouts.row(number)
+    for row in first.tolist():
+        layout = layouts.row(row)
         shards = Layout(tp=layout.tp, ep=layout.ep, expert_tp=layout.expert_tp)
         sizes.append(_sizes(generation, shards, job.rollout.rank_slots(layout), job.rollout.context))
     columns = np.array(sizes, np.float64).reshape(-1, len(_KINDS))[index].T

@@ -19,7 +19,7 @@ from kumi.spec.precision import Precision
 class RewardModelBytes:
     """Bytes of the reward models on a rank, (rows,) each.
 
-    `weights`: of all of them, between steps.
+    `weights`: weights of all reward models, resident between steps.
     `gathered`, `activations`: gathered weights and activations of the model with the largest sum while it scores.
     """
 
@@ -29,7 +29,7 @@ class RewardModelBytes:
 
 
 def reward_jobs(job: Job) -> list[Job]:
-    """Return a job for each reward model of `job`: a forward pass over its rows, with weights in the compute dtype."""
+    """Return a job for each reward model of `job`: a forward pass over the same rows, in the compute dtype."""
     models = () if job.rollout is None else job.rollout.reward_models
     dtype = job.precision.compute
     precision = Precision("rewards", dtype, dtype, dtype)
@@ -61,7 +61,7 @@ def reward_model_bytes(job: Job, layouts: LayoutBatch) -> RewardModelBytes:
 
 
 def _pass_bytes(job: Job, layouts: LayoutBatch) -> Floats:
-    """Return the activations of a pass without a gradient: of its largest layer, and the states before and after it."""
+    """Return the activation bytes of a pass without a gradient: the largest layer, and the hidden states around it."""
     of_model = model_activations(job, layouts)
     per_token = np.max([layer.none for layer in of_model.layers], axis=0) + 2 * of_model.boundary
     return np.asarray(layouts.microbatch * job.batch.seq_len * per_token)

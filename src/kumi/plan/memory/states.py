@@ -1,4 +1,7 @@
-"""Bytes of parameters, gradients and optimizer states on a rank, resident and transient."""
+"""Bytes of parameters, gradients and optimizer states on a rank, resident and transient.
+
+All sizes are arrays (rows,), a row for each layout of a `LayoutBatch`.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ class ParamShards:
     """Sizes of a set of parameters on a rank after tp and ep sharding, (rows,) each.
 
     `unsharded`: elements before ZeRO shards them.
-    `gathered_bytes`: bytes after an all-gather, in the compute dtype or packed, with padding to equal shards; 0 of
-        packed matrices that the ZeRO stage does not shard.
+    `gathered_bytes`: bytes after an all-gather, in the compute dtype or packed, with padding to equal shards. Packed
+        matrices count only under ZeRO-3: other stages do not shard them.
     `shard`: elements of the largest shard.
     `matmul_weights`: elements of weight matrices that are cast for matmuls.
     `optimizer_bytes`: bytes of the shard's optimizer states.
@@ -52,7 +55,7 @@ class ParamShards:
 
     @classmethod
     def zero(cls, rows: int) -> ParamShards:
-        """Return the sizes of no parameters, for `rows` rows."""
+        """Return the sizes of an empty set of parameters, for `rows` layouts."""
         return cls(*(np.zeros(rows) for _ in fields(cls)))
 
     def __add__(self, other: ParamShards) -> ParamShards:
@@ -68,7 +71,7 @@ class ParamShards:
         return ParamShards(*(getattr(self, field.name) * count for field in fields(self)))
 
     def take(self, index: Ints) -> ParamShards:
-        """Return the rows numbered `index`."""
+        """Return the sizes in the rows `index`."""
         return ParamShards(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
@@ -109,11 +112,11 @@ def num_shards(layouts: LayoutBatch, *, routed: bool = False) -> Ints:
 
 
 def rank_params(job: Job, layouts: LayoutBatch, share: RankStages, cache: RowCache | None = None) -> RankParams:
-    """Return the parameters of the model's `share` on a rank of every row.
+    """Return, for every layout, the sizes of the parameters on a rank that holds `share` of the model.
 
     `cache`: sizes of units of the same job that were computed before.
     """
-    zero_kind, shards = np.minimum(layouts.zero, 1) + (layouts.zero == 3), num_shards(layouts)
+    zero_kind, shards = _zero_kind(layouts), num_shards(layouts)
     content = [column.astype(np.int64) for column in (*share.layers, share.embedding, share.head)]
     first, index = unique_rows(layouts.tp, layouts.ep, layouts.expert_tp, shards, zero_kind, layouts.tiles, *content)
     params = _rank_params(job, layouts.take(first), share.take(first), cache)
@@ -121,10 +124,9 @@ def rank_params(job: Job, layouts: LayoutBatch, share: RankStages, cache: RowCac
 
 
 def _rank_params(job: Job, layouts: LayoutBatch, share: RankStages, cache: RowCache | None) -> RankParams:
-    """Return the same for layouts that differ."""
+    """Return the result of `rank_params` for distinct rows: no two agree in all columns that it depends on."""
     kinds, end_units = unique_layer_ops(job.model), list(_end_units(job.model, share))
-    zero_kind = np.minimum(layouts.zero, 1) + (layouts.zero == 3)
-    columns = layouts.tp, layouts.ep, layouts.expert_tp, num_shards(layouts), zero_kind, layouts.tiles
+    columns = layouts.tp, layouts.ep, layouts.expert_tp, num_shards(layouts), _zero_kind(layouts), layouts.tiles
     first, index = unique_rows(*columns)
     unique = layouts.take(first)
 
@@ -150,6 +152,11 @@ def _rank_params(job: Job, layouts: LayoutBatch, share: RankStages, cache: RowCa
         total = total + layer.times(count)
         largest = largest.largest(gathered.times(np.minimum(count, 1.0)))
     return RankParams(total, root, largest, embedding)
+
+
+def _zero_kind(layouts: LayoutBatch) -> Ints:
+    """Return 0 without ZeRO, 1 for ZeRO-1 and 2, whose parameters have the same sizes, and 2 for ZeRO-3."""
+    return np.asarray(np.minimum(layouts.zero, 1) + (layouts.zero == 3))
 
 
 def _end_units(model: ModelSpec, share: RankStages) -> Iterator[tuple[str, list[Op], Floats]]:
@@ -200,12 +207,12 @@ def communicated_sizes(job: Job, unit: FsdpUnit, layouts: LayoutBatch) -> tuple[
     """
     gathered, trained = np.zeros(len(layouts)), np.zeros(len(layouts))
     for param in unit.params:
-        routed = is_routed(param)
-        shape, degree = _tp_shape(param, layouts), num_shards(layouts, routed=routed)
+        shape, degree = _tp_shape(param, layouts), num_shards(layouts, routed=is_routed(param))
         if param.quantized:
             gathered = gathered + _packed_bytes(prod(shape), layouts).gathered
             continue
-        shape[routed] = -(-shape[routed] // degree) * degree
+        dim = _zero_dim(param)
+        shape[dim] = -(-shape[dim] // degree) * degree
         size = prod(shape)
         gathered = gathered + job.itemsize * size
         trained = trained + (0 if param.frozen else size)
@@ -236,10 +243,7 @@ def _tp_shape(param: Param, layouts: LayoutBatch) -> list[Ints]:
 
 
 def _shards_of_param(job: Job, param: Param, layouts: LayoutBatch, cast: Floats) -> ParamShards:
-    """Return the sizes of one parameter; `cast` is 1 where it is a matrix that is cast for matmuls, else 0.
-
-    ZeRO shards dense tensors along dim 0, and experts along the dim after "experts".
-    """
+    """Return the sizes of one parameter; `cast` is 1 where it is a matrix that is cast for matmuls, else 0."""
     degree, none = num_shards(layouts, routed=is_routed(param)), np.zeros(len(layouts))
     unsharded = np.asarray(prod(_tp_shape(param, layouts)), np.float64)
     shard = _shard_numel(param, layouts, degree)
@@ -260,11 +264,17 @@ def _shards_of_param(job: Job, param: Param, layouts: LayoutBatch, cast: Floats)
     return ParamShards(unsharded, gathered, shard, weights, none, none, none, none, size * unsharded, size * shard)
 
 
+def _zero_dim(tensor: Param) -> int:
+    """Return the dim along which ZeRO shards `tensor`: 0, or for routed experts the dim after "experts"."""
+    return 1 if is_routed(tensor) else 0
+
+
 def _shard_numel(tensor: Param, layouts: LayoutBatch, degree: Ints | int) -> Floats:
     """Return the elements of the largest of `degree` ZeRO shards of `tensor`."""
     shape = _tp_shape(tensor, layouts)
     if shape:
-        shape[is_routed(tensor)] = -(-shape[is_routed(tensor)] // degree)
+        dim = _zero_dim(tensor)
+        shape[dim] = -(-shape[dim] // degree)
     return np.broadcast_to(np.asarray(prod(shape), np.float64), len(layouts))
 
 
@@ -282,6 +292,7 @@ def resident_state_bytes(job: Job, layouts: LayoutBatch, params: RankParams) -> 
     param, compute = ITEMSIZE[job.precision.param], job.itemsize
     if not engine.half_weights:
         frozen = np.where(layouts.zero > 0, total.frozen_shard_bytes, total.frozen_bytes)
+        # Trained parameters have the dtype and the shards of their gradients, so they take as many bytes.
         return {"params": grads + frozen, "grads": grads, "optimizer": total.optimizer_bytes}
     no_masters = _updates_in_compute_dtype(job)
     if engine.half_grads and not no_masters:
@@ -316,7 +327,7 @@ def update_copy_bytes(job: Job, layouts: LayoutBatch, params: RankParams) -> Flo
 
 
 class UnshardedBytes(NamedTuple):
-    """Peak transient bytes of sharded states in the forward and backward passes, (rows,) each.
+    """Peak bytes of the unsharded copies that ZeRO makes of sharded states for a part of a step, (rows,) each.
 
     By kind:
     `params`: all-gathered parameters.
@@ -338,12 +349,12 @@ class UnshardedBytes(NamedTuple):
 
 
 def unsharded_bytes(job: Job, layouts: LayoutBatch, params: RankParams, microbatches: Ints) -> UnshardedBytes:
-    """Return the transient bytes of sharded states on a rank; zero where states are not sharded.
+    """Return the bytes of unsharded copies of states on a rank; zero where states are not sharded.
 
     ZeRO-1 and 2 keep every unit gathered from its first use in a step to its last. ZeRO-3 keeps the root and one other
     unit gathered, and prefetches the next. Gradients are unsharded for the root and one other unit, in the compute
     dtype. With more than one microbatch, ZeRO-1 also accumulates unsharded gradients of all units in the dtype of the
-    reduction. Engines with weights in the compute dtype gather nothing before ZeRO-3.
+    reduction. Engines with weights in the compute dtype gather nothing below ZeRO-3.
     """
     compute, reduce = job.itemsize, ITEMSIZE[job.precision.reduce]
     root, layer, embedding, zero3 = params.root, params.layer, params.embedding, layouts.zero == 3

@@ -1,7 +1,7 @@
 """Total device memory of many layouts under every kind of recomputation and offloading.
 
-`kumi.plan.memory.device_memory` computes the same bytes by kind. A search needs only their sum, a dozen times for each
-layout, so that everything that these times share is computed once.
+`kumi.plan.memory.device_memory` computes the same bytes by kind. A search needs only their sum, but for a dozen kinds
+of recomputation and offloading per layout. So the terms that these sums share are computed once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kumi.plan.memory.device_memory import (
     allocator_overhead,
     backward_peak,
     bytes_in_use_of_offloaded_states,
+    covered_share,
     critic_memory,
     moments_without_activations,
-    recomputed_share,
     reference_copies,
     resident_activations,
     rollout_moments,
@@ -64,14 +64,14 @@ class _Peak(NamedTuple):
     in_layer: Bools
 
     def pick(self, sizes: Sequence[Floats]) -> Floats:
-        """Return the bytes at the fullest moment, of bytes at the loss, in a layer and at the end."""
+        """Return the bytes at the fullest moment; `sizes` are those at the loss, in a layer and at the end."""
         return np.where(self.at_end, sizes[2], np.where(self.in_layer, sizes[1], sizes[0]))
 
 
 class TotalMemory:
-    """Device bytes of ranks with a share of the model; `total` is the sum of `device_memory.stage_memory`, in training.
+    """Device bytes of ranks with a share of the model: `total` is the sum over the kinds of `training_memory`.
 
-    A run with rollouts may have its peak while it generates or scores, see `generation`.
+    A run with rollouts may need more while it generates or scores: see `generation`.
     """
 
     def __init__(self, job: Job, layouts: LayoutBatch, share: RankStages, invariant: InvariantMemory) -> None:
@@ -103,7 +103,7 @@ class TotalMemory:
         states = peak.states + self._critic_memory(offload)
         activations = peak.activations
         if word == "activations":
-            moved = np.maximum(0.0, peak.resident - self._of(recompute).two_layers)
+            moved = np.maximum(0.0, peak.resident - self._activation_bytes(recompute).two_layers)
             activations = np.maximum(0.0, activations - moved)
         if word == "optimizer":
             states = states - peak.pick(self._optimizer)
@@ -128,18 +128,18 @@ class TotalMemory:
     def _peak(self, recompute: int, layers: int) -> _Peak:
         """Return the bytes at the fullest moment, which does not depend on offloading."""
         if (recompute, layers) not in self._peaks:
-            rows = self._with(recompute, layers)
-            own, plain = self._of(recompute), self._of(_NONE)
+            rows = self._rows_with(recompute, layers)
+            own, plain = self._activation_bytes(recompute), self._activation_bytes(_NONE)
             resident = own.resident
             if layers >= 0:  # saved activations are linear in the recomputed layers
-                share = recomputed_share(rows, self._layers)
+                share = covered_share(rows, self._layers)
                 resident = plain.resident + share * (own.resident - plain.resident)
             in_backward = resident + own.backward
             at_loss, in_layer = self._sums[0] + resident, self._sums[1] + in_backward
-            later, last = in_layer > at_loss, self._sums[2] > np.maximum(at_loss, in_layer)
+            is_in_layer, is_at_end = in_layer > at_loss, self._sums[2] > np.maximum(at_loss, in_layer)
             casts = weight_casts(self._job, rows, self._invariant.params, self._layers)
             none = np.zeros_like(resident)
-            peak = _Peak(none, none, none, casts, resident, last, later)
+            peak = _Peak(none, none, none, casts, resident, is_at_end, is_in_layer)
             params = (1 + reference_copies(self._job)) * self._invariant.states["params"]
             params = params + self._invariant.rewards.weights
             states = params + peak.pick(self._states)
@@ -149,14 +149,14 @@ class TotalMemory:
             )
         return self._peaks[recompute, layers]
 
-    def _with(self, recompute: int, layers: int) -> LayoutBatch:
+    def _rows_with(self, recompute: int, layers: int) -> LayoutBatch:
         ones = np.ones(len(self._layouts), np.int64)
         return self._layouts.replaced(recompute=recompute * ones, recompute_layers=layers * ones)
 
-    def _of(self, recompute: int) -> _ActivationBytes:
+    def _activation_bytes(self, recompute: int) -> _ActivationBytes:
         """Return the activation bytes with this kind of recomputation in all layers."""
         if recompute not in self._activations:
-            rows, activations = self._with(recompute, -1), self._invariant.activations
+            rows, activations = self._rows_with(recompute, -1), self._invariant.activations
             self._activations[recompute] = _ActivationBytes(
                 resident_activations(self._job, rows, self._share, activations),
                 backward_peak(self._job, rows, self._share, activations),

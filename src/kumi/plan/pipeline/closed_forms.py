@@ -1,9 +1,10 @@
 """The time of a pipeline in closed form, for a search over millions of layouts.
 
-With equal stages and transfers that are short compared with the work, a step takes the work of one rank, m (F + I + W),
-plus the critical path through the pipeline's fill and drain: the longest of a few paths, each a whole number of
-forwards, input gradients, weight gradients and transfers (`Schedule.bubble`). The paths were derived from simulations
-of the schedules' action lists (`kumi.spec.schedule`) with many random durations; tests compare the two.
+With equal stages and transfers that are short compared with the work, a step takes the work of one rank, which is that
+of all its microbatches, plus the critical path through the pipeline's fill and drain: the longest of a few paths, each
+a whole number of forwards, input gradients, weight gradients and transfers (`Schedule.bubble`). The paths were derived
+from simulations of the schedules' action lists (`kumi.spec.schedule`) with many random durations; tests compare the
+two.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def closed_form(
         all_ranks, busiest = _with_blocking_sends(pp, stages, all_ranks, busiest, transfer)
         transfer = 0.0
     send = np.broadcast_to(np.where(pp > 1, transfer, 0.0), len(pp))
-    chunks = np.maximum(1, (pp - 1) * stages)
-    mean = [(total - own) / chunks for total, own in zip(all_ranks, busiest, strict=True)]
+    other_stages = np.maximum(1, (pp - 1) * stages)
+    mean = [(total - own) / other_stages for total, own in zip(all_ranks, busiest, strict=True)]
     columns = (pp - 1, stages, microbatches - 1, busiest[0], sum(busiest), *mean, send)
     seconds = np.zeros(len(pp))
     for code, record in enumerate(SCHEDULES.values()):

@@ -64,23 +64,23 @@ def _layers_by_kind(
     model: ModelSpec, layouts: LayoutBatch, rank: Ints, stage_layers: Sequence[int]
 ) -> tuple[Floats, Floats]:
     """Return the number of layers of each kind on pp rank `rank`, and 1 for the kind of its last layer, else 0."""
-    kinds, of_layer = model.unique_layers()
+    kinds, kind_of_layer = model.unique_layers()
     if len(kinds) == 1 and not len(stage_layers):
-        layers: Floats = rank_layers(layouts, len(of_layer), rank)[None, :].astype(np.float64)
+        layers: Floats = rank_layers(layouts, len(kind_of_layer), rank)[None, :].astype(np.float64)
         return layers, np.minimum(layers, 1.0)
     firsts = np.concatenate([[0], np.cumsum(stage_layers)]).astype(np.int64)
     v_shaped, last_stage = layouts.one_of("schedule", V_SHAPED), layouts.pp * layouts.stages - 1
-    before, kind_of = _kinds_before(len(kinds), of_layer), np.array(of_layer)
-    even = even_stages(len(of_layer), last_stage + 1)
+    before, layer_kinds = _kinds_before(len(kinds), kind_of_layer), np.array(kind_of_layer)
+    even = even_stages(len(kind_of_layer), last_stage + 1)
     layers, last_kind = np.zeros((len(kinds), len(layouts))), np.full(len(layouts), -1)
     for chunk in range(int(layouts.stages.max(initial=1))):
         stage = np.minimum(stage_of(v_shaped, layouts.pp, rank, chunk), last_stage)
         if len(stage_layers):
             first, end = firsts[stage], firsts[stage + 1]
         else:
-            first, end = (_first_layer(*even, number) for number in (stage, stage + 1))
+            first, end = (_first_layer(*even, each) for each in (stage, stage + 1))
         layers += np.where(chunk < layouts.stages, before[:, end] - before[:, first], 0)
-        last_kind = np.where((chunk < layouts.stages) & (end > first), kind_of[end - 1], last_kind)
+        last_kind = np.where((chunk < layouts.stages) & (end > first), layer_kinds[end - 1], last_kind)
     return layers, (last_kind == np.arange(len(kinds))[:, None]).astype(np.float64)
 
 
@@ -136,22 +136,25 @@ def balance_stages(
     Ties are broken by the smallest sum of the squared stage costs. `stages` must be at most layers + 2.
     """
     sums = np.concatenate([[0.0], np.cumsum(costs, dtype=np.float64)])
-    table = [_stage_costs(sums, number, stages, first_extra, last_extra) for number in range(stages)]
+    table = [_stage_costs(sums, stage, stages, first_extra, last_extra) for stage in range(stages)]
     bound = _least_maximum(table)
     # Raise the bound slightly, so that rounding excludes no division.
     return _most_even(table, bound * (1 + 1e-12) + 1e-300)
 
 
-def _stage_costs(sums: Floats, number: int, stages: int, first_extra: float, last_extra: float) -> Floats:
-    """Return the cost of stage `number` with layers [i, j), (layers + 1, layers + 1); infinite if not allowed."""
-    costs = sums[None, :] - sums[:, None] + first_extra * (number == 0) + last_extra * (number == stages - 1)
-    least = 0 if number in (0, stages - 1) else 1
+def _stage_costs(sums: Floats, stage: int, stages: int, first_extra: float, last_extra: float) -> Floats:
+    """Return the cost of `stage` with layers [i, j), (layers + 1, layers + 1); infinite if not allowed.
+
+    `sums`: the summed costs of the layers before each layer, (layers + 1,).
+    """
+    costs = sums[None, :] - sums[:, None] + first_extra * (stage == 0) + last_extra * (stage == stages - 1)
+    least = 0 if stage in (0, stages - 1) else 1
     layers = np.arange(len(sums))[None, :] - np.arange(len(sums))[:, None]
     return np.where(layers >= least, costs, np.inf)
 
 
 def _least_maximum(table: list[Floats]) -> float:
-    """Return the smallest possible cost of the most expensive stage."""
+    """Return the smallest possible cost of the most expensive stage; `table` has the `_stage_costs` of each stage."""
     best = np.full(len(table[0]), np.inf)
     best[0] = 0.0
     for costs in table:
@@ -175,8 +178,8 @@ def _most_even(table: list[Floats], bound: float) -> tuple[int, ...]:
     return tuple(reversed(counts))
 
 
-def _kinds_before(kinds: int, of_layer: Sequence[int]) -> Floats:
+def _kinds_before(kinds: int, kind_of_layer: Sequence[int]) -> Floats:
     """Return the number of layers of each kind before layer i, (kinds, layers + 1)."""
-    counts = np.zeros((kinds, len(of_layer) + 1))
-    np.cumsum(np.eye(kinds)[:, list(of_layer)], axis=1, out=counts[:, 1:])
+    counts = np.zeros((kinds, len(kind_of_layer) + 1))
+    np.cumsum(np.eye(kinds)[:, list(kind_of_layer)], axis=1, out=counts[:, 1:])
     return counts

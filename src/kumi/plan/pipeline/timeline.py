@@ -150,10 +150,10 @@ def _parts(program: RankProgram, stages: Sequence[int], steps: dict[str, list[_S
 def _steady_period(
     parts: Sequence[tuple[list[_Step], ...]], ends: Sequence[Sequence[float]], reach: int, longest: int
 ) -> tuple[int, float]:
-    """Return the period of the steady state, in blocks, and the seconds that it takes; (0, 0.0) before a steady state.
+    """Return the period of the steady state, in blocks, and the seconds of a period; (0, 0.0) if it is not reached yet.
 
-    The steady state is reached when the last `reach` blocks finished by all ranks equal those one period earlier, but
-    for a constant delay. `longest`: the largest period to try.
+    It is reached when the last `reach` blocks that all ranks have finished end later than the blocks one period earlier
+    by the same time on every rank. `longest`: the largest period to try.
     """
     sizes = [(len(warmup), len(block)) for warmup, block, _ in parts]
     done = min((len(rank) - warmup) // block for rank, (warmup, block) in zip(ends, sizes, strict=True))
@@ -219,18 +219,20 @@ def _sends(
     The boundaries are those before every stage and the one after the last. Stages on the same pair of ranks share one
     link in each direction.
     """
-    rank = {stage: number for number, stages in enumerate(stages_of_rank) for stage in stages}
-    count = len(rank)
+    rank_of = {stage: rank for rank, stages in enumerate(stages_of_rank) for stage in stages}
+    count = len(rank_of)
     seconds = (
         [float(transfer)] * (count - 1) if isinstance(transfer, int | float) else [float(value) for value in transfer]
     )
     if len(seconds) != count - 1:
         raise ValueError(f"{len(seconds)} transfers for the {count - 1} boundaries of {count} stages")
-    rank[-1], rank[count] = rank[0], rank[count - 1]
-    sends = [0.0, *(0.0 if rank[low] == rank[low + 1] else seconds[low] for low in range(count - 1)), 0.0]
+    rank_of[-1], rank_of[count] = rank_of[0], rank_of[count - 1]
+    sends = [0.0, *(0.0 if rank_of[low] == rank_of[low + 1] else seconds[low] for low in range(count - 1)), 0.0]
     links: dict[tuple[int, int], list[float]] = {}
     neighbours = [(stage, other) for stage in range(count) for other in (stage - 1, stage + 1)]
-    return sends, {(stage, other): links.setdefault((rank[stage], rank[other]), [0.0]) for stage, other in neighbours}
+    return sends, {
+        (stage, other): links.setdefault((rank_of[stage], rank_of[other]), [0.0]) for stage, other in neighbours
+    }
 
 
 class _Simulation:
@@ -303,8 +305,8 @@ def in_flight(schedule: Ints, pp: Ints, stages: Ints, microbatches: Ints, rank: 
     share of the rank's layers, so the number may be a fraction.
     """
     peak: Floats = np.zeros(len(pp))
-    for number, record in enumerate(SCHEDULES.values()):
-        rows = np.flatnonzero(schedule == number)
+    for code, record in enumerate(SCHEDULES.values()):
+        rows = np.flatnonzero(schedule == code)
         if len(rows):
             peak[rows] = record.in_flight(np, *(column[rows] for column in (pp, stages, microbatches, rank)))
     return peak / stages

@@ -43,7 +43,7 @@ def layout_grid(job: Job, pinned: Pins) -> LayoutBatch:
 
 
 def layout_chunks(job: Job, pinned: Pins, max_rows: int) -> Iterator[tuple[float, LayoutBatch]]:
-    """Yield the rows of `layout_grid`, at most `max_rows` at a time, each with the fraction of the work done so far.
+    """Yield (fraction of the work done, next layouts of `layout_grid`), at most `max_rows` layouts at a time.
 
     Numbers of devices and sequences with many divisors have too many layouts to hold at once.
 
@@ -61,7 +61,7 @@ def layout_chunks(job: Job, pinned: Pins, max_rows: int) -> Iterator[tuple[float
 class GridGroup(NamedTuple):
     """Grids of layouts, legal or not, that are built together.
 
-    `grids`: the degrees of `_AXES` of each grid, and the values of its other fields.
+    `grids`: for each grid, its degrees of `_AXES`, and the lists of values of the other fields.
     `rows`: the number of layouts.
     """
 
@@ -146,7 +146,7 @@ def _factors(number: int, fixed: list[int | None]) -> Iterator[tuple[int, ...]]:
 
 
 def _inner_values(job: Job, mesh: dict[str, int], experts: set[int], pinned: Pins) -> dict[str, Any]:
-    """Return the values of the other fields for the degrees in `mesh`, but for schedules.
+    """Return the values to try of fields other than degrees and schedules, for the degrees in `mesh`.
 
     Illegal combinations are removed later.
     """

@@ -23,7 +23,7 @@ from kumi.spec.layout import RECOMPUTE, Layout
 from kumi.spec.schedules import DEFAULT, SCHEDULES
 from kumi.units import format_bytes
 
-# All reasons why a trainer does not support a layout of a job; empty if it does.
+# Returns all reasons why a trainer does not support a layout of a job: an empty list if the trainer supports it.
 UnsupportedFn = Callable[[Job, Layout], list[str]]
 
 # How often to double the number of nodes in search of one that is enough.
@@ -155,7 +155,8 @@ def remedies(job: Job, pinned: Pins, least: Estimate, fixed: Pins) -> list[str]:
     """Return the smallest changes that would make a layout fit, each sufficient alone.
 
     They are removing a pin, more nodes (if the network between them is known), shorter sequences, describing the host,
-    and larger devices. `least` is the estimate with the least memory. The `fixed` fields stay without pins, too.
+    and larger devices. `least` is the estimate with the least memory. The `fixed` fields stay as they are when a pin is
+    removed.
     """
     constraints = {**pinned, **fixed}
     changes = [
@@ -195,7 +196,7 @@ def _more_nodes(job: Job, pinned: Pins) -> Iterator[str]:
         device, nodes = job.cluster.device, 2 * job.cluster.nodes
         job = job.on_nodes(nodes)
         job = replace(job, cluster=replace(job.cluster, device=device))
-        if job.cluster.devices > job.batch.sequences * 64:
+        if job.cluster.devices > job.batch.sequences * 64:  # far more devices than a step keeps busy
             return
         if any_layout_fits(job, pinned):
             yield f"set cluster.nodes={nodes} ({job.cluster.devices} devices)"
@@ -203,7 +204,7 @@ def _more_nodes(job: Job, pinned: Pins) -> Iterator[str]:
 
 
 def _shorter_sequences(job: Job, pinned: Pins) -> Iterator[str]:
-    """Yield the first halved sequence length with which a layout fits."""
+    """Yield the first halved sequence length with which a layout fits, if it has 256 tokens or more."""
     seq_len = job.batch.seq_len
     while seq_len > 512:
         seq_len //= 2

@@ -30,7 +30,7 @@ class Candidates(NamedTuple):
     `per_rank`: the rows of `layouts` repeated for each of the ranks.
     `stages`, `content`, `memory`: the layers, the tensors, and the device memory of each row of `per_rank`.
     `rank_layers`: the number of layers of each rank, (ranks, rows).
-    `max_rank_layers`: the largest number of layers of a rank, at least 1, (rows,).
+    `most_layers`: the largest number of layers of a rank, at least 1, (rows,).
     """
 
     job: Job
@@ -47,12 +47,12 @@ class Candidates(NamedTuple):
         return self.memory.total(recompute, layers, offload).reshape(self.rank_layers.shape)
 
     def generation_bytes(self, offload: int) -> Floats:
-        """Return the bytes of the fullest rank while a run with rollouts generates, (rows,); 0 for other runs."""
+        """Return the bytes of the fullest rank while a run with rollouts generates or scores, (rows,); 0 for others."""
         largest: Floats = self.memory.generation(offload).reshape(self.rank_layers.shape).max(axis=0)
         return largest
 
     def host_bytes(self, offload: int) -> Floats:
-        """Return the largest number of bytes that a rank offloads, (rows,)."""
+        """Return the largest number of bytes of host memory that a rank needs for offloading, (rows,)."""
         rows = self.per_rank.replaced(offload=np.full(len(self.per_rank), offload))
         size: Floats = device_memory.host_memory(self.job, rows, self.stages, self.content)
         largest: Floats = size.reshape(self.rank_layers.shape).max(axis=0)
@@ -77,7 +77,7 @@ class Variant(NamedTuple):
     `bytes_one`, `bytes_all`: bytes of each rank if one of its layers recomputes, and if all do, (ranks, rows). Each
     further layer saves the same number of bytes.
     `fits_host`: whether the host holds the offloaded bytes, (rows,).
-    `generation`: bytes of the fullest rank while a run with rollouts generates, whatever is recomputed, (rows,).
+    `generation`: bytes of the fullest rank while a run with rollouts generates or scores, (rows,).
     `layers`: the pinned number of recomputed layers (-1: all), or None. If it is pinned, `bytes_one` and `bytes_all`
     are both the bytes with this number of layers.
     """
@@ -118,8 +118,8 @@ def _distinct_ranks(ranks: Ints) -> Ints:
 def variants(candidates: Candidates, pinned: Pins) -> Iterator[Variant]:
     """Yield every kind of recomputation and offloading that `pinned` allows, from the least to the most offloaded.
 
-    Where states are offloaded, the bytes with one recomputed layer are estimated: the other layers save as many bytes
-    as without offloading.
+    Where states are offloaded, `bytes_one` follows from `bytes_all`: recomputing the other layers saves as many bytes
+    as it does without offloading.
     """
     modes = _allowed("recompute", CHOICES["recompute"], pinned)
     plain = candidates.device_bytes(NO_RECOMPUTE, -1, NO_OFFLOAD)
@@ -142,9 +142,9 @@ def variants(candidates: Candidates, pinned: Pins) -> Iterator[Variant]:
                 if offload == _OFFLOAD_ACTIVATIONS and mode != NO_RECOMPUTE:
                     sizes[word, mode] = bytes_with(mode, offload)
                 else:
-                    in_all = candidates.device_bytes(mode, many, offload)
+                    with_all = candidates.device_bytes(mode, many, offload)
                     bytes_one, bytes_all = not_offloaded[mode]
-                    sizes[word, mode] = in_all + (bytes_one - bytes_all), in_all
+                    sizes[word, mode] = with_all + (bytes_one - bytes_all), with_all
             bytes_one, bytes_all = sizes[word, mode]
             own_layers = None if mode == NO_RECOMPUTE else layers
             yield Variant(mode, offload, bytes_one, bytes_all, fits_host, generation, own_layers)
@@ -220,7 +220,7 @@ def fit_variant(candidates: Candidates, variant: Variant, capacity: float) -> Fi
 
 
 def _fit_without_recompute(variant: Variant, capacity: float) -> Fit:
-    """Do the same for a variant whose only layout recomputes nothing."""
+    """Return the fit of a variant without recomputation."""
     peak = np.maximum(variant.bytes_all.max(axis=0), variant.generation)
     least = np.where(variant.fits_host, peak, np.inf)
     fits = least <= capacity
@@ -228,7 +228,7 @@ def _fit_without_recompute(variant: Variant, capacity: float) -> Fit:
 
 
 def _fit_pinned_layers(candidates: Candidates, variant: Variant, layers: int, capacity: float) -> Fit:
-    """Do the same with `layers` recomputed layers, -1 for all; rows with fewer layers are illegal."""
+    """Return the fit with `layers` recomputed layers, -1 for all; it is illegal where no rank has so many layers."""
     legal = layers <= candidates.most_layers
     peak = np.maximum(variant.bytes_all.max(axis=0), variant.generation)
     least = np.where(variant.fits_host & legal, peak, np.inf)

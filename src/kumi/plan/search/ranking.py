@@ -1,6 +1,6 @@
 """The order of plans under uncertain estimates: which comes first, and which runners-up are worth showing.
 
-A plan's expected time is its step time, with the cost of running out of memory at the probability that it does. Plans
+A plan's expected time is its step time, increased by the cost of running out of memory times its probability. Plans
 whose expected times differ by less than the error between two layouts of one job cannot be ranked: the simplest of them
 comes first.
 """
@@ -17,9 +17,10 @@ from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.schedules import SCHEDULES
 
-# How much the errors of two layouts of one job differ: the median, and the 80 % quantile, of published pairs with
-# estimates within 30 %, the median over experiments (benchmarks/planner_intervals.py prints them).
+# How much the errors of the estimates of two layouts of one job differ: the median of published pairs whose estimates
+# differ by at most 30 %, and of such medians the median over experiments (benchmarks/planner_intervals.py prints it).
 TIE_TOLERANCE = 0.07
+# The 80 % quantile of the same pairs. The error of a technique that no published run measures is taken to be as large.
 _UNMEASURED_ERROR = 0.14
 
 # The cost of a plan that runs out of memory, in training times: another plan must be made and the run started again.
@@ -74,7 +75,7 @@ def _kind(layout: Layout) -> tuple[object, ...]:
 
 
 def complexity(layout: Layout) -> int:
-    """Return how many techniques `layout` uses, to prefer the simplest of equally fast layouts.
+    """Return a score that grows with the techniques that `layout` uses, to prefer the simplest of equally fast layouts.
 
     Offloading counts twice, since other processes use the host and the bus, too; so do schedules that few trainers
     have.

@@ -47,17 +47,18 @@ from kumi.spec.sharding import stage_bounds
 # Whether a layout may be planned; None: any layout.
 AcceptFn = Callable[[Layout], bool]
 
-# The least number of fastest arrangements that get a full estimate.
+# At least this many of the fastest combinations of `_SHOWN_FIELDS` get a full estimate.
 _ESTIMATED = 8
-# The number of fastest arrangements whose neighbours are estimated as well.
+# Of so many of the fastest plans, the neighbours are estimated as well.
 _REFINED = 3
-# Arrangements slower than the fastest by more than this factor are dropped.
+# Layouts slower than the fastest by more than this factor are dropped.
 _KEPT_FACTOR = 5.0
 
-# The search shows one plan for each combination of the first fields. It keeps the best layout for each combination of
-# the second fields and of the axes in use, since a trainer may not support all of them.
+# The search shows one plan for each combination of `_SHOWN_FIELDS`. It keeps the best layout for each arrangement, a
+# combination of `_RANKED_FIELDS` and of the axes in use, since a trainer may not support all of them.
 _SHOWN_FIELDS = ("pp", "tp", "ep", "zero", "offload")
 _RANKED_FIELDS = (*_SHOWN_FIELDS, "schedule", "recompute", "expert_tp")
+# An arrangement: the values of `_RANKED_FIELDS`, and whether cp, dp_replicate and dp_shard are in use.
 _Key = tuple[tuple[Any, ...], bool, bool, bool]
 _shown_key, _ranked_values = attrgetter(*_SHOWN_FIELDS), attrgetter(*_RANKED_FIELDS)
 
@@ -69,8 +70,10 @@ class SearchResult:
     `plans`: the fastest layouts that fit, fastest first.
     `pareto`: the layouts that no other one beats in both time and memory, fastest first.
     `count`, `fitting`: the number of layouts considered, and of those that fit.
-    `timed`: the number of layouts whose time was computed, because no bound rules them out; it depends on the order.
-    `smallest`: the layout with the least memory, whether it fits or not; None if no layout is legal.
+    `timed`: the number of layouts whose time was computed, because no bound rules them out; it depends on
+        the number of workers.
+    `smallest`: the layout with the least memory, whether it fits or not; None if no layout is legal, or if the hosts
+        are too small for the pinned offloading.
     """
 
     plans: tuple[Estimate, ...]
@@ -97,7 +100,7 @@ def search(
     `progress`: called with the fraction done, 0 to 1.
     `bounds`: leave out layouts that a lower bound of their time proves to be too slow for the result.
 
-    The memory of every layout is decided.
+    Whether a layout fits is decided for every legal layout.
     """
     count, accept = max(_ESTIMATED, top + 3), accept and lru_cache(maxsize=None)(accept)
     best, tally = _Best(with_front=front), _Tally()
@@ -106,8 +109,8 @@ def search(
     caches = SearchCaches()
     task = partial(search_group, job, dict(pinned), CHUNK_ROWS, caches)
     with start_workers(task, min(usable_cores(), len(groups)), total) as (submit, workers):
-        # Results are merged in the order of the groups, whichever is ready first. A group is searched with the bounds
-        # of all groups before the `window` that are in work.
+        # Results are merged in the order of the groups, whichever is ready first. A group is searched with bounds from
+        # the groups that are merged so far: all before it but those that workers still search, at most `window`.
         window, working = 2 * workers, deque[tuple[GridGroup, Future[tuple[_Best, _Tally]]]]()
         remaining = iter(groups)
         while True:
@@ -135,7 +138,7 @@ def search_group(
 ) -> tuple[_Best, _Tally]:
     """Return the best layouts of `group`, without those that lose against `rivals`, and the counts.
 
-    At most `max_rows` layouts are evaluated at a time. `caches`: those of the worker, for all of its groups.
+    At most `max_rows` layouts are evaluated at a time. `caches`: the worker's caches, which all of its groups share.
     """
     best, tally = _Best(), _Tally()
     for chunk in legal_chunks(job, group, max_rows):
@@ -181,7 +184,7 @@ def _layouts_to_time(candidates: Candidates, pinned: Pins, tally: _Tally) -> Ite
 
 
 def estimate_smallest(job: Job, pinned: Pins) -> Estimate | None:
-    """Return the estimate of the layout with the least memory, whether it fits or not; None if none is legal."""
+    """Return the estimate of the layout with the least memory; None where `SearchResult.smallest` is None."""
     tally = _Tally()
     capacity = device_memory.usable_memory(job)
     for _, chunk in layout_chunks(job, pinned, CHUNK_ROWS):
@@ -231,15 +234,15 @@ class _Best:
 
         The first of equally fast layouts stays.
         """
-        every = np.argsort(seconds, kind="stable")
-        order = every if rivals is None else every[seconds[every] <= rivals.limit]
+        by_time = np.argsort(seconds, kind="stable")
+        order = by_time if rivals is None else by_time[seconds[by_time] <= rivals.limit]
         uses_axis = [
             (getattr(layouts, name)[order] > 1).astype(np.int64) for name in ("cp", "dp_replicate", "dp_shard")
         ]
         firsts, _ = unique_rows(*(getattr(layouts, name)[order] for name in _RANKED_FIELDS), *uses_axis)
         for index in order[np.sort(firsts)]:
             self._add_layout(float(seconds[index]), layouts.row(int(index)))
-        order = every if rivals is None else every[rivals.may_be_on_front(seconds, peak)[every]]
+        order = by_time if rivals is None else by_time[rivals.may_be_on_front(seconds, peak)[by_time]]
         falling = np.minimum.accumulate(peak[order])
         on_front = order[np.flatnonzero(np.diff(falling, prepend=np.inf) < 0)]
         self._extend_front([(float(seconds[i]), float(peak[i]), layouts.row(int(i))) for i in on_front])
@@ -276,8 +279,8 @@ class _Best:
             # Ties within a combination go to the simplest layout, and so do ties between combinations.
             least = min(least_of.values())
             tied = (1 + TIE_TOLERANCE) ** 2 * least
-            last = sorted(least_of.values())[count - 1] if len(least_of) >= count else np.inf
-            limit = (1 + TIE_TOLERANCE) * min(_KEPT_FACTOR * least, max(tied, last))
+            slowest = sorted(least_of.values())[count - 1] if len(least_of) >= count else np.inf
+            limit = (1 + TIE_TOLERANCE) * min(_KEPT_FACTOR * least, max(tied, slowest))
             self.fastest_of = {key: row for key, row in self.fastest_of.items() if row[0] <= limit}
         seconds, peak, _ = zip(*self.on_front, strict=True) if self.on_front else ((), (), ())
         return _Rivals(limit, np.array(seconds), np.array(peak), self._with_front)
@@ -382,15 +385,15 @@ def _refine(
     for place, plan in enumerate(fitting[:_REFINED]):
         neighbours = estimate_allowed(_neighbours(job, plan, pinned))
         fitting[place] = min([plan, *neighbours], key=lambda item: item.step_seconds)
-    ranked = rank_plans(job, fitting, top, estimate_allowed(_recomputed_in_all(fitting, pinned)))
+    ranked = rank_plans(job, fitting, top, estimate_allowed(_with_all_recomputed(fitting, pinned)))
     return tuple(with_collectives(job, plan) for plan in ranked)
 
 
-def _recomputed_in_all(plans: Sequence[Estimate], pinned: Pins) -> list[Layout]:
+def _with_all_recomputed(plans: Sequence[Estimate], pinned: Pins) -> list[Layout]:
     """Return the layouts of those of `plans` that recompute some layers only, with all layers recomputed.
 
-    The search recomputes so few layers that the memory is full. Where the others cost little time, a plan that leaves
-    memory free has the lower expected time.
+    The search recomputes so few layers that the memory is full. Where recomputing the others costs little time, a plan
+    that leaves memory free has the lower expected time.
     """
     if pinned_recompute_layers(pinned) is not None:
         return []
@@ -427,11 +430,11 @@ def _problems(job: Job, layout: Layout) -> list[str]:
 def _neighbours(job: Job, plan: Estimate, pinned: Pins) -> Iterator[Layout]:
     """Yield layouts next to `plan` that the search left out.
 
-    They have stages balanced by cost, tensor parallelism without sequence parallelism, or up to three layers less
-    recomputed (the number of layers came from an upper bound of the memory).
+    They have stages balanced by cost, tensor parallelism without sequence parallelism, or up to three fewer
+    recomputed layers (the number of layers came from an upper bound of the memory).
     """
     layout = plan.layout
-    balanced = _balanced(job, plan) if "stage_layers" not in pinned else None
+    balanced = _with_balanced_stages(job, plan) if "stage_layers" not in pinned else None
     if balanced:
         yield balanced
     if layout.tp > 1 and "sequence_parallel" not in pinned:
@@ -443,8 +446,11 @@ def _neighbours(job: Job, plan: Estimate, pinned: Pins) -> Iterator[Layout]:
                 yield replace(layout, recompute_layers=layers - fewer)
 
 
-def _balanced(job: Job, plan: Estimate) -> Layout | None:
-    """Return the layout of `plan` with stages balanced by time, or None if they are already."""
+def _with_balanced_stages(job: Job, plan: Estimate) -> Layout | None:
+    """Return the layout of `plan` with stages balanced by time.
+
+    None if they are balanced already, if there is one stage, or if there are more stages than layers.
+    """
     layout, layers = plan.layout, job.model.num_hidden_layers
     count = layout.pp * layout.stages
     if count == 1 or count > layers:

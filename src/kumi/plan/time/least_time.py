@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kumi.plan.layout_batch import CHOICES, Floats, Ints, LayoutBatch
-from kumi.plan.memory.device_memory import num_microbatches, recomputed_share
+from kumi.plan.memory.device_memory import covered_share, num_microbatches
 from kumi.plan.pipeline.stages import rank_stages
 from kumi.plan.time.layer_costs import CostTable
 from kumi.plan.time.op_costs import MicrobatchCost
@@ -39,7 +39,7 @@ def least_step_seconds(
     busiest, every = np.zeros(len(layouts)), np.zeros(len(layouts))
     for rank, count in zip(ranks, counts, strict=True):
         work = _rank_work(job, rows, rank[first], table, index[first])
-        recomputed = recomputed_share(layouts, work.layers[shared])
+        recomputed = covered_share(layouts, work.layers[shared])
         again = np.where(layouts.recompute == _FULL, work.full[shared], work.selective[shared])
         again = np.where(layouts.recompute == _NONE, 0.0, recomputed * again)
         seconds = np.maximum(work.launched[shared], work.computed[shared] + again)

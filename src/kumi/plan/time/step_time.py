@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
-from kumi.plan.memory.device_memory import host_memory, num_microbatches, recomputed_share
+from kumi.plan.memory.device_memory import covered_share, host_memory, num_microbatches
 from kumi.plan.memory.scoring_memory import reward_jobs
 from kumi.plan.pipeline.closed_forms import closed_form
 from kumi.plan.pipeline.stages import RankStages, embedding_and_head_units, rank_stages
@@ -156,7 +156,7 @@ def stage_times(
     none = np.zeros(len(layouts))
     kinds = {kind: none.copy() for kind in _MICROBATCH_KINDS}
     times = StageTimes(none.copy(), none.copy(), none.copy(), kinds)
-    recomputed = recomputed_share(layouts, share.layers.sum(axis=0) if layers is None else layers)
+    recomputed = covered_share(layouts, share.layers.sum(axis=0) if layers is None else layers)
     for kind, cost in enumerate(table.layers):
         _add_compute(job, layouts, times, cost, index, share.layers[kind], recomputed)
         _add_layer_collectives(job, layouts, times, kind, share, cost, index, recomputed)
