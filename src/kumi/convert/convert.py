@@ -57,7 +57,7 @@ def convert(
     megatron   settings of the Megatron-LM that will load the result
     base       base model of adapters, instead of the one that they name
     card       contents of the card of a Hugging Face folder, instead of those of a conversion
-    critic     convert the critic in a checkpoint of kumi, a reward model in form, instead of its model
+    critic     convert the critic in a kumi checkpoint, as a reward model, instead of the policy
 
     Adapters are merged into their base, and the logits before and after merging are compared. Raise ConfigError for
     options that do not fit, ModelError or RefusedError for a damaged source or a failed comparison.

@@ -38,7 +38,7 @@ _ASSUMED_FLOPS = 1e14
 def unsupported_by_kumi(pinned: Pins) -> UnsupportedFn:
     """Return a function that lists why a search must not choose a layout for kumi's own trainer.
 
-    The reasons are those of `untrained`, and offloading to drives, which a user has to pin.
+    The reasons are those of `layout_unsupported_by_trainer`, and offloading to drives unless the user pins it.
     """
 
     def reasons(job: Job, layout: Layout) -> list[str]:
@@ -58,13 +58,13 @@ def select_layout(job: Job, pinned: Pins) -> Estimate:
     if reasons:
         raise LayoutError(summarize_reasons(reasons, pinned))
     job = _job_with_peak_flops(job)
-    only = fully_pinned_layout(job, pinned)
-    if only is not None and (reasons := layout_unsupported_by_trainer(job, only)):
+    single = fully_pinned_layout(job, pinned)
+    if single is not None and (reasons := layout_unsupported_by_trainer(job, single)):
         raise LayoutError(summarize_reasons(reasons, pinned))
     unsupported = unsupported_by_kumi(pinned)
     result = (
-        search_single(job, only)
-        if only is not None
+        search_single(job, single)
+        if single is not None
         else search(job, {**TRAINER_PINS, **pinned}, top=1, front=False, accept=accept_supported(job, unsupported))
     )
     if result.plans:
@@ -83,7 +83,7 @@ def _independent_of_search(reasons: Sequence[str], pinned: Pins) -> list[str]:
 
 
 def fully_pinned_layout(job: Job, pinned: Pins) -> Layout | None:
-    """Return the layout if `pinned` determines it (it then includes `stage_layers`), else None.
+    """Return the layout if the pins determine all of it, which they do if `stage_layers` is among them; else None.
 
     Fields that a run file does not need to name have their defaults. Raise LayoutError if the layout is illegal.
     """

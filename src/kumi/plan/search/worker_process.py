@@ -1,7 +1,7 @@
 """Worker process of a search, started by `kumi.plan.search.workers`: calls one function with the arguments it reads.
 
-Standard input has the pickled function, then a pickled tuple of arguments for each call; each is answered on standard
-output with a pickled (result, error). The parent wrote all of it.
+Standard input has the pickled function, then a pickled tuple of arguments for each call; each call is answered on
+standard output with a pickled (result, error). All input is the parent's, so unpickling it is safe.
 """
 
 from __future__ import annotations

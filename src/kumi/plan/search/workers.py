@@ -21,8 +21,8 @@ from typing import Any
 from kumi.errors import KumiError
 from kumi.process_limits import free_memory
 
-# Layouts, legal or not, that a search must have for each worker process: these take a second or more, an interpreter
-# starts in less than half of one.
+# Layouts, legal or not, that a search must have for each worker process: so many take a second or more, and the process
+# starts in less than half a second.
 ROWS_PER_PROCESS = 1_000_000
 
 _MOST_PROCESSES = 64
@@ -38,8 +38,8 @@ Submit = Callable[..., Future[Any]]
 def start_workers(task: Callable[..., Any], workers: int, rows: int) -> Iterator[tuple[Submit, int]]:
     """Yield a function that calls `task` with its arguments in a worker, and the number of workers.
 
-    `workers`: the most workers, fewer where memory is short; `rows`: the number of layouts, which decides between
-    threads and processes.
+    `workers`: the most workers; there are fewer where memory is short.
+    `rows`: the number of layouts, which decides between threads and processes.
 
     A result raises the error that its task raised, or KumiError where a worker process died. Leaving the context ends
     the processes at once.
@@ -61,15 +61,15 @@ def start_workers(task: Callable[..., Any], workers: int, rows: int) -> Iterator
             pipes.callback(_close, process)
             stack.callback(_stop, process)
             idle.put(process)
-        content = pickle.dumps(task)
+        pickled_task = pickle.dumps(task)
         started = set[int]()
 
         def ask(*arguments: Any) -> Any:
             process = idle.get()
             try:
-                first = process.pid not in started
+                is_first = process.pid not in started
                 started.add(process.pid)
-                return _ask(process, (content if first else b"") + pickle.dumps(arguments))
+                return _ask(process, (pickled_task if is_first else b"") + pickle.dumps(arguments))
             finally:
                 idle.put(process)
 
@@ -91,12 +91,15 @@ def _start_process() -> subprocess.Popen[bytes]:
     )
 
 
-def _ask(process: subprocess.Popen[bytes], task: bytes) -> Any:
-    """Send `task` to a worker process and return its result. Raise the error of the task, or KumiError if it died."""
+def _ask(process: subprocess.Popen[bytes], request: bytes) -> Any:
+    """Send `request` to a worker process and return the task's result.
+
+    Raise the error that the task raised, or KumiError if the process died.
+    """
     assert process.stdin
     assert process.stdout
     try:
-        process.stdin.write(task)
+        process.stdin.write(request)
         process.stdin.flush()
         result, error = pickle.load(process.stdout)
     except (BrokenPipeError, EOFError, pickle.UnpicklingError):

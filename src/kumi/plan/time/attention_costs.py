@@ -10,15 +10,17 @@ from kumi.plan.time.op_costs import MEMORY_PASSES, LayoutSizes, MicrobatchCost
 from kumi.plan.time.scan_costs import BACKWARD_MATMULS, scan_kernels, scan_matmul_seconds, scan_score_seconds
 from kumi.spec.ledger import Op
 
-# Speed of fused attention relative to FlashAttention-2. Kernels made for processors before Hopper reach this share of
-# the speed of kernels made for Hopper (FlashAttention-3, arXiv:2407.08608, figure 5: 370 against 600 TFLOP/s forward).
+# Speed of fused attention relative to FlashAttention-2.
 _FLASH_SPEED = {"flash": 1.0, "flash-1": 0.6, "flash-3": 1.0}
+# On Hopper, kernels made for earlier processors reach this share of the speed of kernels made for Hopper
+# (FlashAttention-3, arXiv:2407.08608, figure 5: 370 against 600 TFLOP/s forward).
 _BEFORE_HOPPER = 0.65
-# Share of the peak that batched matmuls of scores reach, and the share where the head size is not a multiple of 8, so
-# that tensor cores cannot read it (BigScience's chronicles: 134 TFLOP/s with 64 heads of 216, 100 with 128 heads of
-# 108). Both fitted to vTrain's and BLOOM's searches on A100.
-_UNALIGNED_HEADS = 0.08
+# Share of the peak that batched matmuls of scores reach. This and the next were fitted to vTrain's and BLOOM's searches
+# on A100.
 _SCORE_MATMULS = 0.42
+# Share of that speed where the head size is not a multiple of 8, so that tensor cores cannot read it (BigScience's
+# chronicles: 134 TFLOP/s with 64 heads of 216, 100 with 128 heads of 108).
+_UNALIGNED_HEADS = 0.08
 # Speed of ring attention, which computes one block of keys at a time and merges the results, relative to fused
 # attention over all keys on a GPU. Fitted to NVIDIA's runs with context parallelism on H100 (DGX Cloud benchmarks).
 _RING_SPEED = 0.8
@@ -42,7 +44,8 @@ def _add_flash(sizes: LayoutSizes, cost: MicrobatchCost, op: Op, flops: Floats) 
     speed = peak_flops(sizes.device, sizes.job.precision.compute) * _FLASH_SPEED[sizes.engine.attention]
     if "float8" in sizes.device.dtypes and sizes.engine.attention != "flash-3":
         speed *= _BEFORE_HOPPER
-    # A query of a document of N tokens sees (N + 1) / 2 of them on average; with a window, as many as in this document.
+    # A query in a document of N tokens sees (N + 1) / 2 keys on average. With a window, N is the length of the document
+    # in which a query would see as many keys.
     tokens = np.asarray(2 * op.reach(sizes.job.attention_len) - 1)
     forward, backward = (speed * share for share in attention_shares(sizes.device, tokens))
     # With heads narrower than 128 a part of each processor's matmul units is idle.

@@ -10,7 +10,7 @@ from kumi.plan.layout_batch import Floats, Numbers
 from kumi.spec.cluster import ClusterSpec, Link
 
 # Fixed seconds per pass of a collective, beyond bandwidth and latency: ranks wait for the slowest rank, and the copy
-# pipeline fills. Fitted to tensor-parallel runs on A100 (SC'21, Hagemann, vTrain), where NVLink of half the speed needs
+# pipeline fills. Fitted to tensor-parallel runs on A100 (SC'21, Hagemann, vTrain), where NVLink at half the speed needs
 # the same; used for all GPUs. On CPUs the measured latency includes it.
 _PASS_SECONDS = {"cuda": 1.0e-4, "cpu": 0.0}
 
@@ -21,10 +21,11 @@ def ranks_in_block(stride: Floats, degree: Floats, span: float) -> Floats:
 
 
 def _crossings(cluster: ClusterSpec, stride: Floats, degree: Floats) -> Iterator[tuple[Link, Floats, Floats]]:
-    """Yield each link, innermost first, with the ranks of a group inside the smaller block and inside the link's block.
+    """Yield (link, inside, reach), innermost first: how many of a group's ranks share a block of the next inner link, and
+    how many share a block of this link.
 
-    A group crosses a link if the second number is larger. The outermost link connects all ranks of the group, also
-    those of the two ends of a pipeline, whose distance does not divide its span.
+    A group crosses a link if `reach` is larger than `inside`. The outermost link connects all ranks of the group,
+    also those of the two ends of a pipeline, whose distance does not divide its span.
     """
     inside = np.ones_like(degree)
     for link in cluster.links:
@@ -45,7 +46,7 @@ def ring_bandwidth_latency(cluster: ClusterSpec, stride: Floats, degree: Floats)
         crossed = reach > inside
         speed = link.bandwidth * link.efficiency * inside
         bandwidth = np.where(crossed, np.minimum(bandwidth, speed), bandwidth)
-        # One hop in `inside` leaves the smaller block; the others have the mean latency inside it.
+        # One hop in `inside` leaves the inner block; the others have the mean latency inside it.
         latency = np.where(crossed, latency + (link.latency - latency) / inside, latency)
     return bandwidth, latency
 

@@ -1,7 +1,7 @@
 """Seconds in which the ranks of a training layout generate a rollout batch.
 
-The engine of `kumi.rollout.own_engine` answers a number of replies at a time (`FILLS` of each slot). For each of these
-calls, ZeRO's ranks gather all weights; a data-parallel rank computes the prompt of a group once, and decodes with slots
+One call of the engine `kumi.rollout.own_engine` generates at most `FILLS` replies per slot. For each call, ZeRO's ranks
+gather all weights; a data-parallel rank computes the prompt of a group once, and decodes with slots
 that are refilled; then all ranks wait for the longest reply.
 """
 
@@ -30,7 +30,7 @@ from kumi.spec.sharding import zero_axis
 _FIELDS = ("dp_replicate", "dp_shard", "tp", "ep", "expert_tp")
 
 
-# A reply: the number of its group, the tokens of its prompt, and its own tokens.
+# A reply: (index of its group, number of tokens of its prompt, number of its own tokens).
 _Sequence = tuple[int, int, int]
 
 
@@ -45,7 +45,7 @@ class BatchLengths:
     def sequences(self) -> list[_Sequence]:
         """All replies, group by group."""
         groups = enumerate(zip(self.prompts, self.replies, strict=True))
-        return [(number, prompt, reply) for number, (prompt, replies) in groups for reply in replies]
+        return [(group, prompt, reply) for group, (prompt, replies) in groups for reply in replies]
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def generation_seconds(job: Job, layouts: LayoutBatch) -> Floats:
     columns = [getattr(layouts, name) for name in _FIELDS]
     first, index = unique_rows(*columns, np.minimum(layouts.zero, 1))
     lengths = expected_lengths(job.rollout)
-    of_row = [generation_time(job, layouts.row(number), lengths).seconds for number in first.tolist()]
-    return np.array(of_row)[index]
+    seconds = [generation_time(job, layouts.row(row), lengths).seconds for row in first.tolist()]
+    return np.array(seconds)[index]
 
 
 def generation_time(job: Job, layout: Layout, lengths: BatchLengths) -> GenerationTime:
@@ -110,19 +110,20 @@ def _generation_time(
 ) -> GenerationTime:
     sequences = lengths.sequences
     prefill, decode, calls = 0.0, 0.0, 0
-    call = FILLS * slots * layout.dp
-    for start in range(0, len(sequences), call):
-        asked = sequences[start : start + call]
-        bounds = [len(asked) * rank // layout.dp for rank in range(layout.dp + 1)]
+    call_size = FILLS * slots * layout.dp
+    for start in range(0, len(sequences), call_size):
+        in_call = sequences[start : start + call_size]
+        bounds = [len(in_call) * rank // layout.dp for rank in range(layout.dp + 1)]
         # Ranks with equal shares take equally long.
-        shares = {_numbered_from_0(asked[begin:end]) for begin, end in pairwise(bounds) if end > begin}
+        shares = {_renumber_groups(in_call[begin:end]) for begin, end in pairwise(bounds) if end > begin}
         times = [_share_seconds(job, layout, slots, share) for share in shares]
         slowest = max(times, key=sum)
         prefill, decode, calls = prefill + slowest[0], decode + slowest[1], calls + 1
     return GenerationTime(calls * gather, prefill, decode)
 
 
-def _numbered_from_0(share: Sequence[_Sequence]) -> tuple[_Sequence, ...]:
+def _renumber_groups(share: Sequence[_Sequence]) -> tuple[_Sequence, ...]:
+    """Return `share` with its groups numbered from 0."""
     return tuple((group - share[0][0], prompt, reply) for group, prompt, reply in share)
 
 
@@ -130,8 +131,8 @@ def _share_seconds(job: InferenceJob, layout: Layout, slots: int, share: Sequenc
     """Return the seconds of a rank's share of a call: passes over prompts, one for each group, and decode steps."""
     prompts = dict.fromkeys((group, prompt) for group, prompt, _ in share)
     prefill = sum(prefill_seconds(job, layout, prompt) for _, prompt in prompts)
-    asked, replies = [prompt for _, prompt, _ in share], [reply for *_, reply in share]
-    return prefill, rollout_time(job, layout, slots, asked, replies).decode
+    prompt_of_reply, replies = [prompt for _, prompt, _ in share], [reply for *_, reply in share]
+    return prefill, rollout_time(job, layout, slots, prompt_of_reply, replies).decode
 
 
 def _gather_seconds(job: Job, layout: Layout) -> float:

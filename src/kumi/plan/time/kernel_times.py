@@ -66,7 +66,7 @@ def _padded_area(processors: int, rows: Floats, columns: Floats) -> Floats:
     best = np.full(np.shape(rows), np.inf)
     for height, width, speed in _TILES:
         tiles = np.ceil(rows / height) * np.ceil(columns / width)
-        # Kernels split the inner dimension where tiles are few, so that a wave comes in quarters.
+        # Kernels split the inner dimension where tiles are few, so waves count in quarters.
         waves = np.ceil(4 * tiles / processors) / 4
         best = np.minimum(best, waves * processors * height * width / speed)
     return best

@@ -145,16 +145,16 @@ def _adapters(sizes: LayoutSizes, ops: Sequence[Op]) -> Iterator[CollectiveBatch
             squares = np.full_like(sizes.tp, sizes.wide_itemsize * op.target.size)
             counts = {"forward": 1, "recompute": 1}
             yield CollectiveBatch("all_reduce", "tp", squares, counts, "norms of adapted matrices")
-    ranks, widths = (
+    lora_ranks, widths = (
         {op.name.removesuffix(".lora"): op.rank for op in ops if op.kind == "lora" and not op.experts},
         list[int](),
     )
     before = None
-    for op in ops if ranks else ():
+    for op in ops if lora_ranks else ():
         if tp_style(op) == "column" and op.kind == "linear":
             if before is None or before.source != op.source:
                 widths.append(0)
-            widths[-1] += ranks.get(op.name, 0)
+            widths[-1] += lora_ranks.get(op.name, 0)
         before = op if tp_style(op) == "column" else None
     for width, count in Counter(widths).items():
         size = sizes.tokens * sizes.itemsize * width
@@ -169,13 +169,13 @@ def _context_parallel(sizes: LayoutSizes, op: Op) -> Iterator[CollectiveBatch]:
     if not sizes.ulysses.all():
         hops = np.where(sizes.ulysses, 0.0, sizes.cp - 1)
         elements = sizes.tokens * kv_elements(op, sizes.tp)
-        every = dict.fromkeys(("forward", "backward", "recompute"), hops)
-        yield CollectiveBatch("send", "cp", sizes.itemsize * elements, every, "keys and values", "attention")
+        counts = dict.fromkeys(("forward", "backward", "recompute"), hops)
+        yield CollectiveBatch("send", "cp", sizes.itemsize * elements, counts, "keys and values", "attention")
         size = kv_grad_itemsize(sizes.job) * elements
         yield CollectiveBatch("send", "cp", size, {"backward": hops}, "gradients of keys and values", "attention")
     if sizes.ulysses.any():
-        dealt = ulysses_elements(op, sizes.tp, sizes.cp)
-        for elements, what in zip(dealt, ("queries, keys and values", "results"), strict=True):
+        both = ulysses_elements(op, sizes.tp, sizes.cp)
+        for elements, what in zip(both, ("queries, keys and values", "results"), strict=True):
             size = sizes.tokens * sizes.itemsize * elements
             forward = _counts_where(sizes.ulysses, {"forward": 1, "recompute": 1})
             backward = _counts_where(sizes.ulysses, {"backward": 1})
@@ -221,7 +221,7 @@ def embedding_collectives(sizes: LayoutSizes, width: int) -> Iterator[Collective
 
 
 def head_collectives(sizes: LayoutSizes, op: Op) -> Iterator[CollectiveBatch]:
-    """Yield the collectives of the head; that of log-probs forms its gradient in the forward pass.
+    """Yield the collectives of the head. The log-prob head forms its gradient in the forward pass.
 
     The loss also all-gathers two numbers per token, in one message for each chunk of tokens. A score head is
     replicated; under sequence parallelism the scores of all tokens are all-gathered.

@@ -29,6 +29,7 @@ from kumi.spec.ledger import Op, embedding_ops, head_ops, unique_layer_ops
 # The fields of a layout that determine a layer's cost on a rank: layouts that agree in these share a row of the table.
 _COST_FIELDS = ("tp", "cp", "ep", "expert_tp", "microbatch", "sequence_parallel", "context")
 
+# Dtypes whose matmuls read rounded copies of their operands.
 _ROUNDED_DTYPES = ("float8", "float4")
 
 # Bytes of memory traffic to round one element for a float8 or float4 matmul: two bytes are read, and the rounded
@@ -257,9 +258,9 @@ class _OpCosts(LayoutSizes):
                 cost.kernels_backward += launches * collective.counts.get("backward", 0)
         for (phase, axis, hidden_by), total in seconds.items():
             comm: dict[str, Floats] = getattr(cost, _COMM_FIELDS[phase])
-            comm[axis] = comm.get(axis, 0.0) + self._exposed(cost, total, phase, hidden_by)
+            comm[axis] = comm.get(axis, 0.0) + self._exposed_seconds(cost, total, phase, hidden_by)
 
-    def _exposed(self, cost: MicrobatchCost, seconds: Floats, phase: str, hidden_by: str) -> Floats:
+    def _exposed_seconds(self, cost: MicrobatchCost, seconds: Floats, phase: str, hidden_by: str) -> Floats:
         """Return the part of `seconds` of communication that the computation `hidden_by` does not hide."""
         if hidden_by == "matmuls":
             compute = cost.backward if phase == "backward" else cost.forward

@@ -1,4 +1,4 @@
-"""A lower bound of step times, from the work of microbatches alone: a search times only layouts that it allows."""
+"""A lower bound of step times, from the work of microbatches alone: a search times only layouts with a low bound."""
 
 from __future__ import annotations
 
@@ -36,15 +36,17 @@ def least_step_seconds(
     # Layouts with equal costs and stages have equal work, but for their recomputation.
     first, shared = unique_rows(index, layouts.pp, layouts.stages, layouts.schedule)
     rows = layouts.take(first)
-    busiest, every = np.zeros(len(layouts)), np.zeros(len(layouts))
+    busiest, all_ranks = np.zeros(len(layouts)), np.zeros(len(layouts))
     for rank, count in zip(ranks, counts, strict=True):
         work = _rank_work(job, rows, rank[first], table, index[first])
         recomputed = covered_share(layouts, work.layers[shared])
         again = np.where(layouts.recompute == _FULL, work.full[shared], work.selective[shared])
         again = np.where(layouts.recompute == _NONE, 0.0, recomputed * again)
         seconds = np.maximum(work.launched[shared], work.computed[shared] + again)
-        busiest, every = np.maximum(busiest, seconds), every + count * seconds
-    fill = np.where(layouts.one_of("schedule", FULL_BACKWARD), np.maximum(0.0, every - busiest) / layouts.stages, 0.0)
+        busiest, all_ranks = np.maximum(busiest, seconds), all_ranks + count * seconds
+    fill = np.where(
+        layouts.one_of("schedule", FULL_BACKWARD), np.maximum(0.0, all_ranks - busiest) / layouts.stages, 0.0
+    )
     least: Floats = (1 - _ROUNDING) * (num_microbatches(job, layouts) * busiest + fill)
     return least
 
@@ -54,9 +56,9 @@ class _RankWork:
     """Seconds of a microbatch on a rank, without recomputation, (rows,) each.
 
     `computed`: computation, and exposed communication of its layers.
-    `launched`: the same, and the waits for the host where it launches kernels more slowly than they run.
-    `full`, `selective`: additional seconds where all layers recompute.
-    `layers`: the number of layers.
+    `launched`: `computed`, and the waits for the host where it launches kernels more slowly than they run.
+    `full`, `selective`: additional seconds if all layers recompute, by kind of recomputation.
+    `layers`: the number of layers on the rank.
     """
 
     computed: Floats

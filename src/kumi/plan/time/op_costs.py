@@ -117,7 +117,7 @@ class LayoutSizes:
     def op_tokens(self, op: Op) -> Floats:
         """Return the tokens that pass through `op` on a rank.
 
-        Each token passes through `top_k` experts. An expert sharded over expert_tp gets the tokens of all its ranks.
+        A token passes through `op.passes` experts. An expert sharded over expert_tp gets the tokens of all its ranks.
         """
         return self.tokens * op.passes * (self.expert_tp / self.tp if op.experts else 1.0)
 

@@ -9,10 +9,13 @@ from kumi.plan.time.kernel_times import peak_flops, stream_seconds
 from kumi.spec.job import Job
 from kumi.spec.op import Op
 
-# Costs of an unfused scan, (forward, backward): bytes of memory traffic per score, where a chunk of Q positions has
-# Q x Q scores per head; kernel launches per sequence; and kernel launches per chunk, because states pass from chunk to
-# chunk.
-_SCORE_BYTES, _SEQUENCE_KERNELS, _CHUNK_KERNELS = (36, 68), (30, 90), (1, 2)
+# Costs of an unfused scan, (forward, backward).
+# Bytes of memory traffic per score; a chunk of Q positions has Q x Q scores per head.
+_SCORE_BYTES = (36, 68)
+# Kernel launches for a microbatch, however many sequences it has.
+_SCAN_KERNELS = (30, 90)
+# Further kernel launches for each chunk of a sequence, because states pass from chunk to chunk.
+_CHUNK_KERNELS = (1, 2)
 
 # FLOPs of a scan's backward pass, which recomputes the states, relative to its forward pass.
 BACKWARD_MATMULS = 2.7
@@ -38,8 +41,8 @@ def scan_score_seconds(job: Job, op: Op, tokens: Floats, tp: Floats) -> tuple[Fl
 
 
 def scan_kernels(job: Job, op: Op) -> tuple[float, float]:
-    """Return the (forward, backward) kernel launches of an unfused scan, whatever its number of sequences."""
+    """Return the (forward, backward) kernel launches of an unfused scan over a microbatch."""
     chunks = -(-job.batch.seq_len // op.chunk)
-    launches = zip(_SEQUENCE_KERNELS, _CHUNK_KERNELS, strict=True)
-    forward, backward = (per_sequence + per_chunk * chunks for per_sequence, per_chunk in launches)
+    launches = zip(_SCAN_KERNELS, _CHUNK_KERNELS, strict=True)
+    forward, backward = (fixed + per_chunk * chunks for fixed, per_chunk in launches)
     return forward, backward

@@ -89,9 +89,9 @@ def step_times(
     """
     table, index = costs or cost_table(job, layouts)
     microbatches, repeated = num_microbatches(job, layouts), np.tile(np.arange(len(layouts)), len(ranks))
-    every, rank = layouts.take(repeated), ranks.ravel()
-    rank_share = rank_stages(job.model, every, rank, microbatches[repeated], stage_layers)
-    work = stage_times(job, every, rank_share, table, index[repeated])
+    per_rank, rank = layouts.take(repeated), ranks.ravel()
+    rank_share = rank_stages(job.model, per_rank, rank, microbatches[repeated], stage_layers)
+    work = stage_times(job, per_rank, rank_share, table, index[repeated])
     total = work.total.reshape(ranks.shape)
     slowest = np.argmax(total, axis=0)
     busy, send = microbatches * pick_per_row(total, slowest), stage_transfer_seconds(job, layouts)
@@ -114,10 +114,10 @@ def step_times(
             kinds["scoring"] = kinds.get("scoring", 0.0) + scoring
     if job.critic is not None:
         kinds["critic"] = _critic_seconds(job, layouts, ranks, counts, stage_layers)
-    update = update_seconds(job, every, rank, rank_share, work.forward, work.backward + work.weight)
-    last = np.argmax(np.asarray(sum(update.values())).reshape(ranks.shape), axis=0)
+    update = update_seconds(job, per_rank, rank, rank_share, work.forward, work.backward + work.weight)
+    slowest_update = np.argmax(np.asarray(sum(update.values())).reshape(ranks.shape), axis=0)
     for kind, seconds in update.items():
-        kinds[kind] = kinds.get(kind, 0.0) + pick_per_row(seconds.reshape(ranks.shape), last)
+        kinds[kind] = kinds.get(kind, 0.0) + pick_per_row(seconds.reshape(ranks.shape), slowest_update)
     return StepTimes(np.asarray(sum(kinds.values())), kinds, total)
 
 
@@ -188,7 +188,7 @@ def offload_traffic(job: Job, layouts: LayoutBatch, share: RankStages) -> tuple[
     """Return the bytes that a microbatch moves between device and host, or NVMe: (forward pass, backward pass).
 
     Offloaded activations are written in the forward pass and read in the backward pass. Offloaded parameters are read
-    in both, the rank's shard under ZeRO-3, and gradients are written in the backward pass.
+    in both passes, under ZeRO-3 only the rank's shard, and gradients are written in the backward pass.
     """
     forward, backward = np.zeros(len(layouts)), np.zeros(len(layouts))
     activations = np.flatnonzero(layouts.offload == _ACTIVATIONS)
@@ -291,7 +291,7 @@ def _add_layer_collectives(
 def _add_end_collectives(job: Job, layouts: LayoutBatch, times: StageTimes, share: RankStages) -> None:
     """Add the exposed all-gathers and reduce-scatters of the embedding and the head in a microbatch.
 
-    They are gathered first and reduced last, when there is nothing to overlap with. The exception is an untied head
+    The two are gathered first and reduced last, when there is nothing to overlap with. The exception is an untied head
     that the engine frees before the backward pass of the layers: its reduction overlaps with that pass.
     """
     if not (layouts.zero >= 2).any():
@@ -318,6 +318,8 @@ def _pipeline_seconds(
     """Return the seconds from the first forward to the last backward pass, by the closed form of each schedule."""
     passes = [getattr(work, name).reshape(counts.shape) for name in PASS_FIELDS]
     sums = [(counts * seconds).sum(axis=0) for seconds in passes]
-    most = [pick_per_row(seconds, slowest) for seconds in passes]
+    busiest = [pick_per_row(seconds, slowest) for seconds in passes]
     blocking = not job.engine.overlap_pp
-    return closed_form(layouts.schedule, layouts.pp, layouts.stages, microbatches, sums, most, send, blocking=blocking)
+    return closed_form(
+        layouts.schedule, layouts.pp, layouts.stages, microbatches, sums, busiest, send, blocking=blocking
+    )

@@ -17,7 +17,7 @@ class TensorTraffic(NamedTuple):
     """Sizes of a layer's tensor-parallel collectives in the forward pass, in elements per token.
 
     `column_inputs`: inputs of column-parallel matrices, one entry for all matrices with the same input.
-    `shared_inputs`: tensors that all ranks read without a matrix.
+    `shared_inputs`: tensors that all ranks read as they are, not through a sharded matrix (see `_shared_inputs`).
     `row_outputs`: outputs of row-parallel matrices.
     `norms`: the number of norms whose mean is taken over tp ranks.
     `ends_with_row`: True if the layer's last matrix is row-parallel and no norm reads its output.

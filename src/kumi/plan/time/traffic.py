@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -52,8 +53,8 @@ LISTED_AXES = {
     "norm": "world",
     "ends": "pp",
 }
-# `what` of collectives that run once a step over tp, whose traffic per microbatch is much larger. They are too small to
-# count in the step time.
+# `what` of the gradient all-reduces over tp and expert_tp once a step. They are not counted in the step time: the other
+# traffic of these axes, in every microbatch, is much larger.
 PARTIAL_GRADS = "gradients of replicated parameters"
 
 
@@ -62,8 +63,8 @@ def exposed_collectives(
 ) -> tuple[Collective, ...]:
     """Return the collectives of a rank of pipeline rank `pp_rank`, with their shares of the exposed seconds.
 
-    `exposed` has the exposed seconds of a step by kind. Each kind is distributed in proportion to `seconds`, but for
-    the gradients of a tied table, which nothing hides.
+    `exposed` has the exposed seconds of a step by kind. They are distributed over the collectives of the kind in
+    proportion to `seconds`. The gradients of a tied table are all exposed.
     """
     listed, tied = collectives(job, layout, pp_rank), float(tied_grad_seconds(job, batch_layouts([layout]))[0])
     exposed = exposed | {TIED_GRADS: tied, "pp": max(0.0, exposed.get("pp", 0.0) - tied)}
@@ -88,8 +89,8 @@ def collectives(job: Job, layout: Layout, pp_rank: int = 0) -> tuple[Collective,
     rank = _Rank(job, layout, pp_rank)
     counts: dict[Collective, int] = {}
     seconds: dict[Collective, float] = {}
-    every = (*_data_parallel(rank), *_model_parallel(rank), *_partial_grads(rank), *_pipeline(rank), *_tied_grads(rank))
-    for entry in every:
+    parts = (_data_parallel, _model_parallel, _partial_grads, _pipeline, _tied_grads)
+    for entry in chain.from_iterable(part(rank) for part in parts):
         key = replace(entry, count=0, seconds=0.0)
         counts[key] = counts.get(key, 0) + entry.count
         seconds[key] = seconds.get(key, 0.0) + entry.seconds
@@ -112,10 +113,10 @@ class _Rank:
         self.microbatches = job.batch.microbatches(layout)
         bounds = stage_bounds(layout, job.model.num_hidden_layers)
         self.stages = stage_assignment(layout.schedule, layout.pp, layout.stages)[pp_rank]
-        kinds, of_layer = job.model.unique_layers()
+        kinds, kind_of_layer = job.model.unique_layers()
         # Layers of a kind have equal operations, so that the first of the kind stands for all.
-        first = [of_layer.index(kind) for kind in range(len(kinds))]
-        self.layers = [first[of_layer[layer]] for stage in self.stages for layer in range(*bounds[stage])]
+        first = [kind_of_layer.index(kind) for kind in range(len(kinds))]
+        self.layers = [first[kind_of_layer[layer]] for stage in self.stages for layer in range(*bounds[stage])]
         self.has_first = 0 in self.stages
         self.has_last = layout.pp * layout.stages - 1 in self.stages
         self.layouts = batch_layouts([layout])
@@ -152,8 +153,8 @@ def _data_parallel(rank: _Rank) -> Iterator[Collective]:
     ZeRO communicates unit by unit; plain data parallelism reduces all gradients at once.
     """
     counts = Counter(map(id, rank.units))
-    every = [(unit, counts[key]) for key, unit in {id(unit): unit for unit in rank.units}.items()]
-    counted = [(unit, count, unit_collectives(rank.job, rank.layouts, unit)) for unit, count in every]
+    distinct = [(unit, counts[key]) for key, unit in {id(unit): unit for unit in rank.units}.items()]
+    counted = [(unit, count, unit_collectives(rank.job, rank.layouts, unit)) for unit, count in distinct]
     for routed, what in ((False, "gradients"), (True, "experts")):
         matching = [entry for entry in counted if (entry[0].name == "experts") == routed]
         if rank.layout.zero:
@@ -168,7 +169,7 @@ def _data_parallel(rank: _Rank) -> Iterator[Collective]:
 def _zero(rank: _Rank, counted: Sequence[_CountedUnit]) -> Iterator[Collective]:
     """Yield the collectives of sharded FSDP units.
 
-    Collectives that run in every microbatch are timed separately; collectives that run once a step, back to back.
+    Collectives that run in every microbatch are timed one by one; those that run once a step are timed back to back.
     """
     zero, microbatches = rank.layout.zero, rank.microbatches
     if zero == 3:
@@ -195,20 +196,20 @@ def _backward_gathers(rank: _Rank, unit: FsdpUnit, count: int) -> int:
     return count - any(unit is last for last in rank.layer_units[rank.layers[-1]])
 
 
-def _once_per_step(rank: _Rank, train: Sequence[tuple[CollectiveBatch, int]], when: str) -> Iterator[Collective]:
-    """Yield collectives of one kind that run back to back once a step, as (collective, count).
+def _once_per_step(rank: _Rank, queue: Sequence[tuple[CollectiveBatch, int]], when: str) -> Iterator[Collective]:
+    """Yield the collectives of `queue`, (collective, count) of one kind, which run back to back once a step.
 
     Their total time is `back_to_back_seconds`, distributed in proportion to their separate times.
     """
-    separate = [count * float(seconds_each(rank.job, rank.layouts, sent)[0]) for sent, count in train]
+    separate = [count * float(seconds_each(rank.job, rank.layouts, sent)[0]) for sent, count in queue]
     if not sum(separate):
-        yield from (_collective(rank, sent, count, when, 0.0) for sent, count in train)
+        yield from (_collective(rank, sent, count, when, 0.0) for sent, count in queue)
         return
-    size = np.asarray(sum(sent.bytes * count for sent, count in train))
-    total_count = np.array([float(sum(count for _, count in train))])
-    merged = train[0][0]._replace(bytes=size)
+    size = np.asarray(sum(sent.bytes * count for sent, count in queue))
+    total_count = np.array([float(sum(count for _, count in queue))])
+    merged = queue[0][0]._replace(bytes=size)
     together = float(back_to_back_seconds(rank.job, rank.layouts, merged, total_count)[0])
-    for (sent, count), seconds in zip(train, separate, strict=True):
+    for (sent, count), seconds in zip(queue, separate, strict=True):
         yield _collective(rank, sent, count, when, together * seconds / sum(separate))
 
 
@@ -226,11 +227,11 @@ def _model_parallel(rank: _Rank) -> Iterator[Collective]:
 
 
 def _in_step(
-    rank: _Rank, sent: Iterable[CollectiveBatch], count: int = 1, recomputed: float = 0.0
+    rank: _Rank, layer: Iterable[CollectiveBatch], count: int = 1, recomputed: float = 0.0
 ) -> Iterator[Collective]:
-    """Yield the collectives of `count` equal layers in a step; `recomputed` of the layers are recomputed."""
+    """Yield the collectives in a step of `count` layers like `layer`; `recomputed` of the layers are recomputed."""
     recomputations = {"recompute": "full", "selective": "selective"}
-    for collective in sent:
+    for collective in layer:
         for phase, each in collective.counts.items():
             if phase in recomputations:
                 layers, when = recomputed if rank.layout.recompute == recomputations[phase] else 0, "recompute"
@@ -245,10 +246,10 @@ def _skipped_input_gradient(rank: _Rank) -> Iterator[Collective]:
     if layout.tp == 1 or model.lora is None or not rank.has_first or not rank.layers:
         return
     first = (*embedding_ops(model), *layer_ops(model, 0))
-    number = next((number for number, op in enumerate(first) if tp_style(op) == "column"), None)
-    if number is None or any(not param.frozen for op in first[:number] for param in op.params):
+    position = next((position for position, op in enumerate(first) if tp_style(op) == "column"), None)
+    if position is None or any(not param.frozen for op in first[:position] for param in op.params):
         return
-    column = first[number]
+    column = first[position]
     if column.source.name == "embed":
         kind = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
         size = rank.job.itemsize * rank.sizes.tokens * column.source.size
@@ -256,7 +257,7 @@ def _skipped_input_gradient(rank: _Rank) -> Iterator[Collective]:
 
 
 def _partial_grads(rank: _Rank) -> Iterator[Collective]:
-    """Yield the all-reduces over tp and expert_tp of the partial gradients of replicated parameters, a message each.
+    """Yield the all-reduces over tp and expert_tp of the partial gradients of replicated parameters, one message each.
 
     The message over tp has a place for every key-value head, also where several ranks share a head.
     """
@@ -301,7 +302,8 @@ def _tied_grads(rank: _Rank) -> Iterator[Collective]:
 def listed_stride(layout: Layout, axis: str, degree: int) -> int:
     """Return the distance in ranks between neighbours of the group of `degree` ranks that is listed as `axis`.
 
-    Groups of the experts, and of the ends of a pipeline, are listed under the axis of the dense parameters.
+    Several groups may be listed under one axis (see `LISTED_AXES`), such as those of dense parameters and of experts.
+    Of these, it is the first with `degree` ranks.
     """
     names = [group for group, name in LISTED_AXES.items() if name == axis]
     groups = [
@@ -321,7 +323,7 @@ def _collective(rank: _Rank, sent: CollectiveBatch, count: int, when: str, secon
 
 
 def _time_kind(entry: Collective) -> str:
-    """Return the kind of step time that `entry` counts as, empty for none, or TIED_GRADS, a part of "pp"."""
+    """Return the kind of step time that `entry` counts as: "" for none, TIED_GRADS for that part of "pp"."""
     if entry.what == TIED_GRADS:
         return TIED_GRADS
     return "" if entry.what == PARTIAL_GRADS else TIME_KIND.get(entry.axis, "dp")

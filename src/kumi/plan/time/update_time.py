@@ -83,18 +83,18 @@ def data_parallel_params(job: Job, layouts: LayoutBatch, share: RankStages) -> D
     counted += embedding_and_head_units(job.model, share)
     gathered, trained, counts = ([np.zeros(len(layouts)), np.zeros(len(layouts))] for _ in range(3))
     for unit, count in counted:
-        routed = unit.name == "experts"
+        part = 1 if unit.name == "experts" else 0  # of (dense, routed experts)
         unit_gathered, unit_trained = communicated_sizes(job, unit, layouts)
-        gathered[routed] = gathered[routed] + count * unit_gathered
-        trained[routed] = trained[routed] + count * unit_trained
-        counts[routed] = counts[routed] + count
+        gathered[part] = gathered[part] + count * unit_gathered
+        trained[part] = trained[part] + count * unit_trained
+        counts[part] = counts[part] + count
     return DataParallelParams(
         (gathered[0], gathered[1]), (trained[0], trained[1]), (counts[0], counts[1]), share.layers.sum(axis=0)
     )
 
 
 def sharded_sizes(layouts: LayoutBatch, sizes: tuple[Floats, Floats], from_zero: int) -> Floats:
-    """Return the (dense, routed) `sizes` per rank, in total, sharded where the ZeRO stage is `from_zero` or more."""
+    """Return the sum of the (dense, routed) `sizes` on a rank, each sharded from ZeRO stage `from_zero` on."""
     degrees = (zero_degree(layouts, routed=routed) for routed in (False, True))
     return np.asarray(
         sum(size / np.where(layouts.zero >= from_zero, degree, 1) for size, degree in zip(sizes, degrees, strict=True))
@@ -134,8 +134,8 @@ def update_seconds(
     reduce, gather = _reduce_and_gather_seconds(job, unique, params)
     update, offload = _optimizer_seconds(job, unique, params)
     pieces = np.maximum(1.0, params.layers)[index]
-    exposed = _exposed(reduce[index], overlapped * backward, pieces, overlap_share(job, job.engine.overlap_grads))
-    exposed = exposed + _exposed(
+    exposed = _added_seconds(reduce[index], overlapped * backward, pieces, overlap_share(job, job.engine.overlap_grads))
+    exposed = exposed + _added_seconds(
         gather[index], overlapped * forward, pieces, overlap_share(job, job.engine.overlap_params)
     )
     # The update waits for the norm of all gradients.
@@ -171,7 +171,7 @@ def _reduce_and_gather_seconds(job: Job, layouts: LayoutBatch, params: DataParal
     return reduce, gather
 
 
-def _exposed(seconds: Floats, compute: Floats, pieces: Floats, overlap: float) -> Floats:
+def _added_seconds(seconds: Floats, compute: Floats, pieces: Floats, overlap: float) -> Floats:
     """Return the step time that communication adds if it overlaps with a share `overlap` of `compute` seconds.
 
     `seconds` of communication come in `pieces`; the last piece has nothing to overlap with.

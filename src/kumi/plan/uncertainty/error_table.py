@@ -3,8 +3,8 @@
 `published_errors.csv` has one row for each run: its experiment, the traits that it is compared by, and the logarithms
 of measured / estimated step time and peak memory. `benchmarks/planner_intervals.py` writes it.
 
-Runs of one experiment share a model, a cluster and a trainer, so that their errors are alike. Every experiment
-therefore weighs the same, however many runs it has; experiments with fewer than `_FULL_WEIGHT` runs weigh less.
+Runs of one experiment share a model, a cluster and a trainer, so that their errors are alike. Experiments with
+`_FULL_WEIGHT` runs or more therefore weigh the same, however many they have; experiments with fewer weigh less.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def calibrated_sample(runs: Sequence[PublishedRun], quantity: str, regime: str, 
 def machine_errors(quantity: str, regime: str, measured: MachineRuns | None) -> ErrorSample:
     """Return the errors of `quantity` in `regime`: published ones, or those that remain after a refit to `measured`.
 
-    Where experiments differ less from each other than the runs of each, a refit to few runs removes nothing, and the
-    published errors are narrower. An error that the refit left is added to either.
+    Where experiments differ less from each other than the runs of one experiment do, a refit to few runs removes
+    nothing. The errors with the smaller spread are returned, shifted by the mean error that the refit left.
     """
     runs = published_runs(quantity)
     published = sample_of(runs, quantity, regime)
@@ -142,8 +142,8 @@ def published_runs(quantity: str = "") -> tuple[PublishedRun, ...]:
     """Return the published runs with the planner's errors on them; only those with an error of `quantity`, if given."""
     text = files("kumi.plan.uncertainty").joinpath(FILE).read_text(encoding="utf-8")
     header, *rows = csv.reader(text.splitlines())
-    stated = header.index(f"{quantity}_error") if quantity else 0
-    return tuple(_published_run(dict(zip(header, row, strict=True))) for row in rows if row[stated])
+    column = header.index(f"{quantity}_error") if quantity else 0
+    return tuple(_published_run(dict(zip(header, row, strict=True))) for row in rows if row[column])
 
 
 def _published_run(row: dict[str, str]) -> PublishedRun:

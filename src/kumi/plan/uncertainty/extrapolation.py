@@ -8,7 +8,7 @@ from kumi.plan.uncertainty.error_table import PublishedRun
 from kumi.plan.uncertainty.traits import RunTraits
 from kumi.units import format_count
 
-# A size is covered up to this factor beyond the largest, and below the smallest, published one.
+# A size is covered up to this factor times the largest published one. Small sizes are always covered.
 _COVERED_FACTOR = 2.0
 
 

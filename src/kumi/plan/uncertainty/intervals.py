@@ -24,6 +24,7 @@ EXTRAPOLATED_WIDTH = 1.5
 # Standard deviation of the memory error around each published one, for P(fits): the step between two published errors
 # of the smallest regime.
 _SMOOTHING = 0.02
+# The number of similar published runs that an estimate names.
 _NEAREST = 3
 
 
@@ -123,7 +124,7 @@ def uncertainty(
 
 
 def interval(sample: ErrorSample, level: float, width: float = 1.0, remaining: float = 0.0) -> Interval:
-    """Return the bounds of measured / estimated that contain the share `level` of `sample`, the power `width` of them.
+    """Return bounds of measured / estimated: those that contain the share `level` of `sample`, to the power `width`.
 
     The interval always contains 1, the estimate itself. `remaining`: the part of every error that a refit left in its
     runs, because a constant stopped at a bound. Nothing shows whether it recurs in another run, so the interval covers

@@ -7,7 +7,7 @@ from math import exp
 from kumi.plan.uncertainty.error_table import ErrorSample, machine_errors
 from kumi.spec.job import Job
 
-# The probability that a plan fits which the default margin is made for. Of 263 layouts that ran out of memory, the
+# With the default margin, a plan fits with this probability. Of 263 layouts that ran out of memory, the
 # default margin refuses 95 % or more, and few that ran (benchmarks/planner_intervals.py, docs/accuracy.md).
 FIT_PROBABILITY = 0.9
 
