@@ -136,7 +136,7 @@ def test_parts_of_tensors_and_blocks_of_rows(case: str, saved: Saved, tmp_path: 
             assert source.reader.read(name, start, shape).equal(expected), name
         row, ends = 0, []
         while row < whole.shape[0]:
-            row = source.reader.cut(name, row)
+            row = source.reader.block_end(name, row)
             ends.append(row)
         assert ends == sorted(set(ends))
         assert ends[-1] == whole.shape[0]

@@ -35,6 +35,7 @@ from kumi.storage.write import ITEMSIZE, Blank, as_bytes, block_rows, blocks, la
 if TYPE_CHECKING:  # copying bytes needs no torch, which takes seconds to import
     from torch import Tensor
 
+# Bytes of a file, in a checkpoint whose layout has one rank.
 _SHARD_BYTES = 10**9
 
 
@@ -53,8 +54,8 @@ class SavedModel:
     def tokenizer(self) -> Path | None:
         """The folder of the tokenizer; None if the checkpoint names none.
 
-        Of a run that has moved, it is the tokenizer in the run's folder; a run that was brought from a store has it
-        beside its checkpoints.
+        It is the folder that the checkpoint names. If that is gone, because the run has moved or was brought from a
+        store, it is the copy in the run's folder, if there is one.
         """
         named, run = self.checkpoint.meta.get("tokenizer"), self.checkpoint.folder.absolute().parent.parent
         if not named:
@@ -104,8 +105,8 @@ def _critic_in(saved: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
 def check_tensors(saved: SavedModel, spec: ModelSpec) -> None:
     """Raise RefusedError for a tensor that is missing, unknown or of another shape than in `spec`.
 
-    Where the checkpoint holds adapters only, `spec.lora` must be set. Raise ModelError for a dtype that is not floating
-    point.
+    Where the checkpoint holds adapters only, `spec.lora` must be set. Raise ModelError for a tensor whose dtype is not
+    floating point.
     """
     expected = model_shapes(spec)
     if difference := saved.checkpoint.difference(expected, PREFIX):
@@ -272,7 +273,7 @@ def _rows_job(file: Path, entry: dict[str, Any], dtype: str, source: Reader) -> 
     def work(handle: int, buffers: ThreadBuffers, wrote: Wrote) -> None:
         row = 0
         while row < rows:
-            block_end = source.cut(name, start[0] + row) - start[0]
+            block_end = source.block_end(name, start[0] + row) - start[0]
             end = min(rows, row + -(-max(1, block_end - row) // step) * step)
             data = buffers.rows(source, name, (start[0] + row, *start[1:]), (end - row, *extent[1:]), dtype)
             entry["crc32"] += [zlib.crc32(as_bytes(data[low:high])) for low, high in blocks(end - row, row_bytes)]
@@ -280,4 +281,4 @@ def _rows_job(file: Path, entry: dict[str, Any], dtype: str, source: Reader) -> 
             wrote(data.nbytes)
             row = end
 
-    return Job(file, rows * row_bytes, work, whole=source.cut(name, start[0]) - start[0] >= rows)
+    return Job(file, rows * row_bytes, work, whole=source.block_end(name, start[0]) - start[0] >= rows)

@@ -68,13 +68,14 @@ def _base_model(config: Mapping[str, Any]) -> str | None:
 def open_unmerged(folder: Path, base: str | None = None, *, critic: bool = False) -> AdaptedModel:
     """Open the adapters in `folder`, and their base model: `base`, or else the model that the adapters name.
 
-    `critic`: the adapters of a run's critic.
+    `critic`: the adapters of a run's critic. Raise ConfigError if the base model is not named, not a folder here, or
+    not the model that the adapters were trained on.
     """
-    trained = adapters_of_run(folder, critic=critic)
-    if trained is None:
+    saved = adapters_of_run(folder, critic=critic)
+    if saved is None:
         base_name = _base_model(adapter_read.read_config(folder)) if base is None else base
     else:
-        base_name = trained.checkpoint.meta["base"] if base is None else base
+        base_name = saved.checkpoint.meta["base"] if base is None else base
     if not base_name:
         raise ConfigError(f"{folder}: its adapters name no base model; name it with --base FOLDER")
     if base is None and is_url(base_name):
@@ -87,20 +88,20 @@ def open_unmerged(folder: Path, base: str | None = None, *, critic: bool = False
             f"--base FOLDER"
         )
     source = open_source(path)
-    scores = (
-        adapter_read.has_score_head(folder) if trained is None else families.from_hf(trained.config).head == "score"
+    has_score_head = (
+        adapter_read.has_score_head(folder) if saved is None else families.from_hf(saved.config).head == "score"
     )
-    if scores and source.spec.head == "lm":
+    if has_score_head and source.spec.head == "lm":
         source = _with_score_head(source)
-    if trained is None:
+    if saved is None:
         adapters = adapter_read.read_adapters(folder, source.spec)
         return AdaptedModel(folder, source, adapters, adapter_read.read_full_modules(folder, source.spec))
-    if (path / "config.json").exists() and base_digest(path) != trained.checkpoint.meta["base_digest"]:
+    if (path / "config.json").exists() and base_digest(path) != saved.checkpoint.meta["base_digest"]:
         raise ConfigError(
             f"{folder}: its adapters were trained on another model than the one in {path}; restore that model, or "
             f"name its folder with --base FOLDER"
         )
-    return AdaptedModel(folder, source, *_adapters_in_checkpoint(trained, source.spec))
+    return AdaptedModel(folder, source, *_adapters_in_checkpoint(saved, source.spec))
 
 
 def _with_score_head(source: Source) -> Source:
@@ -115,14 +116,15 @@ def _with_score_head(source: Source) -> Source:
             reader.read_into(name, start, out)
 
     dtypes = {**reader.dtypes, head: reader.dtypes["model.norm.weight"]}
-    scored = Reader(
+    # The head is in no file, so it has neither byte ranges nor blocks of rows to respect.
+    with_head = Reader(
         {tensor.name: dtypes[tensor.name] for tensor in tensors(spec)},
         read_into,
-        lambda name, row: 1 if name == head else reader.cut(name, row),
+        lambda name, row: 1 if name == head else reader.block_end(name, row),
         lambda name: None if name == head else reader.runs(name),
         reader.file_run,
     )
-    return replace(source, spec=spec, config=config, reader=scored)
+    return replace(source, spec=spec, config=config, reader=with_head)
 
 
 def _adapters_in_checkpoint(
@@ -159,8 +161,10 @@ def open_merged(folder: Path, base: str | None = None, *, critic: bool = False) 
 
 
 def _merging_reader(source: Source, adapters: Mapping[str, Adapter], full: Mapping[str, Tensor]) -> Reader:
-    """Return a reader of `source` that merges the adapters into the matrices that it reads, and reads the tensors in
-    `full` from there."""
+    """Return a reader of `source` that merges the adapters into the matrices that it reads.
+
+    Tensors that are in `full` are taken from there.
+    """
     shapes = {param.name: param.shape for param in tensors(source.spec)}
 
     def read_into(name: str, start: Dims, out: Tensor) -> None:
@@ -186,10 +190,11 @@ def _merging_reader(source: Source, adapters: Mapping[str, Adapter], full: Mappi
             matrix.copy_(merge_rows(matrix, part))
 
     def runs(name: str) -> Runs | None:
+        # The bytes in the files are those of the unmerged matrix.
         changed = name in full or name.removesuffix(".weight") in adapters
         return None if changed else source.reader.runs(name)
 
-    return Reader(source.reader.dtypes, read_into, source.reader.cut, runs)
+    return Reader(source.reader.dtypes, read_into, source.reader.block_end, runs)
 
 
 def merge_rows(rows: Tensor, adapter: Adapter, first: int = 0) -> Tensor:
@@ -218,8 +223,8 @@ def check_merged(folder: Path, base: str | None, written: Source, *, critic: boo
     if not difference <= allowed:
         raise ModelError(
             f"{written.folder}: its logits differ by {difference:.3g} from those of the base with unmerged adapters, "
-            f"more than the allowed {allowed:.3g}, because the adapters are too large for the dtype of the base; "
-            f"write it in float32 with --dtype, or do not merge"
+            f"more than the allowed {allowed:.3g}, because the dtype of the base is too coarse for the adapters' "
+            f"values; write the merged model in float32 with --dtype, or do not merge"
         )
     return difference
 
@@ -279,6 +284,6 @@ def unmerged_decoder(model: AdaptedModel, dtype: torch.dtype = torch.float32) ->
 
 
 def _settings(adapter: Adapter) -> Lora:
-    """Return the rank and the scale of `adapter`."""
+    """Return LoRA settings with the rank and the scale of `adapter`, and DoRA if it has magnitudes."""
     r = adapter.b.shape[-1]
     return Lora(r, adapter.scale * r, use_dora=adapter.magnitude is not None)

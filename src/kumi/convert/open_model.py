@@ -14,7 +14,7 @@ from kumi.convert.files.stream import Reader
 from kumi.convert.hf import read_folder
 from kumi.convert.hf.passthrough import passthrough_of_checkpoint, passthrough_tensors
 from kumi.errors import ConfigError, ModelError
-from kumi.megatron.checkpoint_files import is_checkpoint
+from kumi.megatron.checkpoint_files import is_checkpoint as is_megatron_checkpoint
 from kumi.paths import shown_path
 from kumi.spec import families
 from kumi.spec.families._shared import quantization
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Source:
     """A checked model on disk: its spec and config.json, and a reader of its tensors.
 
-    passthrough   tensors that kumi does not compute, which are only copied
+    passthrough   tensors that kumi does not compute with, and only copies
     """
 
     folder: Path
@@ -79,12 +79,13 @@ def open_source(folder: str | Path, config: str | Path | None = None, *, critic:
     """Open the model in `folder`: a Hugging Face folder, or a checkpoint of kumi or Megatron-Core.
 
     `config` is a config.json for Megatron checkpoints that do not describe their model. `critic`: open the critic in a
-    checkpoint of kumi. Raise ModelError for any other folder, or if `config` is not needed.
+    checkpoint of kumi. Raise ModelError for any other folder, or if `config` is not needed, and ConfigError if `folder`
+    has no critic.
     """
     folder = Path(folder)
     if critic and not kumi_checkpoint.is_checkpoint(folder):
         raise ConfigError(f"{folder}: has no critic, which only the checkpoints of a run have; name a run's folder")
-    if is_checkpoint(folder):
+    if is_megatron_checkpoint(folder):
         return _open_megatron(folder, config)
     if config is not None:
         raise ModelError(
@@ -113,7 +114,7 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def adapters_of_run(folder: Path, *, critic: bool = False) -> kumi_checkpoint.SavedModel | None:
-    """Return the checkpoint in `folder`, or the `critic` in it, if a run saved adapters in it, else None."""
+    """Return the checkpoint in `folder`, or the `critic` in it; None unless it has adapters, not a whole model."""
     if not kumi_checkpoint.is_checkpoint(folder):
         return None
     saved = kumi_checkpoint.open_saved_model(folder, critic=critic)
@@ -121,7 +122,7 @@ def adapters_of_run(folder: Path, *, critic: bool = False) -> kumi_checkpoint.Sa
 
 
 def models_in_run(folder: Path) -> str:
-    """Return the exported folder and the checkpoints in a run folder, newest first; empty for other folders."""
+    """Return, as text, the exported folders in a run folder and its checkpoints, newest first; "" for other folders."""
     names = [name for name in (folder / "hf", folder / "adapter") if name.is_dir()]
     return ", ".join(str(name) for name in (*names, *reversed(list_complete(folder / "checkpoints"))))
 

@@ -30,7 +30,7 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def model_of(folder: Path, checkpoint: str | int | None = None) -> ChosenModel:
-    """Return the model in `folder`: `folder` itself, without words, or if it is that of a run, as `choose_model` does.
+    """Return the model in `folder`: that of `choose_model` for a run folder, else `folder` itself, without words.
 
     Raise ConfigError if `checkpoint` is given and `folder` is one model.
     """
@@ -65,11 +65,11 @@ def choose_model(run: Path, checkpoint: str | None = None) -> ChosenModel:
     if not (checkpoint.isascii() and checkpoint.isdecimal()):
         raise ConfigError(
             f"checkpoint={checkpoint!r} is neither {BEST_CHECKPOINT!r} nor {LAST_CHECKPOINT!r} nor a step; "
-            f"{_existing(root)}"
+            f"{_choices(root)}"
         )
     folder = next((folder for folder in complete if step_of(folder) == int(checkpoint)), None)
     if folder is None:
-        raise ConfigError(f"{run}: has no checkpoint of step {checkpoint}; {_existing(root)}")
+        raise ConfigError(f"{run}: has no checkpoint of step {checkpoint}; {_choices(root)}")
     _check_readable(folder)
     return ChosenModel(folder, f"the checkpoint of step {step_of(folder)}")
 
@@ -78,24 +78,23 @@ def _best(root: Path) -> ChosenModel:
     try:
         step = best_step(root)
     except RefusedError as error:
-        raise RefusedError(f"{error}; {_existing(root)}") from None
+        raise RefusedError(f"{error}; {_choices(root)}") from None
     if step is None:
         raise ConfigError(
-            f"{root.parent}: has no best checkpoint, because its run file did not set checkpoint.best; "
-            f"{_existing(root)}"
+            f"{root.parent}: has no best checkpoint, because its run file did not set checkpoint.best; {_choices(root)}"
         )
     folder = next((folder for folder in list_complete(root) if step_of(folder) == step), None)
     if folder is None:
-        raise RefusedError(f"{root / BEST}: step {step} has no checkpoint beside it; {_existing(root)}")
+        raise RefusedError(f"{root / BEST}: step {step} has no checkpoint beside it; {_choices(root)}")
     _check_readable(folder)
     return ChosenModel(folder, f"the best checkpoint, of step {step}")
 
 
 def _last(root: Path, complete: list[Path]) -> ChosenModel:
     """Return the newest checkpoint that can be read; its words name newer ones that are damaged."""
-    for number, folder in enumerate(reversed(complete)):
+    for newer_count, folder in enumerate(reversed(complete)):
         if _is_readable(folder):
-            newer = ", ".join(other.name for other in complete[len(complete) - number :])
+            newer = ", ".join(other.name for other in complete[len(complete) - newer_count :])
             words = f"the last checkpoint, of step {step_of(folder)}"
             return ChosenModel(folder, words if not newer else f"{words} (damaged, and not chosen: {newer})")
     _check_readable(complete[-1])
@@ -111,11 +110,11 @@ def _export(run: Path, checkpoint: str | None) -> ChosenModel:
 
 
 def _check_readable(folder: Path) -> None:
-    """Raise RefusedError, with the damage and the checkpoints that can be read, unless `folder` is one of these."""
+    """Raise RefusedError unless `folder` can be read; it tells the damage and the checkpoints that can be."""
     try:
         open_checkpoint(folder)
     except RefusedError as error:
-        raise RefusedError(f"{error}; {_existing(folder.parent)}") from None
+        raise RefusedError(f"{error}; {_choices(folder.parent)}") from None
 
 
 def _is_readable(folder: Path) -> bool:
@@ -127,8 +126,8 @@ def _is_readable(folder: Path) -> bool:
     return True
 
 
-def _existing(root: Path) -> str:
-    """Return the choices among the checkpoints under `root`, for an error."""
+def _choices(root: Path) -> str:
+    """Return the remedy in an error: to choose one of the readable checkpoints under `root`."""
     steps = list(_readable_steps(root))
     best = None
     with suppress(RefusedError):  # a damaged best.json names no step

@@ -26,7 +26,7 @@ from kumi.spec.op import Param
 from kumi.spec.precision import ITEMSIZE
 from kumi.units import format_bytes
 
-# Allowed difference between the float32 logits of two implementations, relative to the largest logit.
+# Allowed difference between the float32 logits of two implementations, relative to the largest logit if it exceeds 1.
 _TOLERANCE = 1e-3
 
 # Memory of a float32 decoder and its activations for three short prompts, relative to its weights.
@@ -62,7 +62,7 @@ def verify(source: Source, written: Source) -> Verdict:
             pool.shutdown(cancel_futures=True)
             raise
     check_passthrough(written.passthrough, source.passthrough, written.folder)
-    return Verdict(len(params) + len(source.passthrough), _logits_agree(source, written))
+    return Verdict(len(params) + len(source.passthrough), _compare_logits(source, written))
 
 
 def _compare(source: Source, written: Source, param: Param) -> Param:
@@ -70,7 +70,7 @@ def _compare(source: Source, written: Source, param: Param) -> Param:
     expected, actual = source.reader, written.reader
     row, rows, rest = 0, param.shape[0], param.shape[1:]
     while row < rows:
-        end = min(rows, max(expected.cut(param.name, row), actual.cut(param.name, row)))
+        end = min(rows, max(expected.block_end(param.name, row), actual.block_end(param.name, row)))
         start, shape = (row, *(0,) * len(rest)), (end - row, *rest)
         block = actual.read(param.name, start, shape)
         if not _bits(block).equal(_bits(expected.read(param.name, start, shape).to(block.dtype))):
@@ -79,10 +79,10 @@ def _compare(source: Source, written: Source, param: Param) -> Param:
     return param
 
 
-def _logits_agree(source: Source, written: Source) -> str:
+def _compare_logits(source: Source, written: Source) -> str:
     """Compare the logits that kumi computes for `written` with a reference; return the result in words.
 
-    The reference are the logits of transformers if it can load one of the folders, else those of kumi for `source`.
+    The reference is the logits of transformers if it can load one of the folders, else those of kumi for `source`.
     Raise ModelError if they differ.
     """
     needed, free = int(4 * num_params(source.spec) * _MEMORY_FACTOR), free_memory()

@@ -21,8 +21,10 @@ from kumi.files.untrusted import open_regular
 
 # Bytes per call to the kernel: few enough for a smooth progress bar and a quick stop.
 KERNEL_BYTES = 2**25
+# Bytes of a buffer, which fits in a core's cache.
 BUFFER_BYTES = 2**18
 
+# Called after each write with the number of bytes written.
 Wrote = Callable[[int], None]
 
 
@@ -30,14 +32,14 @@ Wrote = Callable[[int], None]
 class Run:
     """Consecutive elements of a tensor: the `nbytes` bytes of `file` that begin at `offset`.
 
-    opened   opens the file for reading
-    check    for a run with a checksum: called with the CRC-32 of its bytes, raises unless it is right
+    open_file   opens the file for reading
+    check       for a run with a checksum: called with the CRC-32 of its bytes, raises unless it is right
     """
 
     file: Path
     offset: int
     nbytes: int
-    opened: Callable[[], AbstractContextManager[int]]
+    open_file: Callable[[], AbstractContextManager[int]]
     check: Callable[[int], None] | None = None
 
 
@@ -141,7 +143,7 @@ class RunSequence:
         """
         for _, segments in groupby(self._segments(low, high), key=lambda segment: segment.run.file):
             first = next(segments)
-            with first.run.opened() as source:
+            with first.run.open_file() as source:
                 for segment in chain((first,), segments):
                     if segment.run.check is None and target.accepts_raw_bytes:
                         _copy_plain(source, segment, target, buffer)
@@ -150,9 +152,9 @@ class RunSequence:
 
     def _segments(self, low: int, high: int) -> Iterator[_Segment]:
         """Yield the segments of runs that cover the bytes [low, high) of the tensor."""
-        for number in range(bisect_right(self._ends, low), len(self._runs)):
-            run = self._runs[number]
-            begin = self._ends[number] - run.nbytes
+        for index in range(bisect_right(self._ends, low), len(self._runs)):
+            run = self._runs[index]
+            begin = self._ends[index] - run.nbytes
             if begin >= high:
                 return
             yield _Segment(run, max(low, begin) - begin, min(high - begin, run.nbytes))

@@ -43,6 +43,7 @@ BITS = {
     "BOOL": 8,
     "C64": 64,
 }
+# Sizes, offsets and numbers of elements must be below this, so that no header makes arithmetic overflow.
 _MAX_SIZE = 2**60
 
 
@@ -74,7 +75,7 @@ def read_header(file: Path) -> dict[str, Span]:
             raise _unreadable(file, f"the header length is {length} bytes, but the file has {size}")
         if length > BOUNDS.size:
             raise _unreadable(file, f"its header has {length} bytes, and at most {BOUNDS.size} are allowed")
-        header = _parsed(file, _pread(handle, length, 8))
+        header = _parse_header(file, _pread(handle, length, 8))
     finally:
         os.close(handle)
     spans = [_span(file, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
@@ -146,7 +147,7 @@ def _no_weights(folder: Path) -> ModelError:
     return ModelError(f"{folder}: has neither {SINGLE} nor {INDEX}; name a model folder, which has one of them")
 
 
-def _parsed(file: Path, raw: bytes) -> dict[str, Any]:
+def _parse_header(file: Path, raw: bytes) -> dict[str, Any]:
     """Parse the JSON of a header; raise ModelError unless it is an object with valid __metadata__."""
     try:
         header = strict_json(raw)

@@ -19,6 +19,7 @@ from kumi.spec.weights import Part
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Dtypes by torch's names, and the format's names of them.
 NAMES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 

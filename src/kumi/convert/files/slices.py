@@ -61,7 +61,7 @@ def file_dims(part: Part) -> tuple[Dims, ...]:
 
 
 def unit_rows(part: Part) -> int:
-    """Return the number of native rows in a row of the outermost file dim.
+    """Return the number of native rows that one index of the outermost file dim holds.
 
     A block of native rows from a multiple of this number to another is a slice of the file tensor.
     """

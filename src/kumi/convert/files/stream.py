@@ -47,14 +47,15 @@ class Reader:
 
     dtypes                          dtype of each tensor, by name
     read_into(name, start, out)     fills `out` (of the tensor's dtype) with the slice that begins at `start`
-    cut(name, row)                  end of the block of rows to read that begins at `row`
-    runs(name)                      lists all bytes of the tensor in element order; None if files have another order
-    file_run(name, shape, dtype)    bytes of the Hugging Face tensor `name`; None if no file has it in this form
+    block_end(name, row)            end of the block of rows that should be read together from `row` on
+    runs(name)                      lists the byte ranges of the tensor in element order; None if files have another
+    order file_run(name, shape, dtype)    byte range of the Hugging Face tensor `name`; None if no file has it in this
+    form
     """
 
     dtypes: Mapping[str, str]
     read_into: Callable[[str, Dims, Tensor], None]
-    cut: Callable[[str, int], int]
+    block_end: Callable[[str, int], int]
     runs: Callable[[str], Runs | None] = lambda name: None
     file_run: Callable[[str, Dims, str], Run | None] = lambda name, shape, dtype: None
 
@@ -167,7 +168,7 @@ def run(jobs: Sequence[Job], title: str) -> None:
             return
         if not hasattr(local, "buffers"):
             local.buffers = ThreadBuffers()
-        with _opened(job.file) as handle:
+        with _open_for_writing(job.file) as handle:
             if job.whole and job.nbytes > _SMALL_BYTES:
                 with large:
                     job.work(handle, local.buffers, wrote)
@@ -205,7 +206,7 @@ def _interleave_files(jobs: Sequence[Job], workers: int) -> list[Job]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[int]:
+def _open_for_writing(file: Path) -> Iterator[int]:
     handle = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
     try:
         yield handle

@@ -1,5 +1,5 @@
 """Exported folders for other programs.
 
-GGUF files and Modelfiles for llama.cpp and Ollama, by llama.cpp's own converter; what vLLM and SGLang do with a folder,
-by rules read from their source.
+It writes GGUF files and Modelfiles for llama.cpp and Ollama, by llama.cpp's own converter. It tells what vLLM and
+SGLang do with a folder, by rules read from their source.
 """

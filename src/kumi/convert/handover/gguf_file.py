@@ -45,9 +45,9 @@ runpy.run_path(script, run_name="__main__")
 def write_gguf(folder: Path, target: Path, llama_cpp: Path, outtype: str = "auto") -> None:
     """Write the GGUF file `target` from the exported `folder` by the converter in `llama_cpp`, a copy of llama.cpp.
 
-    outtype    number format of matrices, one of `OUTTYPES`; "auto" is that of the folder, in 16 bits
+    outtype    number format of matrices, one of `OUTTYPES`; with "auto" the converter chooses one of 16 bits
 
-    Raise ConfigError if `llama_cpp` has no converter, and RefusedError, with the converter's last words, if it fails.
+    Raise ConfigError if `llama_cpp` has no converter, and RefusedError if `target` exists or the converter fails.
     """
     if not (llama_cpp / CONVERTER).is_file():
         raise ConfigError(

@@ -28,6 +28,7 @@ _PARAMETERS: dict[str, tuple[str, type]] = {
     "repetition_penalty": ("repeat_penalty", float),
     "max_new_tokens": ("num_predict", int),
 }
+# Files of a chat template beside tokenizer_config.json, which may contain one.
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
@@ -83,9 +84,9 @@ def _has_chat_template(folder: Path) -> bool:
 def _stops(folder: Path, settings: Mapping[str, Any]) -> list[str]:
     """Return the texts of the tokens in eos_token_id, each once; ids without a text are left to the GGUF file."""
     ids = settings.get("eos_token_id")
-    numbers = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     texts = _token_texts(folder)
-    return list(dict.fromkeys(texts[number] for number in numbers if type(number) is int and number in texts))
+    return list(dict.fromkeys(texts[token] for token in ids if type(token) is int and token in texts))
 
 
 def _token_texts(folder: Path) -> dict[int, str]:
@@ -102,7 +103,7 @@ def _token_texts(folder: Path) -> dict[int, str]:
 
 
 def _sampling(settings: Mapping[str, Any]) -> dict[str, float | int]:
-    """Return Ollama's parameters for generation_config.json. Keys that it lacks stay at Ollama's defaults."""
+    """Return Ollama's parameters for generation_config.json. Where it lacks a key, Ollama's default applies."""
     parameters: dict[str, float | int] = {}
     for key, (name, kind) in _PARAMETERS.items():
         value = settings.get(key)

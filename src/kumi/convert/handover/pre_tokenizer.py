@@ -12,8 +12,9 @@ from typing import Any
 
 from kumi.files.untrusted import TOKENIZER, read_object
 
-# The regular expression of tokenizers' ByteLevel, which is GPT-2's.
+# Stands for the regular expression that ByteLevel of tokenizers has built in, which is GPT-2's.
 _GPT2 = "ByteLevel"
+# Regular expressions of llama.cpp's rules, and parts of them.
 _DIGITS = r"\p{N}"
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -21,7 +22,7 @@ _CASES = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
 )
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 # The rules in order, and whether a word that is a token is taken without merging -> llama.cpp's name.
@@ -31,7 +32,7 @@ _NAMES = {
     ((_LETTERS + r"\p{N}{1,3}" + _END,), True): "llama-bpe",
     ((_LETTERS + r"\p{N}{1,3}" + _END,), False): "smaug-bpe",
     ((_LETTERS + r"\p{N}" + _END,), False): "qwen2",
-    ((f"{_CASES[0]}{_SHORT}|{_CASES[1]}{_SHORT}|" + r"\p{N}{1,3}" + _SLASHES,), False): "gpt-4o",
+    ((f"{_CASES[0]}{_CONTRACTIONS}|{_CASES[1]}{_CONTRACTIONS}|" + r"\p{N}{1,3}" + _SLASHES,), False): "gpt-4o",
     ((f"{_CASES[0]}|{_CASES[1]}|" + r"\p{N}" + _SLASHES,), True): "tekken",
 }
 
@@ -39,7 +40,7 @@ _NAMES = {
 def pre_tokenizer_name(folder: Path) -> str | None:
     """Return the name of the splitting rule of tokenizer.json in `folder`; None if llama.cpp has no such rule.
 
-    Also None for tokenizers that are not byte-level BPE; the converter reads those from tokenizer.model.
+    Also None for tokenizers that are not byte-level BPE; llama.cpp's converter reads those from tokenizer.model.
     """
     if not (folder / "tokenizer.json").is_file():
         return None
@@ -67,7 +68,7 @@ def _rules(splitter: Any) -> tuple[str, ...] | None:
         return (_DIGITS,)
     pattern = splitter.get("pattern")
     if kind == "Split" and isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
-        # Two spellings of: each match is a word, and what is between two matches, too.
+        # Both settings make each match a word, and also each text between two matches.
         whole = (splitter.get("behavior"), splitter.get("invert")) in (("Isolated", False), ("Removed", True))
         return (pattern["Regex"],) if whole else None
     return None

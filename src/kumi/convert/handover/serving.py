@@ -31,7 +31,7 @@ class Serving:
 
     - `verdict`: "loads", "differs" (it loads, but computes something else than kumi and transformers) or "refuses".
     - `through`: "own class", "transformers", or "" if the folder is refused or the base model of adapters is unknown.
-    - `reasons`: for the last two verdicts; each completes "it ...".
+    - `reasons`: reasons for "differs" or "refuses"; each completes "it ...".
     - `notes`: settings of the engine that the folder needs.
     """
 
@@ -58,7 +58,7 @@ class Serving:
 
 def serving_of_model(spec: ModelSpec) -> tuple[Serving, ...]:
     """Return what each engine does with the export of `spec`, a folder with config.json."""
-    return tuple(_model_in(engine, spec) for engine in ENGINES)
+    return tuple(_serving_of_spec(engine, spec) for engine in ENGINES)
 
 
 def describe_folder(folder: Path) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def serving_of_folder(folder: Path) -> tuple[Serving, ...]:
         base = config.get("base_model_name_or_path")
         local = isinstance(base, str) and (Path(base) / "config.json").is_file()
         spec = _spec_in(Path(str(base))) if local else None
-        return tuple(_adapters_in(engine, config, spec) for engine in ENGINES)
+        return tuple(_serving_of_adapters(engine, config, spec) for engine in ENGINES)
     return serving_of_model(_spec_in(folder))
 
 
@@ -100,33 +100,33 @@ def _spec_in(folder: Path) -> ModelSpec:
     return families.from_hf(families.read_config(folder))
 
 
-def _model_in(engine: Engine, spec: ModelSpec) -> Serving:
+def _serving_of_spec(engine: Engine, spec: ModelSpec) -> Serving:
     name, decoder = families.architecture(spec), str(FAMILIES[spec.family].ARCHITECTURE)
     is_reward = spec.head == "score"
-    scored = not is_reward or engine.classifiers is None or name in engine.classifiers
+    serves_head = not is_reward or engine.classifiers is None or name in engine.classifiers
     if decoder not in engine.own | engine.transformers:
-        reason = f"has no class for {name}, and that of transformers takes no attention of other programs"
+        reason = f"has no class for {name}, and the class of transformers does not run with another program's attention"
         return Serving(engine.name, engine.version, REFUSES, "", (reason,))
-    through = "own class" if decoder in engine.own and scored else "transformers"
-    if not scored:
+    through = "own class" if decoder in engine.own and serves_head else "transformers"
+    if not serves_head:
         reason = f"has no class for {name}, and its class for modules of transformers skips score.weight"
         return Serving(engine.name, engine.version, DIFFERS, through, (reason,))
-    refusals, deviations = _rules(engine, spec, decoder)
+    refusals, deviations = _matching_rules(engine, spec, decoder)
     if through == "own class":
-        deviations += _tensors(engine, spec, decoder)
+        deviations += _tensor_deviations(engine, spec, decoder)
     verdict = REFUSES if refusals else DIFFERS if deviations else LOADS
     notes = (engine.reward_note,) if is_reward and engine.reward_note and not refusals else ()
     through = "" if refusals else through
     return Serving(engine.name, engine.version, verdict, through, tuple(refusals or deviations), notes)
 
 
-def _rules(engine: Engine, spec: ModelSpec, decoder: str) -> tuple[list[str], list[str]]:
+def _matching_rules(engine: Engine, spec: ModelSpec, decoder: str) -> tuple[list[str], list[str]]:
     """Return the reasons for which the engine refuses a model, and those for which it computes something else."""
     hits = [rule for rule in engine.rules if decoder in rule.architectures and rule.applies(spec)]
     return [rule.reason for rule in hits if rule.refuses], [rule.reason for rule in hits if not rule.refuses]
 
 
-def _tensors(engine: Engine, spec: ModelSpec, decoder: str) -> list[str]:
+def _tensor_deviations(engine: Engine, spec: ModelSpec, decoder: str) -> list[str]:
     """Return reasons about tensors that the engine's class skips, or has and does not find in the files."""
     names, reasons = list(stored_tensors(spec)), []
     pattern = engine.skipped.get(decoder)
@@ -140,7 +140,7 @@ def _tensors(engine: Engine, spec: ModelSpec, decoder: str) -> list[str]:
     return reasons
 
 
-def _adapters_in(engine: Engine, config: Mapping[str, Any], spec: ModelSpec | None) -> Serving:
+def _serving_of_adapters(engine: Engine, config: Mapping[str, Any], spec: ModelSpec | None) -> Serving:
     """Return what the engine does with the adapters of adapter_config.json on the base model `spec`, if known."""
     ranks = [rank for rank in (config.get("r"), *(config.get("rank_pattern") or {}).values()) if isinstance(rank, int)]
     rank = max(ranks, default=0)
@@ -158,7 +158,7 @@ def _adapters_in(engine: Engine, config: Mapping[str, Any], spec: ModelSpec | No
         refusals.append(f"accepts ranks up to {engine.lora_ranks[-1]}, not {rank}; merge the adapters")
     elif engine.lora_ranks:
         notes.append(f"start it with --enable-lora --max-lora-rank {min(x for x in engine.lora_ranks if x >= rank)}")
-    base = None if spec is None else _model_in(engine, spec)
+    base = None if spec is None else _serving_of_spec(engine, spec)
     if base is not None and base.reasons:
         (refusals if base.verdict == REFUSES else deviations).extend(
             f"{reason} (base model)" for reason in base.reasons

@@ -32,13 +32,13 @@ class Engine:
     - `commit`: of the source that was read; "" where the package does not name it.
     - `own`: architectures with a class of the engine.
     - `transformers`: architectures served by the modules of transformers.
-    - `classifiers`: reward models served with their score; None for those of every architecture in the two sets.
+    - `classifiers`: reward models served with their score; None if those of all architectures in both sets are.
     - `reward_note`: a setting that reward models need, or "".
     - `skipped`: architecture -> regular expression of the tensors that its class has no parameter for, and skips.
     - `unset`: architecture -> ends of names of parameters that its class has always. It leaves them at arbitrary values
       where the files lack them, as with a head that is tied to the token embeddings.
     - `without_lora`: architectures whose class takes no adapters.
-    - `lora_ranks`: limits of rank that one can ask for; empty for any.
+    - `lora_ranks`: the allowed values of its option for the largest rank; empty if it accepts any rank.
     - `saved_modules`: modules_to_save that it accepts in adapters; None if it does not read that key.
     - `ignored_keys`: keys of adapter_config.json that change the adapters' function and that it does not read.
     """
@@ -69,7 +69,7 @@ def _windows(spec: ModelSpec) -> list[int | None]:
     return [window if window and window < spec.max_position_embeddings else None for window in windows]
 
 
-def _windowed(spec: ModelSpec) -> bool:
+def _has_windows(spec: ModelSpec) -> bool:
     return any(_windows(spec))
 
 
@@ -94,7 +94,7 @@ def _scales_differ(spec: ModelSpec) -> bool:
     return len({getattr(layer.attention, "score_scale", None) for layer in spec.layers}) > 1
 
 
-def _halves_rotated(spec: ModelSpec) -> bool:
+def _rotates_halves(spec: ModelSpec) -> bool:
     """True if RoPE of latent attention rotates halves instead of neighbours."""
     return any(isinstance(x.attention, LatentAttention) and not x.attention.rope_interleave for x in spec.layers)
 
@@ -111,9 +111,9 @@ def _not_yarn(spec: ModelSpec) -> bool:
 _DEEPSEEK = _causal("DeepseekV2", "DeepseekV3")
 _GPT2 = frozenset({"GPT2LMHeadModel"})
 _MISTRAL3 = frozenset({"Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"})
-_SEEING = frozenset(f"{name}ForConditionalGeneration" for name in ("Gemma3", "Mistral3", "Qwen2_5_VL", "Qwen3VL")) | {
-    "NemotronH_Omni_Reasoning_V3"
-}
+_MULTIMODAL = frozenset(
+    f"{name}ForConditionalGeneration" for name in ("Gemma3", "Mistral3", "Qwen2_5_VL", "Qwen3VL")
+) | {"NemotronH_Omni_Reasoning_V3"}
 _ATTENTION_BIAS = r"\.self_attn\.\w+\.bias$"
 
 _NORMED_CHOICE = Rule(
@@ -134,7 +134,7 @@ VLLM = Engine(
     )
     | _DEEPSEEK
     | _GPT2
-    | _SEEING,
+    | _MULTIMODAL,
     transformers=_causal("GPTNeoX", "Ministral", "Olmo2", "Olmo3", "SeedOss", "SmolLM3", "Starcoder2"),
     classifiers=None,
     reward_note="""for scores without a sigmoid, start it with --pooler-config '{"use_activation": false}'""",
@@ -171,7 +171,7 @@ VLLM = Engine(
             False,
             "clamps experts at 7, whatever swiglu_limit is",
         ),
-        Rule(_DEEPSEEK, _halves_rotated, False, "rotates neighbours, whatever rope_interleave is"),
+        Rule(_DEEPSEEK, _rotates_halves, False, "rotates neighbours, whatever rope_interleave is"),
         Rule(_MISTRAL3, _queries_grow, False, "reads no llama_4_scaling_beta, which scales queries of long texts"),
     ),
     without_lora=_causal("Bloom", "Falcon") | _GPT2,
@@ -191,7 +191,7 @@ SGLANG = Engine(
     )
     | _DEEPSEEK
     | _GPT2
-    | _SEEING,
+    | _MULTIMODAL,
     transformers=_causal("GPTNeoX", "Ministral", "Olmo3", "SeedOss", "SmolLM3"),
     classifiers=frozenset(f"{name}ForSequenceClassification" for name in ("Gemma2", "Llama", "Qwen2", "Qwen3")),
     reward_note="",
@@ -211,7 +211,7 @@ SGLANG = Engine(
             _causal("Mistral", "Mixtral", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Starcoder2")
             | _MISTRAL3
             | {"Qwen2_5_VLForConditionalGeneration"},
-            _windowed,
+            _has_windows,
             False,
             "has no sliding window, so that texts longer than the window get other logits",
         ),

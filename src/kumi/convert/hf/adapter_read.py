@@ -14,7 +14,7 @@ from torch import Tensor
 from kumi.convert.files.safetensors_read import read_header
 from kumi.convert.files.stored_tensor import entry_of, read_entry
 from kumi.convert.hf.adapter_write import CONFIG, PREFIX, WEIGHTS, Module, modules
-from kumi.convert.hf.expert_adapters import ExpertMatrix, expert_matrices, is_target, places
+from kumi.convert.hf.expert_adapters import ExpertMatrix, expert_matrices, is_target, matrices_by_path
 from kumi.convert.hf.full_modules import full_tensors, whole_tensors
 from kumi.errors import ModelError
 from kumi.files.untrusted import brief, inside, read_object
@@ -130,7 +130,7 @@ def read_adapters(folder: Path, spec: ModelSpec) -> dict[str, Adapter]:
             f"{folder}: has no {WEIGHTS}, and kumi does not open pickled adapters; save them again with peft"
         )
     by_name, by_module = modules(spec), dict[str, dict[str, Tensor]]()
-    experts = places(
+    experts = matrices_by_path(
         matrix
         for matrix in expert_matrices(spec).values()
         if is_target(matrix.parameter, config.get("target_parameters") or ())
@@ -138,7 +138,7 @@ def read_adapters(folder: Path, spec: ModelSpec) -> dict[str, Adapter]:
     for name, span in read_header(inside(folder, WEIGHTS)).items():
         if _is_full(name, spec, config):
             continue
-        ending = next((one for one in _ENDINGS if name.endswith(f".{one}")), "")
+        ending = next((ending for ending in _ENDINGS if name.endswith(f".{ending}")), "")
         module = name.removeprefix(PREFIX).removesuffix(f".{ending}")
         if not ending or not name.startswith(PREFIX) or not (module in by_name or module in experts):
             raise ModelError(
@@ -158,7 +158,7 @@ def read_adapters(folder: Path, spec: ModelSpec) -> dict[str, Adapter]:
 
 
 def has_score_head(folder: Path) -> bool:
-    """True if the adapters in `folder` are those of a reward model: they include its head."""
+    """True if the adapters in `folder` are a reward model's: they include its head."""
     return (folder / WEIGHTS).exists() and f"{PREFIX}{HEADS['score']}" in read_header(inside(folder, WEIGHTS))
 
 
@@ -246,7 +246,7 @@ def _rank_and_scale(folder: Path, config: Mapping[str, Any], name: str) -> tuple
 
 
 def _number(folder: Path, config: Mapping[str, Any], key: str, pattern: str, module: str) -> Any:
-    """Return `key` for `module`: the value of the first matching suffix in `pattern`, else the default."""
+    """Return the value of `key` for `module`: that of the first suffix in `pattern` that matches, else the default."""
     value: Any = config.get(key)
     for name, override in (config.get(pattern) or {}).items():
         if not re.fullmatch(r"[\w.]+", name):

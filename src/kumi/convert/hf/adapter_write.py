@@ -135,27 +135,27 @@ def write_adapter(
     """
     assert spec.lora is not None, "spec.lora is None: the model has no adapters to write"
     check_target(folder, replace=replace)
-    tensors, ranks = {}, {}
+    tensors, multiples = {}, {}
     adapted = {op.name: factor_names(op) for op in ops(spec) if has_adapter(spec.lora, op)}
     experts = [matrix for name, matrix in expert_adapters.expert_matrices(spec).items() if name in adapted]
-    for path, matrix in expert_adapters.places(experts).items():
+    for path, matrix in expert_adapters.matrices_by_path(experts).items():
         a, b = (read(name).float() for name in adapted[matrix.native])
-        for ending, tensor in matrix.stored(a, b).items():
+        for ending, tensor in matrix.peft_tensors(a, b).items():
             tensors[f"{PREFIX}{path}.{ending}"] = tensor.contiguous()
     for stored, part in full_modules.full_tensors(spec).items():
         tensors[f"{PREFIX}{stored}"] = read(part.native).float().view(part.shape).clone()
     for module in modules(spec).values():
         matrices = [matrix for matrix in module.pieces if matrix.native in adapted]
         if matrices:
-            ranks[module.name] = len(matrices)
-            for ending, tensor in _fused(module, matrices, spec.lora, read).items():
+            multiples[module.name] = len(matrices)
+            for ending, tensor in _fuse(module, matrices, spec.lora, read).items():
                 tensors[f"{PREFIX}{module.name}.{ending}"] = tensor
     staging = staging_folder(folder)
     remove_tree(staging)
     staging.mkdir(parents=True)
     try:
         save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
-        config = _config(spec, ranks, [matrix.parameter for matrix in experts], base)
+        config = _config(spec, multiples, [matrix.parameter for matrix in experts], base)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (staging / CONFIG).write_text(text, encoding="utf-8")
         if card:
@@ -170,14 +170,12 @@ def write_adapter(
         raise
 
 
-def _fused(
-    module: Module, matrices: list[NativeMatrix], lora: Lora, read: Callable[[str], Tensor]
-) -> dict[str, Tensor]:
+def _fuse(module: Module, matrices: list[NativeMatrix], lora: Lora, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Return the adapter tensors of `module`, fused from those of its native `matrices`, by PEFT's endings."""
     r = lora.r
     b = torch.zeros(module.rows, r * len(matrices))
-    for number, matrix in enumerate(matrices):
-        b[matrix.rows, number * r : (number + 1) * r] = read(f"{matrix.native}.lora_B.weight").float()
+    for index, matrix in enumerate(matrices):
+        b[matrix.rows, index * r : (index + 1) * r] = read(f"{matrix.native}.lora_B.weight").float()
     a = [read(f"{matrix.native}.lora_A.weight").float() for matrix in matrices]
     result = {"lora_A.weight": torch.cat(a), "lora_B.weight": b}
     if lora.use_dora:
@@ -188,19 +186,21 @@ def _fused(
     return result
 
 
-def _config(spec: ModelSpec, ranks: Mapping[str, int], experts: list[str], base: str | None) -> dict[str, Any]:
+def _config(
+    spec: ModelSpec, module_multiples: Mapping[str, int], experts: list[str], base: str | None
+) -> dict[str, Any]:
     """Return adapter_config.json.
 
-    `ranks` maps each adapted module to its rank as a multiple of `spec.lora.r`. `experts` are the adapted parameters of
-    routed experts, whose rank is `spec.lora.r`.
+    `module_multiples` maps each adapted module to its rank as a multiple of `spec.lora.r`. `experts` are the adapted
+    parameters of routed experts, whose rank is `spec.lora.r`.
     """
     lora = spec.lora
     assert lora is not None
     name, revision = hub.split(base or "") or (base, None)
-    multiples = {**ranks, **dict.fromkeys(experts, 1)}
+    multiples = {**module_multiples, **dict.fromkeys(experts, 1)}
     common = max(sorted(set(multiples.values())), key=list(multiples.values()).count)
     exceptions = {name: multiple for name, multiple in multiples.items() if multiple != common}
-    transposed = {modules(spec)[name].transposed for name in ranks}
+    transposed = {modules(spec)[name].transposed for name in module_multiples}
     return _DEFAULTS | {
         "base_model_name_or_path": name,
         "revision": revision,
@@ -210,7 +210,7 @@ def _config(spec: ModelSpec, ranks: Mapping[str, int], experts: list[str], base:
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,
         "fan_in_fan_out": transposed == {True},
-        "target_modules": _targets(spec, list(ranks)),
+        "target_modules": _targets(spec, list(module_multiples)),
         "task_type": "SEQ_CLS" if spec.head == "score" else "CAUSAL_LM",
         "modules_to_save": full_modules.target_names(spec) or None,
         "target_parameters": expert_adapters.target_parameters(spec, experts) or None,
@@ -248,7 +248,7 @@ def adapter_card(*, name: str, base: str, lora: Lora, facts: Mapping[str, str], 
     """Return the README.md of an adapter folder, with `facts` as rows of a table, in their order.
 
     `base` is the base model: a hub id, or a folder, which the card calls by the title of its own card, without a path.
-    `evaluation`: as of `model_card`.
+    `evaluation`: as for `model_card`.
     """
     kind = "DoRA" if lora.use_dora else "LoRA"
     summary = {"kind": kind, "rank": str(lora.r), "scale": f"{lora.scale:g}", "matrices": ", ".join(lora.targets)}

@@ -60,9 +60,9 @@ def model_card(
     Markdown of a section. All other texts are shown as they are.
     """
     base = base_model or origin.base_model
-    scores = model.head == "score"
-    task, kind = ("text-classification", "reward") if scores else ("text-generation", "language")
-    auto_class = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
+    is_reward = model.head == "score"
+    task, kind = ("text-classification", "reward") if is_reward else ("text-generation", "language")
+    auto_class = "AutoModelForSequenceClassification" if is_reward else "AutoModelForCausalLM"
     header: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task}
     if base is not None:
         how = relation or ("finetune" if base_model else origin.relation)
@@ -115,7 +115,7 @@ def mark_verified(folder: Path, how: str) -> None:
     """Record in the card of `folder` how it was verified, and the digest of its files."""
     path = folder / "README.md"
     lines = _text(folder).split("\n")
-    # The first table is that of the facts.
+    # The first table has the facts.
     first = next((index for index, line in enumerate(lines) if line.startswith("|")), len(lines))
     end = next((index for index in range(first, len(lines)) if not lines[index].startswith("|")), len(lines))
     rows = [f"| {_VERIFIED} | {inline_markdown(how)} |", f"| {_DIGEST} | {files_digest(folder)} |"]
@@ -143,8 +143,8 @@ def files_digest(folder: Path) -> str:
     sha = hashlib.sha256()
     names = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer.json")
     for file in sorted(file for name in names for file in folder.glob(name)):
-        with open_stream(inside(folder, file.name)) as opened:
-            sha.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
+        with open_stream(inside(folder, file.name)) as stream:
+            sha.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
     return sha.hexdigest()
 
 

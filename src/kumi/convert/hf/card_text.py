@@ -15,7 +15,7 @@ from kumi.files.output import refuse_link, write_text
 from kumi.files.untrusted import read_bytes
 
 CARD = "README.md"
-# The lines before, of and after the YAML header.
+# Three groups: the opening line ---, the YAML header, the closing line ---.
 _HEADER = re.compile(r"(\ufeff?---[ \t]*\r?\n)(.*?)(^---[ \t]*(?:\r?\n|\Z))", re.S | re.M)
 _TITLE = re.compile(r"^# +(.+?) *#*$", re.M)
 # Characters that Markdown escapes with a backslash.
@@ -113,7 +113,7 @@ def _lines_of(header: str, key: str) -> tuple[int, int]:
         following = node.value[place + 1 :]
         end = following[0][0].start_mark.line if following else count
         lines = header.splitlines()
-        # Comments and empty lines before the next key belong to that.
+        # Comments and empty lines before the next key belong to the next key.
         while end > value.start_mark.line + 1 and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
             end -= 1
         return name.start_mark.line, end
@@ -127,7 +127,7 @@ def section_of(text: str, name: str) -> str:
 
 
 def with_section(text: str, name: str, content: str) -> str:
-    """Return the card `text` with `content` between two comments that name it, in their place or at the end."""
+    """Return the card `text` with `content` between two comments with `name`: replaced there, or added at the end."""
     section = f"<!-- {name} -->\n{content}<!-- end of {name} -->"
     match = _find_section(text, name)
     if match:

@@ -24,7 +24,9 @@ from kumi.storage.write import as_bytes
 
 # Values of FP4 (E2M1) without the sign bit: two bits of exponent, one of mantissa.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Numbers of mxfp4 that share an exponent.
 _GROUP = 32
+# Dtypes of fp8's scales.
 _SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E8M0": torch.float8_e8m0fnu}
 
 
@@ -35,9 +37,9 @@ def dequantized_entries(folder: Path, spans: Mapping[str, Span], quantization: M
     """
     method = quantization.get("quant_method")
     if method == "fp8":
-        return _fp8(folder, spans, quantization)
+        return _fp8_entries(folder, spans, quantization)
     if method == "mxfp4":
-        return _mxfp4(spans)
+        return _mxfp4_entries(spans)
     readable = " and ".join(READABLE_METHODS)
     raise ModelError(
         f"{folder}: the weights are quantized by {method!r}, and kumi reads {readable} only; "
@@ -45,7 +47,7 @@ def dequantized_entries(folder: Path, spans: Mapping[str, Span], quantization: M
     )
 
 
-def _fp8(folder: Path, spans: Mapping[str, Span], quantization: Mapping[str, Any]) -> dict[str, Entry]:
+def _fp8_entries(folder: Path, spans: Mapping[str, Span], quantization: Mapping[str, Any]) -> dict[str, Entry]:
     """Return the tensors; an F8_E4M3 matrix is dequantized with its scale per block, or with its one scale.
 
     With a static `activation_scheme`, files also hold a scale of each matrix's input, for inference in fp8. kumi
@@ -70,7 +72,7 @@ def _fp8(folder: Path, spans: Mapping[str, Span], quantization: Mapping[str, Any
                 f"{folder}: {scales[name]!r} is {actual}, but {name!r} {span.shape} in blocks of {block} needs "
                 f"floating-point scales of shape {expected}; fetch the model again"
             )
-        result[name] = _decoded(span, span.shape, _fp8_rows(span, scale, block or [rows, columns]))
+        result[name] = _dequantized_entry(span, span.shape, _fp8_rows(span, scale, block or [rows, columns]))
     return result
 
 
@@ -101,7 +103,7 @@ def _fp8_rows(span: Span, scale: Span, block: list[int]) -> Callable[[int, int],
     return rows
 
 
-def _mxfp4(spans: Mapping[str, Span]) -> dict[str, Entry]:
+def _mxfp4_entries(spans: Mapping[str, Span]) -> dict[str, Entry]:
     """Return the tensors; each pair of blocks and scales is one tensor (X, columns, rows)."""
     blocks_suffix = "_blocks"
     packed = [name.removesuffix(blocks_suffix) for name in spans if name.endswith(blocks_suffix)]
@@ -118,7 +120,7 @@ def _mxfp4(spans: Mapping[str, Span]) -> dict[str, Entry]:
                 f"fetch the model again"
             )
         experts, rows, groups, _ = shape
-        result[name] = _decoded(blocks, (experts, groups * _GROUP, rows), _mxfp4_rows(blocks, scales), name)
+        result[name] = _dequantized_entry(blocks, (experts, groups * _GROUP, rows), _mxfp4_rows(blocks, scales), name)
     return result
 
 
@@ -139,7 +141,9 @@ def _mxfp4_rows(blocks: Span, scales: Span) -> Callable[[int, int], Tensor]:
     return rows
 
 
-def _decoded(span: Span, shape: tuple[int, ...], rows: Callable[[int, int], Tensor], name: str | None = None) -> Entry:
+def _dequantized_entry(
+    span: Span, shape: tuple[int, ...], rows: Callable[[int, int], Tensor], name: str | None = None
+) -> Entry:
     return Entry(span.file, name or span.name, shape, "bfloat16", span.offset, rows)
 
 

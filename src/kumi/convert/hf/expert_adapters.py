@@ -51,7 +51,7 @@ class ExpertMatrix:
         """Return the shapes of the tensors of an adapter with rank `r`, by PEFT's endings."""
         return {"lora_A.weight": (self.experts * r, self.columns), "lora_B.weight": (len(self.order), r * self.experts)}
 
-    def stored(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    def peft_tensors(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
         """Return PEFT's tensors, by their endings, of the native factors `a` (X, in, r) and `b` (X, out, r)."""
         rows = torch.empty_like(b)
         rows[:, self.order] = b
@@ -77,17 +77,17 @@ def _expert_matrix(spec: ModelSpec, param: Param) -> ExpertMatrix:
     experts, rows, columns = param.dims
     # The parts of one expert's matrix with one column show where transformers has each row.
     single = replace(param, dims=(replace(experts, size=1), rows, replace(columns, size=1)))
-    numbers, order = torch.arange(rows.size), torch.empty(rows.size, dtype=torch.int64)
+    row_indices, order = torch.arange(rows.size), torch.empty(rows.size, dtype=torch.int64)
     for part in stored_parts(spec, single, stacked=True):
         box = tuple(slice(first, first + size) for first, size in zip(part.at, part.size, strict=True))
-        values = numbers.view(part.shape).view(part.view)[box].permute(part.order).reshape(-1)
+        values = row_indices.view(part.shape).view(part.view)[box].permute(part.order).reshape(-1)
         order[part.start[1] : part.start[1] + part.extent[1]] = values
     parameter = module_name(spec, stored_parts(spec, param, stacked=True)[0].name)
     return ExpertMatrix(param.name, parameter, order, experts.size, columns.size)
 
 
-def places(matrices: Iterable[ExpertMatrix]) -> dict[str, ExpertMatrix]:
-    """Return the `matrices` with adapters by the path that PEFT gives their tensors."""
+def matrices_by_path(matrices: Iterable[ExpertMatrix]) -> dict[str, ExpertMatrix]:
+    """Return the adapted `matrices` by the path under which PEFT stores the tensors of each adapter."""
     by_module: dict[str, list[ExpertMatrix]] = {}
     for matrix in matrices:
         by_module.setdefault(matrix.module, []).append(matrix)

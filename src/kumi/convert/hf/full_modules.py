@@ -29,10 +29,10 @@ class WholeTensor:
 
 @lru_cache(maxsize=8)
 def whole_tensors(spec: ModelSpec) -> Mapping[str, WholeTensor]:
-    """Return the tensors of a model of `spec` that hold one native tensor, by their name in transformers' memory."""
+    """Return the tensors of a model of `spec` that hold one native tensor, by name in a loaded transformers model."""
     base = replace(spec, lora=None)
     result = {
-        memory_name(spec, name): WholeTensor(pieces[0].param.name, pieces[0].part.shape)
+        loaded_name(spec, name): WholeTensor(pieces[0].param.name, pieces[0].part.shape)
         for name, pieces in stored_tensors(base).items()
         if pieces[0].part.is_whole
     }
@@ -53,7 +53,7 @@ def target_names(spec: ModelSpec) -> list[str]:
     return sorted({name.rpartition(".")[0] for name in full_tensors(spec)})
 
 
-def memory_name(spec: ModelSpec, stored: str) -> str:
-    """Return the name in transformers' memory of the tensor `stored` of a file."""
+def loaded_name(spec: ModelSpec, stored: str) -> str:
+    """Return the name that a loaded transformers model gives the tensor that files call `stored`."""
     module = module_name(spec, stored)
     return f"{module}.weight" if stored.endswith(".weight") else module

@@ -16,7 +16,8 @@ from kumi.files.output import write_text
 from kumi.files.untrusted import TOKENIZER, read_object
 
 _CONFIG, _TOKENIZER = "tokenizer_config.json", "tokenizer.json"
-# Names of special tokens that stand in no text, the best first. Pads of images, sounds and infilling have a meaning.
+# Names of special tokens that no text contains, the best first. Padding tokens of images, sounds and infilling are not
+# among them: they have a meaning.
 _OTHER = "image|video|vision|audio|fim"
 _PADS = re.compile(rf"^(?!.*({_OTHER})).*pad", re.I), re.compile("reserved|unused", re.I)
 
@@ -32,9 +33,9 @@ def padding_token(config: Mapping[str, Any], tokenizer: str | Path | None) -> tu
     by_text = {token["content"]: token["id"] for token in tokens}
     ends |= {by_text.get(_text(settings.get("eos_token")))}
     candidates = [(config.get("pad_token_id"), ""), *((by_text.get(text), text) for text in _texts(settings, by_text))]
-    for number, text in candidates:
-        if number is not None and _is_id(number, config) and number not in ends:
-            return number, text
+    for token_id, text in candidates:
+        if token_id is not None and _is_id(token_id, config) and token_id not in ends:
+            return token_id, text
     return None
 
 

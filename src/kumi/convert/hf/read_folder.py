@@ -55,7 +55,7 @@ def file_entries(folder: str | Path, spec: ModelSpec | None = None) -> dict[str,
 
 
 def read(stored: StoredParam, start: Dims | None = None, shape: Dims | None = None) -> Tensor:
-    """Return `stored`, or its slice that begins at `start` with the shape `shape`. Only the bytes of these are read."""
+    """Return `stored`, or its slice that begins at `start` with the shape `shape`. Only its bytes are read."""
     import torch
 
     out = torch.empty(stored.shape if shape is None else shape, dtype=getattr(torch, stored.dtype))
@@ -73,7 +73,7 @@ def read_into(stored: StoredParam, start: Dims, out: Tensor) -> None:
             read_part(entry, part, tuple(a - b for a, b in zip(first, part.start)), out[inside])
 
 
-def next_cut(stored: StoredParam, row: int) -> int:
+def block_end(stored: StoredParam, row: int) -> int:
     """Return the row before which a block of rows that begins at `row` should end.
 
     The rows of a block are close together in the file, so no byte is read twice; where rows are scattered, a block is
@@ -115,7 +115,7 @@ def folder_reader(stored: Mapping[str, StoredParam]) -> Reader:
     return Reader(
         {name: tensor.dtype for name, tensor in stored.items()},
         lambda name, start, out: read_into(stored[name], start, out),
-        lambda name, row: next_cut(stored[name], row),
+        lambda name, row: block_end(stored[name], row),
         lambda name: runs(stored[name]),
         file_run,
     )
@@ -131,7 +131,7 @@ def locate_params(folder: str | Path, spec: ModelSpec) -> dict[str, StoredParam]
     if spec.tie_word_embeddings and head is not None:
         copy = StoredParam(head.shape, head.dtype, ((_entire(head), head),))
         if copy.dtype != stored[EMBEDDING].dtype or not _equal(copy, stored[EMBEDDING]):
-            raise _untied(spec, head)
+            raise _untied_error(spec, head)
     return stored
 
 
@@ -162,7 +162,7 @@ def _equal(a: StoredParam, b: StoredParam) -> bool:
     """True if two tensors of one shape and dtype have equal values, compared a few rows at a time."""
     row, rest = 0, (0,) * (len(a.shape) - 1)
     while row < a.shape[0]:
-        end = next_cut(a, row)
+        end = block_end(a, row)
         shape = (end - row, *a.shape[1:])
         if not read(a, (row, *rest), shape).equal(read(b, (row, *rest), shape)):
             return False
@@ -170,7 +170,7 @@ def _equal(a: StoredParam, b: StoredParam) -> bool:
     return True
 
 
-def _untied(spec: ModelSpec, head: Entry) -> ModelError:
+def _untied_error(spec: ModelSpec, head: Entry) -> ModelError:
     """Return the error for a head that differs from the embedding although config.json ties them."""
     return ModelError(
         f"{head.file}: {head.name!r} differs from {stored_name(spec, EMBEDDING)!r}, but config.json ties "
@@ -181,10 +181,10 @@ def _untied(spec: ModelSpec, head: Entry) -> ModelError:
 def locate_params_by_headers(folder: str | Path, spec: ModelSpec) -> dict[str, StoredParam]:
     """Return where every tensor of `spec` is stored, from the headers alone.
 
-    Raise ModelError unless names and shapes in `folder` are those of `spec`.
+    Raise ModelError unless names and shapes in `folder` are those of `spec`, and each native tensor has one dtype.
     """
     by_name = _with_base(spec, file_entries(folder, spec))
-    stored = {param.name: _stored(folder, spec, param, by_name) for param in tensors_of(spec)}
+    stored = {param.name: _locate_param(folder, spec, param, by_name) for param in tensors_of(spec)}
     expected = {part.name: part.shape for tensor in stored.values() for part, _ in tensor.parts}
     for name in by_name.keys() - expected.keys():
         if name.endswith(spec.weights.ignored):
@@ -195,7 +195,7 @@ def locate_params_by_headers(folder: str | Path, spec: ModelSpec) -> dict[str, S
                 f"model of this config.json, and kumi would drop it; fetch the config.json of this model"
             )
         if by_name[name].shape != expected[stored_name(spec, EMBEDDING)]:
-            raise _untied(spec, by_name[name])
+            raise _untied_error(spec, by_name[name])
     return stored
 
 
@@ -208,8 +208,8 @@ def _with_base(spec: ModelSpec, by_name: dict[str, Entry]) -> dict[str, Entry]:
     return {name if name == head else base + name: entry for name, entry in by_name.items()}
 
 
-def _stored(folder: str | Path, spec: ModelSpec, param: Param, by_name: Mapping[str, Entry]) -> StoredParam:
-    """Return where `param` is stored; `by_name` are the tensors of `folder`.
+def _locate_param(folder: str | Path, spec: ModelSpec, param: Param, by_name: Mapping[str, Entry]) -> StoredParam:
+    """Return where `param` is stored; `by_name` has the tensors of `folder`.
 
     Experts are one stacked tensor (transformers 5) or several. Raise ModelError for a missing part, or parts whose
     shapes or dtypes do not fit.

@@ -76,7 +76,7 @@ def _rows_job(param: Param, param_parts: list[Part], reader: Reader, file: Path,
     def work(handle: int, buffers: ThreadBuffers, wrote: Wrote) -> None:
         row = low
         while row < high:
-            end = min(high, reader.cut(param.name, row))
+            end = min(high, reader.block_end(param.name, row))
             start, shape = (row, *(0,) * len(rest)), (end - row, *rest)
             data = buffers.rows(reader, param.name, start, shape, dtype)
             for part in param_parts:
@@ -113,7 +113,7 @@ def _scattered_job(name: str, pieces: tuple[ParamPart, ...], reader: Reader, fil
             part, target = piece.part, assembled.view(piece.part.view)
             row, row_group = 0, unit_rows(part)
             while row < part.extent[0]:
-                block_end = reader.cut(piece.param.name, part.start[0] + row) - part.start[0]
+                block_end = reader.block_end(piece.param.name, part.start[0] + row) - part.start[0]
                 end = min(part.extent[0], -(-block_end // row_group) * row_group)
                 size = (end - row, *part.extent[1:])
                 start = (part.start[0] + row, *part.start[1:])

@@ -73,6 +73,7 @@ def write_hf_folder(
     dtype              dtypes by name, or one for all parameters
     tokenizer_folder   source of tokenizer files, copied unchanged but for a reward model's padding token
     card               content of README.md
+    generation_config  by default that of `tokenizer_folder`, or else the token ids of config.json
     passthrough        passthrough tensors, copied unchanged
 
     Names and parts of tensors follow `kumi.spec.weights`. Raise RefusedError, before writing, when `folder` exists and

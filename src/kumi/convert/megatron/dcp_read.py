@@ -58,7 +58,7 @@ class ChunkedTensor:
 class Checkpoint:
     """An open checkpoint: its tensors, and its other objects by name.
 
-    `heads` caches each chunk's parsed head and the file offset of its data.
+    `heads` caches each chunk's parsed head, which is its tensor without the data, and the file offset of the data.
     """
 
     folder: Path

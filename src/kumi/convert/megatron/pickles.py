@@ -111,6 +111,7 @@ _DTYPES = {
         "bool",
     )
 }
+# torch's names of storage classes, and the dtypes that they stand for.
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -124,6 +125,7 @@ _STORAGES = {
     "BoolStorage": torch.bool,
 }
 
+# Names that any pickle may ask for, and what they stand for here.
 _PLAIN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("argparse", "Namespace"): argparse.Namespace,
@@ -147,6 +149,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
     **{("torch", name): dtype for name, dtype in _DTYPES.items()},
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
 }
+# Further names that `.metadata` may ask for.
 _METADATA: dict[tuple[str, str], Any] = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
@@ -195,6 +198,7 @@ class _Restricted(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         """Return the storage that a tensor's head refers to."""
+        # torch.save writes ("storage", type, name of the record, device, number of elements).
         if not (isinstance(pid, tuple) and len(pid) == 5 and isinstance(pid[2], str)):
             raise RefusedError(
                 f"{self._name}: a tensor's storage has the invalid description {pid!r:.80}; save the checkpoint again"
@@ -209,12 +213,12 @@ class _Restricted(pickle.Unpickler):
 
 def _load(file: BinaryIO, name: str, allowed: Mapping[tuple[str, str], Any]) -> Any:
     """Return the object pickled in `file`; raise RefusedError, with `name`, for anything not `allowed`."""
-    return _guarded(lambda: _Restricted(file, name, allowed).load(), name)
+    return _call_guarded(lambda: _Restricted(file, name, allowed).load(), name)
 
 
 def load_metadata(path: Path) -> metadata.Metadata:
     """Return the metadata of a distributed checkpoint; raise RefusedError unless the file holds just that."""
-    with _guarded(lambda: open_stream(inside(path.parent, path.name, RefusedError)), str(path)) as file:
+    with _call_guarded(lambda: open_stream(inside(path.parent, path.name, RefusedError)), str(path)) as file:
         size = os.fstat(file.fileno()).st_size
         if size > _MAX_PICKLE_BYTES:
             raise RefusedError(
@@ -242,7 +246,7 @@ class Archive:
 
 def load_archive(file: BinaryIO, name: str) -> Archive:
     """Return the archive in a seekable `file`; tensor data are not read."""
-    archive: Archive = _guarded(lambda: _archive(file, name), name)
+    archive: Archive = _call_guarded(lambda: _archive(file, name), name)
     return archive
 
 
@@ -279,7 +283,7 @@ def _data_start(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
     return entry.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
 
 
-def _guarded(do: Callable[[], Any], name: str) -> Any:
+def _call_guarded(do: Callable[[], Any], name: str) -> Any:
     """Return `do()`; turn any error that a damaged file causes into RefusedError."""
     try:
         return do()

@@ -66,7 +66,7 @@ class MegatronModel:
 
     def reader(self) -> Reader:
         """Return a reader of the model's native tensors."""
-        return Reader(self.dtypes, self.read_into, self.cut)
+        return Reader(self.dtypes, self.read_into, self.block_end)
 
     def read_into(self, name: str, start: Dims, out: Tensor) -> None:
         """Fill `out` with the slice of the native tensor `name` that begins at `start`."""
@@ -77,7 +77,7 @@ class MegatronModel:
                 target = tuple(slice(a - b, a - b + n) for a, b, n in zip(first, start, shape))
                 out[target] = self._read_part(part, tuple(a - b for a, b in zip(first, part.start)), shape)
 
-    def cut(self, name: str, row: int) -> int:
+    def block_end(self, name: str, row: int) -> int:
         """Return the end (exclusive) of the block of rows that begins at `row`.
 
         The block has about `BLOCK_BYTES`, rounded up to rows that each part of the tensor can be read in.

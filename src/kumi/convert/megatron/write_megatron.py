@@ -36,9 +36,12 @@ from kumi.spec.weights import Part
 from kumi.storage.folders import check_free_space
 
 ITERATION = "iter_0000000"
-# Bytes of a chunk if a target can be split, number of files written at the same time, and upper bound on the bytes of
-# everything but tensors.
-_CHUNK_BYTES, _MAX_WRITERS, _SLACK = 2**23, 4, 2**24
+# Bytes of a chunk, if a target can be split.
+_CHUNK_BYTES = 2**23
+# Most files that are written at the same time.
+_MAX_WRITERS = 4
+# Upper bound on the bytes of everything but tensors.
+_SLACK = 2**24
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,9 @@ def write_megatron_folder(
     write_folder.check_target(folder, replace=False)
     sizes = {name: ITEMSIZE[dtype] for name, dtype in dtypes.items()}
     check_free_space(folder, tensor_bytes(spec, keys, sizes) + _SLACK, "the model")
-    part = write_folder.staging_folder(folder)
-    remove_tree(part)
-    inner = part / ITERATION
+    staging = write_folder.staging_folder(folder)
+    remove_tree(staging)
+    inner = staging / ITERATION
     inner.mkdir(parents=True)
     try:
         common = _common_state(spec, keys, dtypes)
@@ -103,13 +106,13 @@ def write_megatron_folder(
             "common_backend_version": 1,
         }
         _write_json(inner / "metadata.json", backend)
-        (part / LATEST).write_text("0", encoding="utf-8")
-        (part / "hf").mkdir()
-        _write_json(part / "hf" / "config.json", write_folder._with_dtype(dict(config), dtypes))
-        write_folder._copy_tokenizer(tokenizer, part / "hf")
-        _publish(part, folder)
+        (staging / LATEST).write_text("0", encoding="utf-8")
+        (staging / "hf").mkdir()
+        _write_json(staging / "hf" / "config.json", write_folder._with_dtype(dict(config), dtypes))
+        write_folder._copy_tokenizer(tokenizer, staging / "hf")
+        _publish(staging, folder)
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         raise
     return _notes(spec, common.get("args"))
 
@@ -239,7 +242,7 @@ def _chunks(
     param, part = target.sources[0]
     dtype = getattr(torch, dtypes[param.name])
     if len(target.sources) > 1 or not part.in_order or prod(part.size) != prod(target.extent):
-        yield dcp_write.ChunkData(target.name, target.shape, target.start, _assembled(target, reader, dtype, buffers))
+        yield dcp_write.ChunkData(target.name, target.shape, target.start, _assemble(target, reader, dtype, buffers))
     else:
         yield from _split_rows(target, reader, dtype, buffers)
     padding = target.shape[0] - target.extent[0] if target.name in VOCABULARY else 0
@@ -248,7 +251,7 @@ def _chunks(
         yield dcp_write.ChunkData(target.name, target.shape, (target.extent[0], *target.start[1:]), rows)
 
 
-def _native(reader: Reader, name: str, start: Dims, shape: Dims, dtype: torch.dtype, buffers: _Buffers) -> Tensor:
+def _read_native(reader: Reader, name: str, start: Dims, shape: Dims, dtype: torch.dtype, buffers: _Buffers) -> Tensor:
     """Return a slice of a native tensor, cast to `dtype`."""
     stored: torch.dtype = getattr(torch, reader.dtypes[name])
     data = buffers.take("native", shape, stored)
@@ -256,12 +259,12 @@ def _native(reader: Reader, name: str, start: Dims, shape: Dims, dtype: torch.dt
     return data if stored == dtype else buffers.take("cast", shape, dtype).copy_(data)
 
 
-def _assembled(target: _Target, reader: Reader, dtype: torch.dtype, buffers: _Buffers) -> Tensor:
+def _assemble(target: _Target, reader: Reader, dtype: torch.dtype, buffers: _Buffers) -> Tensor:
     """Return the data of `target`, assembled from several native tensors."""
     out = buffers.take("assembled", target.extent, dtype)
     for param, part in target.sources:
         into = select_in_box(part, part.at, part.size, out).permute(part.order)
-        into.copy_(_native(reader, param.name, part.start, part.extent, dtype, buffers).reshape(into.shape))
+        into.copy_(_read_native(reader, param.name, part.start, part.extent, dtype, buffers).reshape(into.shape))
     return out
 
 
@@ -270,28 +273,28 @@ def _split_rows(
 ) -> Iterator[dcp_write.ChunkData]:
     """Yield the data of `target`, one native slice, split along its first dim larger than 1."""
     param, part = target.sources[0]
-    native = next((dim for dim, size in enumerate(part.extent) if size > 1), 0)
-    stored = next((dim for dim, size in enumerate(target.extent) if size > 1), 0)
-    rows = part.extent[native]
+    native_dim = next((dim for dim, size in enumerate(part.extent) if size > 1), 0)
+    stored_dim = next((dim for dim, size in enumerate(target.extent) if size > 1), 0)
+    rows = part.extent[native_dim]
     step = max(1, rows * _CHUNK_BYTES // max(1, prod(part.extent) * dtype.itemsize))
     for low in range(0, rows, step):
         count = min(step, rows - low)
-        start = (*part.start[:native], part.start[native] + low, *part.start[native + 1 :])
-        size = (*part.extent[:native], count, *part.extent[native + 1 :])
-        at = (*target.start[:stored], target.start[stored] + low, *target.start[stored + 1 :])
-        extent = (*target.extent[:stored], count, *target.extent[stored + 1 :])
-        data = _native(reader, param.name, start, size, dtype, buffers)
+        start = (*part.start[:native_dim], part.start[native_dim] + low, *part.start[native_dim + 1 :])
+        size = (*part.extent[:native_dim], count, *part.extent[native_dim + 1 :])
+        at = (*target.start[:stored_dim], target.start[stored_dim] + low, *target.start[stored_dim + 1 :])
+        extent = (*target.extent[:stored_dim], count, *target.extent[stored_dim + 1 :])
+        data = _read_native(reader, param.name, start, size, dtype, buffers)
         yield dcp_write.ChunkData(target.name, target.shape, at, data.view(extent))
 
 
-def _publish(part: Path, folder: Path) -> None:
-    """Flush the files of `part` to disk, then rename it to `folder`."""
-    for file in sorted(part.rglob("*")):
+def _publish(staging: Path, folder: Path) -> None:
+    """Flush the files of `staging` to disk, then rename it to `folder`."""
+    for file in sorted(staging.rglob("*")):
         sync(file)
-    sync(part)
+    sync(staging)
     if folder.exists():
         folder.rmdir()
-    part.rename(folder)
+    staging.rename(folder)
     sync(folder.absolute().parent)
 
 

@@ -26,7 +26,7 @@ class Base:
         """The tokenization model: BPE, Unigram, WordPiece or WordLevel."""
         return str(self.data["model"].get("type") or "BPE")
 
-    def pieces(self, text: str) -> tuple[int, ...]:
+    def token_ids(self, text: str) -> tuple[int, ...]:
         """Return the ids of the tokens of `text`; empty if one of them is the unknown token."""
         ids = tuple(self.backend.encode(text, add_special_tokens=False).ids)
         unknown = self.vocab.get(str(self.data["model"].get("unk_token")))

@@ -64,7 +64,10 @@ def read_corpus(paths: Sequence[str], text_key: str, limit: int = SAMPLE) -> Cor
 
 
 def words(base: Base, texts: Iterable[str]) -> Counter[str]:
-    """Return the words of `texts`, normalized and pre-tokenized as by the tokenizer, with their counts."""
+    """Return the words of `texts`, normalized and pre-tokenized as the tokenizer does it, with their counts.
+
+    Raise ConfigError if the tokenizer has no rule for where words begin.
+    """
     normalizer, pre_tokenizer = base.backend.normalizer, base.backend.pre_tokenizer
     counts: Counter[str] = Counter()
     for text in texts:

@@ -24,7 +24,7 @@ def extended_tokenizer(base: Base, pieces: Sequence[Piece], tokens: Sequence[New
     Raise ConfigError if the tokenizers library would assign other ids to new or old tokens.
     """
     for explicit in (True,) if pieces else (False, True):
-        data = _data(base, pieces, tokens, explicit=explicit)
+        data = _tokenizer_json(base, pieces, tokens, explicit=explicit)
         new_base = parse_tokenizer(base.folder, data, json.dumps(data, ensure_ascii=False))
         if _ids_are_right(base, new_base, pieces, tokens):
             _check_decoding(new_base, tokens)
@@ -35,7 +35,9 @@ def extended_tokenizer(base: Base, pieces: Sequence[Piece], tokens: Sequence[New
     )
 
 
-def _data(base: Base, pieces: Sequence[Piece], tokens: Sequence[NewToken], *, explicit: bool) -> dict[str, Any]:
+def _tokenizer_json(
+    base: Base, pieces: Sequence[Piece], tokens: Sequence[NewToken], *, explicit: bool
+) -> dict[str, Any]:
     """Return tokenizer.json with the new tokens.
 
     With `explicit`, added tokens are listed in the model's vocabulary, too. The library numbers added tokens after
@@ -69,7 +71,7 @@ def _entry(token: NewToken, token_id: int) -> dict[str, Any]:
 def _ids_are_right(base: Base, new_base: Base, pieces: Sequence[Piece], tokens: Sequence[NewToken]) -> bool:
     """True if old tokens kept their ids, new tokens have theirs, and the text of each added token encodes to it."""
     names = [*(piece.text for piece in pieces), *(token.text for token in tokens)]
-    expected = dict(base.vocab) | {name: base.size + number for number, name in enumerate(names)}
+    expected = dict(base.vocab) | {name: base.size + index for index, name in enumerate(names)}
     if dict(new_base.vocab) != expected:
         return False
     return all(

@@ -25,6 +25,8 @@ from kumi.convert.vocab.requested_tokens import NewToken, check_tokens, read_tok
 from kumi.errors import ConfigError, KumiError, ModelError
 from kumi.spec.model import ModelSpec
 
+# Initial rows of new tokens: the mean of the old tokens that spell it, their mean weighted by bytes, the mean of all
+# rows.
 INITS = ("pieces", "weighted", "mean")
 
 
@@ -126,11 +128,14 @@ def _new_piece(base: Base, piece: Piece, init: str) -> NewRow:
 def _new_token(base: Base, token: NewToken, init: str) -> NewRow:
     """Return the new row of a named token; a special one starts as the mean, since its letters carry no meaning."""
     kind = "special" if token.special else "added"
-    return NewRow(token.text, kind, () if token.special else _shares(base, base.pieces(token.text), init))
+    return NewRow(token.text, kind, () if token.special else _shares(base, base.token_ids(token.text), init))
 
 
 def _shares(base: Base, parts: Sequence[int], init: str) -> tuple[tuple[int, float], ...]:
-    """Return the weight of each old token in `parts`: the same for all, or in proportion to the bytes of its text."""
+    """Return the weight of each old token in `parts`: equal, or in proportion to the bytes of its text.
+
+    Empty if the row is the mean of all rows.
+    """
     if init == "mean" or not parts:
         return ()
     weights = [float(_text_bytes(base, part)) if init == "weighted" else 1.0 for part in parts]
@@ -167,11 +172,11 @@ def _check_config_ids(config: Mapping[str, Any], place: rows.Place, prefix: str 
     for key, value in config.items():
         if isinstance(value, Mapping):
             _check_config_ids(value, place, f"{prefix}{key}.")
-        numbers = value if isinstance(value, list) else [value]
+        ids = value if isinstance(value, list) else [value]
         taken = [
-            number
-            for number in numbers
-            if isinstance(number, int) and place.first <= number < place.first + place.count
+            token_id
+            for token_id in ids
+            if isinstance(token_id, int) and place.first <= token_id < place.first + place.count
         ]
         if re.search(r"_token_(id|index)s?$", key) and taken:
             raise ModelError(

@@ -22,6 +22,7 @@ from kumi.errors import ConfigError
 MIN_COUNT = 2
 # Upper bound on the letters of a token (bytes, in a byte-level tokenizer); longer ones are phrases.
 _LONGEST = 48
+# SentencePiece's blank.
 _BLANK = "▁"
 # A rank that sorts after every id.
 _LAST = 1 << 40
@@ -78,7 +79,7 @@ class _State:
     """The corpus during training: words as lists of symbols. A symbol is an old token, a learnt token or a character.
 
     texts, parts, ids   by symbol: spelling, old tokens (ids) of the same text, id (or rank, while pending)
-    numbers             symbol by spelling
+    symbol_of           symbol by spelling
     pending             symbols that are characters, not tokens yet
     words, times        words as symbols, and their counts
     counts, places      by pair or pending symbol: occurrences, and the words that have it
@@ -89,7 +90,7 @@ class _State:
     taken: frozenset[str]
     texts: list[str] = field(default_factory=list)
     parts: list[tuple[int, ...]] = field(default_factory=list)
-    numbers: dict[str, int] = field(default_factory=dict)
+    symbol_of: dict[str, int] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)
     words: list[list[int]] = field(default_factory=list)
     times: list[int] = field(default_factory=list)
@@ -127,15 +128,15 @@ class _State:
 
     def _symbol(self, text: str, parts: tuple[int, ...] | None) -> int:
         """Return the symbol of `text`, a new one if needed. With `parts` None it is a barrier that is never merged."""
-        if text not in self.numbers:
-            self.numbers[text] = len(self.texts)
+        if text not in self.symbol_of:
+            self.symbol_of[text] = len(self.texts)
             self.texts.append(text)
             self.parts.append(parts or ())
             # Of equally frequent candidates those with pending characters come last.
             self.ids.append(self.base.vocab.get(text, _LAST + ord(text[0]) if text else _LAST))
             if text not in self.base.vocab and parts is not None:
-                self.pending.add(self.numbers[text])
-        return self.numbers[text]
+                self.pending.add(self.symbol_of[text])
+        return self.symbol_of[text]
 
     def _gain(self, candidate: Pair | int) -> int:
         """Return the number of tokens by which the candidate shortens the corpus."""
@@ -165,7 +166,7 @@ class _State:
             return False
         # A token may begin with blanks or consist of them, but has none inside.
         inside = _BLANK in joined.lstrip(_BLANK)
-        return not (inside or joined in self.base.vocab or joined in self.numbers or joined in self.taken)
+        return not (inside or joined in self.base.vocab or joined in self.symbol_of or joined in self.taken)
 
     def _accept_character(self, symbol: int) -> Piece:
         """Make a pending character a token, and offer its pairs."""

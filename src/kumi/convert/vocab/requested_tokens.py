@@ -12,6 +12,7 @@ from kumi.errors import ConfigError
 from kumi.files.untrusted import CONFIG, read_regular
 from kumi.paths import shown_path
 
+# Most characters of a token.
 _LONGEST = 1000
 
 
@@ -61,7 +62,7 @@ def check_tokens(tokens: Sequence[NewToken], base: Base) -> None:
         seen[token.text] = token.where
         token_id = base.vocab.get(token.text)
         if token_id is None:
-            ids = base.pieces(token.text)
+            ids = base.token_ids(token.text)
             is_token = len(ids) == 1 and base.backend.decode(list(ids), skip_special_tokens=False) == token.text
             token_id = ids[0] if is_token else None
         if token_id is not None:

@@ -26,8 +26,8 @@ class Place:
 
     first   row of the first new token
     count   number of new tokens
-    old     rows before
-    new     rows after
+    old     rows of the table before
+    new     rows of the table after
     """
 
     first: int
@@ -55,14 +55,14 @@ def extended_reader(source: Source, place: Place, shares: Sequence[Shares]) -> R
         else:
             source.reader.read_into(name, start, out)
 
-    def cut(name: str, row: int) -> int:
+    def block_end(name: str, row: int) -> int:
         return (
             min(row + max(1, _BLOCK // new_rows[name][1].numel()), place.new)
             if name in new_rows
-            else (source.reader.cut(name, row))
+            else (source.reader.block_end(name, row))
         )
 
-    return Reader(source.reader.dtypes, read_into, cut)
+    return Reader(source.reader.dtypes, read_into, block_end)
 
 
 def _new_rows(
@@ -121,13 +121,13 @@ def first_different_tensor(source: Source, written: Source, place: Place) -> str
             else [(0, place.first), (place.first + place.count, place.old)]
         )
         for begin, end in ranges:
-            if begin < end and not _same(source.reader, written.reader, param.name, param.shape, begin, end):
+            if begin < end and not _rows_equal(source.reader, written.reader, param.name, param.shape, begin, end):
                 return param.name
     return None
 
 
-def _same(a: Reader, b: Reader, name: str, shape: tuple[int, ...], begin: int, end: int) -> bool:
-    """True if rows [begin, end) of a tensor have the same dtype and bits in both."""
+def _rows_equal(a: Reader, b: Reader, name: str, shape: tuple[int, ...], begin: int, end: int) -> bool:
+    """True if rows [begin, end) of a tensor have the same dtype and bits in both readers."""
     width = max(1, torch.Size(shape[1:]).numel())
     for row in range(begin, end, max(1, _BLOCK // width)):
         count = min(max(1, _BLOCK // width), end - row)
