@@ -53,14 +53,14 @@ def run(arguments: Namespace) -> int:
 
 
 def _train(arguments: Namespace) -> int:
-    from kumi.launch.early_failure import telling_others
+    from kumi.launch.early_failure import telling_others_of_errors
     from kumi.launch.signals import hang_up_with_stdin
     from kumi.launch.standing import Standing, find_standing
 
     standing = find_standing(os.environ, node=arguments.node, nodes=arguments.nodes, head=arguments.head)
     if arguments.end_with_stdin:
         hang_up_with_stdin()
-    with telling_others(standing):  # also of a module that cannot be imported here
+    with telling_others_of_errors(standing):  # also of a module that cannot be imported here
         from kumi.config import load
         from kumi.train.run_summary import train_output
         from kumi.train.start import start

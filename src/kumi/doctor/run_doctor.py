@@ -18,7 +18,7 @@ from kumi.doctor.finding import Finding
 from kumi.doctor.here import Devices, Here, RunNeeds, run_needs
 from kumi.doctor.meeting import Meeting, Seat
 from kumi.errors import CommunicationError, ConfigError
-from kumi.launch.early_failure import OtherNodeFailedError, telling_others
+from kumi.launch.early_failure import OtherNodeFailedError, telling_others_of_errors
 from kumi.launch.local import rank_environment
 from kumi.launch.standing import (
     LOOPBACK,
@@ -87,7 +87,7 @@ def check_before_training(config: RunConfig, standing: Standing | LaunchedRank |
         _report(_check_machine(cluster), show=standing is None or standing.rank == 0)
         return
     examination = _examine(cluster, needs, standing, _RUN_ARRIVAL_SECONDS)
-    with telling_others(None if examination.met else standing):
+    with telling_others_of_errors(None if examination.met else standing):
         _report(examination.findings, show=examination.shown_here)
     if examination.shown_here:
         passed = sum(finding.verdict == "ok" for finding in examination.findings)

@@ -45,11 +45,11 @@ from kumi.launch.standing import LOOPBACK, Standing, interface_to
 from kumi.launch.verdict import Report, Verdict, early_failure, failure_report
 
 _CONNECT_SECONDS = 600.0  # the head may start later than this agent
-_REFUSED_SECONDS = 20.0  # the head of an attempt before may still answer
-_DOCTOR_SECONDS = 3.0  # and so may its doctor
-_PROBE_SECONDS = 2.0
-_NOTE_SECONDS = 20.0
-_HEAD_LEAVES_SECONDS = 20.0
+_REFUSED_SECONDS = 20.0  # the head of an earlier attempt may still answer
+_DOCTOR_SECONDS = 3.0  # node 0 may still make the checks of an earlier attempt
+_PROBE_SECONDS = 2.0  # for one look whether node 0 has its head
+_NOTE_SECONDS = 20.0  # the agent then says that it waits for the head
+_HEAD_LEAVES_SECONDS = 20.0  # the head has this long to end after the run
 # Interrupts the main thread while it does not watch ranks. It is the signal by which torch's agent gives up ranks.
 _INTERRUPT = signal.SIGUSR2
 
@@ -70,31 +70,32 @@ class _Interrupted(BaseException):
 
 
 class HeadLink:
-    """The connection of an agent to the head. A thread of it reads messages and sends beats.
+    """The connection of an agent to the head. A thread reads its messages and sends beats.
 
-    `port`, `address`: of the store, and of this node as other nodes reach it, once `wait_for_all` has returned.
+    `port`: port of the store. `address`: address of this node as other nodes reach it. Both are set once `wait_for_all`
+    has returned.
     """
 
-    def __init__(self, standing: Standing, connection: socket.socket, unread: bytes, lost: float) -> None:
+    def __init__(self, standing: Standing, connection: socket.socket, unread: bytes, lost_after: float) -> None:
         self.standing = standing
         self.cause: RootCause | None = None  # why the ranks of this node failed
         self.forced = False  # a second stop request ended the ranks at once
         self.decided = False  # the verdict is here, or the head is lost
         self.stopping = False  # the head ends this agent, or is lost: no rank may go on
         self.port, self.address = 0, ""
-        self._connection, self._unread, self._lost = connection, unread, lost
+        self._connection, self._unread, self._lost_after = connection, unread, lost_after
         self._generation = 0
         self._arrived: dict[str, dict[str, Any]] = {}  # type of a message -> the last one
         self._changed = threading.Condition()
         self._send_lock = threading.Lock()
         self._gone = ""  # why the head is lost
-        self._follows = self._watching = self._reporting = False
+        self._has_thread = self._watching = self._reporting = False
         self._main = threading.main_thread().ident or 0
         self._store: Any = None
 
-    def follow(self) -> None:
-        """Start the thread. From now on, the head can end this agent."""
-        self._follows = True
+    def start_thread(self) -> None:
+        """Start the thread that reads messages. From now on, the head can end this agent."""
+        self._has_thread = True
         threading.Thread(target=self._run, name="kumi-link", daemon=True).start()
 
     def broadcast(self, message: str) -> None:
@@ -114,7 +115,7 @@ class HeadLink:
         self.port = int(start["store"])
         self.address = str(start["address"])
 
-    def started(self) -> None:
+    def note_started(self) -> None:
         """Tell the head that the ranks of this node are forked."""
         self._send("started")
 
@@ -150,8 +151,8 @@ class HeadLink:
 
     def settle(self, report: Report) -> Verdict:
         """Send how this agent ended, and wait for the verdict. Raise CommunicationError if the head is lost."""
-        if not self._follows:
-            self.follow()
+        if not self._has_thread:
+            self.start_thread()
         self._send("ended", report=report.to_json(time.monotonic()))
         return Verdict(**self._await("verdict")["verdict"])
 
@@ -185,9 +186,9 @@ class HeadLink:
         try:
             while True:
                 if time.monotonic() >= beat_at:
-                    beat_at = time.monotonic() + self._lost / BEATS
+                    beat_at = time.monotonic() + self._lost_after / BEATS
                     self._send("beat")
-                if select.select([self._connection], [], [], min(1.0, self._lost / BEATS))[0]:
+                if select.select([self._connection], [], [], min(1.0, self._lost_after / BEATS))[0]:
                     data = self._connection.recv(2**16)
                     if not data:
                         raise ConnectionError("closed")
@@ -195,8 +196,8 @@ class HeadLink:
                     *lines, rest = (rest + data).split(b"\n")
                     for line in lines:
                         self._receive(decode(line))
-                elif time.monotonic() - heard > self._lost:
-                    raise TimeoutError(f"silent for {self._lost:g} s")
+                elif time.monotonic() - heard > self._lost_after:
+                    raise TimeoutError(f"silent for {self._lost_after:g} s")
         except (OSError, ValueError) as error:
             self._stop(
                 f"node {self.standing.node} lost its connection to the head at {head} ({error}), so its ranks were "
@@ -232,20 +233,20 @@ def _serve_store() -> tuple[Any, int]:
     return TCPStore(host, port, 1, is_master=True, multi_tenant=True, master_listen_fd=listener.detach()), port
 
 
-def run_as_agent(standing: Standing, token: str, lost: float, work: Callable[[HeadLink], int]) -> int:
+def run_as_agent(standing: Standing, token: str, lost_after: float, work: Callable[[HeadLink], int]) -> int:
     """Run `work(link)` as the agent of a node, and return the exit code of the whole run.
 
-    `work` calls `link.follow()` once this process may have threads. `token`: secret of the run. `lost`: seconds after
-    which a silent peer is lost. Raise the KumiError of the run's root cause, on whichever node it is; ConfigError
-    if the head refuses this agent; CommunicationError if the head cannot be reached or is lost.
+    `work` calls `link.start_thread()` once this process may have threads. `token`: secret of the run. `lost_after`:
+    seconds after which a silent peer is lost. Raise the KumiError of the run's root cause, on whichever node it is;
+    ConfigError if the head refuses this agent; CommunicationError if the head cannot be reached or is lost.
     """
-    head = None if standing.node else fork_head(listen(standing.head), standing.nodes, token, lost)
+    head = None if standing.node else fork_head(listen(standing.head), standing.nodes, token, lost_after)
     try:
         try:
-            connection, unread = _connect(standing, token, lost)
+            connection, unread = _connect(standing, token, lost_after)
         except OtherNodeFailedError as other:
             raise other.error(standing.node) from None
-        link = HeadLink(standing, connection, unread, lost)
+        link = HeadLink(standing, connection, unread, lost_after)
         before = signal.signal(_INTERRUPT, link.interrupt)
         try:
             return _run(link, work)
@@ -272,9 +273,10 @@ def _run(link: HeadLink, work: Callable[[HeadLink], int]) -> int:
         failure, report = error, _report(link, error)
     verdict = link.settle(report)
     agreed = verdict.error(node)
-    own = verdict.node == node and verdict.message == report.message
-    left = isinstance(failure, SystemExit | KeyboardInterrupt) and report.code == verdict.code
-    if failure is not None and (own or left):
+    # This node's own error is the root cause, or this process was told to exit: raise the exception itself.
+    is_own = verdict.node == node and verdict.message == report.message
+    has_left = isinstance(failure, SystemExit | KeyboardInterrupt) and report.code == verdict.code
+    if failure is not None and (is_own or has_left):
         raise failure
     if agreed is not None:
         raise agreed from failure
@@ -293,7 +295,7 @@ def _report(link: HeadLink, error: BaseException) -> Report:
     return failure_report(node, error, cause, time.monotonic())
 
 
-def _connect(standing: Standing, token: str, lost: float) -> tuple[socket.socket, bytes]:
+def _connect(standing: Standing, token: str, lost_after: float) -> tuple[socket.socket, bytes]:
     """Connect to the head, which may not listen yet, and return the connection once both have proved their token.
 
     Also return the bytes that have been read behind the head's proof.
@@ -305,7 +307,7 @@ def _connect(standing: Standing, token: str, lost: float) -> tuple[socket.socket
         host = "127.0.0.1"  # the head's name may be that of a service, which does not lead here yet
     while True:
         try:
-            return _greet(standing, host, token, lost)
+            return _greet(standing, host, token, lost_after)
         except _Refused as refusal:
             now = time.monotonic()
             refused_at = now if refused_at is None else refused_at
@@ -327,7 +329,7 @@ def _connect(standing: Standing, token: str, lost: float) -> tuple[socket.socket
 
 
 class _Refused(Exception):
-    """The head, or another program at its port, does not accept this agent. `by_doctor`: node 0 makes its checks."""
+    """The head, or another program at its port, refuses this agent. `by_doctor`: node 0 makes the checks of kumi doctor."""
 
     def __init__(self, reason: str, *, by_doctor: bool = False) -> None:
         super().__init__(reason)
@@ -335,7 +337,7 @@ class _Refused(Exception):
 
 
 class HeadProbe:
-    """Looks whether node 0 has its head, before this node's agent can connect to it."""
+    """Finds out whether node 0 has its head, before this node's agent connects to the head."""
 
     def __init__(self, standing: Standing) -> None:
         self._standing = standing
@@ -367,10 +369,10 @@ def _refused_error(standing: Standing, refusal: _Refused) -> ConfigError:
     )
 
 
-def _greet(standing: Standing, host: str, token: str, lost: float) -> tuple[socket.socket, bytes]:
+def _greet(standing: Standing, host: str, token: str, lost_after: float) -> tuple[socket.socket, bytes]:
     connection = socket.create_connection((host, standing.head.port), timeout=HELLO_SECONDS)
     try:
-        watch_connection(connection, lost)
+        watch_connection(connection, lost_after)
         greeting, rest = _greeting(connection, standing)
         if greeting["kumi"] != __version__:
             raise _Refused(f"node 0 has version {greeting['kumi']} of kumi, and this node {__version__}")
@@ -395,9 +397,10 @@ def _greet(standing: Standing, host: str, token: str, lost: float) -> tuple[sock
 
 
 def _greeting(connection: socket.socket, standing: Standing) -> tuple[dict[str, Any], bytes]:
-    """Return the greeting of the head, and what was read behind it.
+    """Return the greeting of the head, and the bytes that were read after it.
 
-    Raise _Refused if another program answers, or node 0 makes its checks, and OtherNodeFailedError if it has failed.
+    Raise _Refused if another program answers, or if node 0 makes the checks of kumi doctor, and OtherNodeFailedError if
+    it has failed.
     """
     try:
         line, rest = _read_line(connection, b"")
@@ -415,7 +418,7 @@ def _greeting(connection: socket.socket, standing: Standing) -> tuple[dict[str, 
 
 
 def _read_line(connection: socket.socket, rest: bytes) -> tuple[bytes, bytes]:
-    """Return the next line, and what was read behind it. `rest`: what was read before."""
+    """Return the next line, and the bytes that were read after it. `rest`: bytes that were read before."""
     while b"\n" not in rest:
         data = connection.recv(2**16)
         if not data or len(rest) > LINE_BYTES:

@@ -13,7 +13,7 @@ _SECONDS = 120.0
 def run_cluster_command(command: Sequence[str], *, may_fail: bool = False, stdin: str = "") -> str:
     """Run `command` and return its standard output; with `may_fail`, "" if it fails.
 
-    Raise ConfigError with its last words if it is missing, fails, or takes more than two minutes.
+    Raise ConfigError if the program is missing, fails, or takes more than two minutes.
     """
     try:
         ended = subprocess.run(

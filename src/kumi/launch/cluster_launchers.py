@@ -28,8 +28,8 @@ _LARGEST_FILE = 8 * RUN_FILE.size
 class ClusterLauncher(Protocol):
     """Starts a run on the machines of a cluster.
 
-    `name`: its key in the table. `file_name`: of the file that it submits. `shares_files`: True if the nodes have the
-    same file system as the machine on which `kumi launch` runs.
+    `name`: its key in the table. `file_name`: name of the file that it submits. `shares_files`: True if the nodes have
+    the same file system as the machine on which `kumi launch` runs.
     """
 
     @property
@@ -68,7 +68,7 @@ CLUSTER_LAUNCHERS: Mapping[str, ClusterLauncher] = {launcher.name: launcher for 
 
 
 def cluster_launcher(kind: str | None) -> ClusterLauncher:
-    """Return the launcher `kind`. Raise ConfigError if it is unknown or None."""
+    """Return the launcher `kind`, a key of the table. Raise ConfigError if it is None."""
     if kind is None:
         raise ConfigError(
             f"launch.kind is unset, so the launcher is not known; set it, or name one: kumi launch "
@@ -78,7 +78,10 @@ def cluster_launcher(kind: str | None) -> ClusterLauncher:
 
 
 def files_folder(launcher: ClusterLauncher, config: RunConfig) -> Path:
-    """Return the folder for the launcher's files of the run `config`: RUN/launch, or launch/RUN where kumi runs."""
+    """Return the folder for the launcher's files of the run `config`: RUN/launch, or here launch/RUN.
+
+    The former needs a run folder that this machine and the nodes share.
+    """
     out = run_folder(config)
     assert out is not None, "a run has [train]"
     return (out / LAUNCH_FOLDER if launcher.shares_files else Path(LAUNCH_FOLDER) / out.name).absolute()
@@ -101,7 +104,7 @@ def write_launch_file(launcher: ClusterLauncher, job: LaunchJob, folder: Path, *
 def submit_job(launcher: ClusterLauncher, job: LaunchJob, file: Path) -> LaunchRecord:
     """Submit `file`, the launcher's file of `job`, and return the record, which is written beside the file.
 
-    Of an array, each run has a record in its own folder instead. Raise ConfigError if a placeholder is left.
+    For a job array, each run's record is in the run's own folder instead. Raise ConfigError if a placeholder is left.
     """
     left = placeholders(launcher.text(job))
     if left:

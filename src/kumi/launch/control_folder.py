@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _PREFIX, _DRAFT = ".launch-", ".new"
+# A draft younger than this may be a folder that another launcher is just making.
 _DRAFT_SECONDS = 600.0
 # Every rank allocates this many bytes on disk at its start, so that it can report a failure on a full disk.
 _REPORT_BYTES = 64 * 1024

@@ -6,8 +6,8 @@
     {"node": 1, "nodes": 4, "failed": {"code": 2, "kind": "ConfigError", "message": "..."}}
     {"noted": true}            node 0 has read it
 
-The line needs no token, because a node whose run file cannot be read does not have one. Node 0 believes it only as long
-as that node has not connected.
+The line needs no token, because a node whose run file cannot be read does not have one. Node 0 believes the line only
+as long as that node has not connected.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from kumi.launch.head_messages import HELLO_SECONDS, LINE_BYTES, decode, encode
 from kumi.launch.standing import LaunchedRank, Standing
 from kumi.launch.verdict import Report, decide, failure_message, failure_report
 
-# The others may start later than this node.
-_TELL_SECONDS = 60.0
-_NOTE_SECONDS = 3.0
+_TELL_SECONDS = 60.0  # the others may start later than this node
+_NOTE_SECONDS = 3.0  # the user then sees the error while the others are told
 _RETRY_SECONDS = 0.2
-_ANSWER_SECONDS = 2.0
+_ANSWER_SECONDS = 2.0  # for a node to answer node 0
 _HEAD_SECONDS = 20.0  # node 0 may be busy before it answers
 
 
@@ -47,7 +46,7 @@ class OtherNodeFailedError(Exception):
 
 
 @contextmanager
-def telling_others(standing: Standing | LaunchedRank | None) -> Iterator[None]:
+def telling_others_of_errors(standing: Standing | LaunchedRank | None) -> Iterator[None]:
     """Within the block, an error of this node is also told to the other nodes, for at most a minute.
 
     Use it for what a node does before its agent is connected. Without other nodes it does nothing. If another node
@@ -99,7 +98,7 @@ def _tell_head(standing: Standing, line: bytes, note: _Note) -> None:
             address = (standing.head.host, standing.head.port)
             with socket.create_connection(address, timeout=HELLO_SECONDS) as connection:
                 try:
-                    if _is_answered(connection, line):
+                    if _send_line(connection, line):
                         return
                 except (TimeoutError, ValueError):
                     return
@@ -107,10 +106,10 @@ def _tell_head(standing: Standing, line: bytes, note: _Note) -> None:
         time.sleep(_RETRY_SECONDS)
 
 
-def _is_answered(connection: socket.socket, line: bytes) -> bool:
+def _send_line(connection: socket.socket, line: bytes) -> bool:
     """Send `line`; return True once it is answered, False if node 0 closes the connection before.
 
-    Raise TimeoutError or ValueError if nothing comes, or something that is no message.
+    Raise TimeoutError if nothing comes, and ValueError if something comes that is not a message.
     """
     connection.settimeout(_HEAD_SECONDS)
     connection.sendall(line)

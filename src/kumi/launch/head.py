@@ -43,7 +43,7 @@ from kumi.launch.verdict import Report, Verdict, decide, early_failure
 from kumi.safe_output import visible
 
 _ARRIVAL_SECONDS = 600.0  # all agents must have connected by then
-_NOTE_SECONDS = 20.0  # the head then says for which nodes it waits
+_NOTE_SECONDS = 20.0  # after this, the head says for which nodes it waits
 # An agent that does not train yet, or no more, may hold Python's lock for long, as while torch is imported. Its kernel
 # still answers.
 _IDLE_SECONDS = 600.0
@@ -51,7 +51,7 @@ _REPORT_SECONDS = 10.0  # after the first failure, the other agents have this lo
 _LEAVE_SECONDS = 5.0  # after the verdict, the agents have this long to leave
 _LATE_SECONDS = 10.0  # and agents that had not connected have this long to do so, and to hear the verdict
 _BACKLOG = 1024  # agents that connect at the same time
-_BIND_SECONDS = 15.0  # a head of an attempt before may still have the port
+_BIND_SECONDS = 15.0  # the head of an earlier attempt may still have the port
 
 
 def listen(address: HeadAddress, patience: float | None = None) -> socket.socket:
@@ -80,30 +80,30 @@ def listen(address: HeadAddress, patience: float | None = None) -> socket.socket
             ) from error
 
 
-def fork_head(listener: socket.socket, nodes: int, token: str, lost: float) -> int:
+def fork_head(listener: socket.socket, nodes: int, token: str, lost_after: float) -> int:
     """Fork a process that is the head of `nodes` agents at `listener`, and return its process id.
 
-    An agent counts as lost after `lost` seconds of silence. The process ends by itself soon after its parent. Call this
-    before the process has threads.
+    An agent counts as lost after `lost_after` seconds of silence. The process ends by itself soon after its parent.
+    Call this before the process has threads.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        _serve(listener, nodes, token, lost, parent)
+        _serve(listener, nodes, token, lost_after, parent)
     listener.close()
     return child
 
 
-def _serve(listener: socket.socket, nodes: int, token: str, lost: float, parent: int) -> NoReturn:
+def _serve(listener: socket.socket, nodes: int, token: str, lost_after: float, parent: int) -> NoReturn:
     code = 1
     try:
         for signum in EXIT_CODES:  # the agents decide what a signal ends
             signal.signal(signum, signal.SIG_IGN)
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        asyncio.run(Head(nodes, token, lost, parent).serve(listener))
+        asyncio.run(Head(nodes, token, lost_after, parent).serve(listener))
         code = OK
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -115,7 +115,7 @@ def _serve(listener: socket.socket, nodes: int, token: str, lost: float, parent:
 
 @dataclass
 class _Agent:
-    """A connected agent. `heard`: monotonic time of its last message."""
+    """A connected agent. `heard`: monotonic time of its last message. `trains`: True while its ranks run."""
 
     node: int
     writer: asyncio.StreamWriter
@@ -128,10 +128,10 @@ class _Agent:
 
 
 class Head:
-    """The state of a head: who is connected, how far the nodes are, and how those that ended did."""
+    """The state of a head: which agents are connected, how far each is, and how the others have ended."""
 
-    def __init__(self, nodes: int, token: str, lost: float, parent: int) -> None:
-        self._nodes, self._token, self._lost, self._parent = nodes, token, lost, parent
+    def __init__(self, nodes: int, token: str, lost_after: float, parent: int) -> None:
+        self._nodes, self._token, self._lost_after, self._parent = nodes, token, lost_after, parent
         self._generation = 0
         self._agents: dict[int, _Agent] = {}
         self._seen: set[int] = set()  # nodes that have ever connected
@@ -146,13 +146,13 @@ class Head:
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve the agents at `listener` until all have left."""
-        server = await asyncio.start_server(self._connected, sock=listener, limit=LINE_BYTES, backlog=_BACKLOG)
+        server = await asyncio.start_server(self._serve_connection, sock=listener, limit=LINE_BYTES, backlog=_BACKLOG)
         began, noted, beat_at, decided = time.monotonic(), False, 0.0, 0.0
         while True:
             await asyncio.sleep(0.05 if self._decide_at is not None else 0.2)
             now = time.monotonic()
             if now >= beat_at:
-                beat_at = now + self._lost / BEATS
+                beat_at = now + self._lost_after / BEATS
                 self._send_all({"type": "beat"})
             if not noted and now - began > _NOTE_SECONDS:
                 noted = True
@@ -180,13 +180,13 @@ class Head:
                 print(f"head       waits for {_name_nodes(absent)} of {self._nodes}", file=sys.stderr, flush=True)
 
     def _find_lost(self, now: float, began: float) -> None:
-        """Report the agents that never came or say nothing, and that of node 0 if it died before it connected."""
+        """Report agents that never came or have been silent too long, and node 0's if it died before it connected."""
         for node, agent in list(self._agents.items()):
-            limit = self._lost if agent.trains else _IDLE_SECONDS
+            limit = self._lost_after if agent.trains else _IDLE_SECONDS
             if now - agent.heard > limit and node not in self._reports:
                 self._lose(node, agent.heard, f"node {node} has been silent for {limit:g} s: it hangs or is cut off")
         if os.getppid() != self._parent and 0 not in self._reports and 0 not in self._agents:
-            self._lose(0, now, _died(0))
+            self._lose(0, now, _died_message(0))
         absent = sorted(set(range(self._nodes)) - self._seen)
         if absent and now - began > _ARRIVAL_SECONDS and self._decide_at is None:
             self._lose(
@@ -198,13 +198,13 @@ class Head:
 
     def _lose(self, node: int, at: float, message: str) -> None:
         kind = CommunicationError
-        self._end(Report(node, kind.exit_code, PRIMARY, at, kind.__name__, message))
+        self._note_end(Report(node, kind.exit_code, PRIMARY, at, kind.__name__, message))
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, from the greeting to its end."""
         agent = None
         try:
-            watch_connection(writer.get_extra_info("socket"), self._lost)
+            watch_connection(writer.get_extra_info("socket"), self._lost_after)
             agent = await asyncio.wait_for(self._greet(reader, writer), HELLO_SECONDS)
             while agent is not None and (line := await reader.readline()).endswith(b"\n"):
                 agent.heard = time.monotonic()
@@ -215,7 +215,7 @@ class Head:
             if agent is not None:
                 del self._agents[agent.node]
                 if agent.node not in self._reports:
-                    self._lose(agent.node, time.monotonic(), _died(agent.node))
+                    self._lose(agent.node, time.monotonic(), _died_message(agent.node))
             writer.close()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Agent | None:
@@ -242,7 +242,7 @@ class Head:
             if message is not None:
                 agent.send(message)
         if self._decide_at is not None and self._verdict is None:
-            agent.send(self._about({"type": "stop"}))
+            agent.send(self._with_generation({"type": "stop"}))
         return agent
 
     def _note_refusal(self, node: object, refusal: str) -> None:
@@ -254,12 +254,12 @@ class Head:
                 print(text, file=sys.stderr, flush=True)
 
     def _note_early_failure(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Note that a node has failed before its agent connected, if it is one that is still to come; the answer."""
+        """Note that a node has failed before its agent connected, if that node is still to come; return the answer."""
         report = early_failure(message, self._nodes, time.monotonic())
         if report is None or report.node == 0 or report.node in self._seen:
             return {"refused": "no such node is expected"}
         self._seen.add(report.node)
-        self._end(report)
+        self._note_end(report)
         return {"noted": True}
 
     def _refusal(self, node: object, nodes: object, proven: bool) -> str | None:
@@ -287,25 +287,25 @@ class Head:
             if len(self._ready) == self._nodes:
                 for other in self._agents.values():
                     address = self._address_of(other)
-                    other.send(self._about({"type": "start", "store": self._store, "address": address}))
+                    other.send(self._with_generation({"type": "start", "store": self._store, "address": address}))
         elif kind == "started":
             self._started.add(agent.node)
             agent.trains = True
             if len(self._started) == self._nodes:
-                self._send_all(self._about({"type": "go"}))
+                self._send_all(self._with_generation({"type": "go"}))
         elif kind == "returned":
             agent.trains = False
         elif kind == "ended":
-            self._end(Report.from_json(message["report"], agent.node, time.monotonic()))
+            self._note_end(Report.from_json(message["report"], agent.node, time.monotonic()))
 
     def _address_of(self, agent: _Agent) -> str:
-        """Return the address by which other nodes reach that of `agent`."""
+        """Return the address by which other nodes reach the node of `agent`."""
         if agent.node:
             return plain_address(agent.writer.get_extra_info("peername")[0])
         other = next((each for each in self._agents.values() if each.node), agent)
         return plain_address(other.writer.get_extra_info("sockname")[0])
 
-    def _end(self, report: Report) -> None:
+    def _note_end(self, report: Report) -> None:
         """Note how a node ended. A failure, or an end before all ranks began, ends the other nodes, too."""
         if report.node in self._reports or self._verdict is not None:
             return
@@ -313,13 +313,13 @@ class Head:
         early = report.code != OK and len(self._started) < self._nodes
         if (report.severity is not None or early) and self._decide_at is None:
             self._decide_at = time.monotonic() + _REPORT_SECONDS
-            self._send_all(self._about({"type": "stop"}))
+            self._send_all(self._with_generation({"type": "stop"}))
 
-    def _about(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _with_generation(self, message: dict[str, Any]) -> dict[str, Any]:
         return {**message, "generation": self._generation}
 
     def _verdict_message(self, verdict: Verdict) -> dict[str, Any]:
-        return self._about({"type": "verdict", "verdict": asdict(verdict)})
+        return self._with_generation({"type": "verdict", "verdict": asdict(verdict)})
 
     def _send_all(self, message: Mapping[str, Any], but: _Agent | None = None) -> None:
         for agent in self._agents.values():
@@ -331,7 +331,7 @@ def _name_nodes(nodes: list[int]) -> str:
     return f"node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))}"
 
 
-def _died(node: int) -> str:
+def _died_message(node: int) -> str:
     return (
         f"the agent of node {node} ended without a word: it was killed, or its machine failed; run the same command "
         f"again to resume from the last checkpoint"

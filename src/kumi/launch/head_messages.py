@@ -1,10 +1,10 @@
-"""What the head of a run and the agents of its nodes say to each other: JSON lines on one TCP connection an agent.
+"""What the head of a run and the agents of its nodes say to each other: JSON lines on one TCP connection per agent.
 
     head  -> agent    {"kumi": VERSION, "nonce": N}
     agent -> head     {"node": 1, "nodes": 4, "nonce": M, "proof": HMAC(token, N, node, nodes)}
     head  -> agent    {"proof": HMAC(token, M)}, or {"refused": REASON}
 
-A node that fails before this sends another line instead (`kumi.launch.early_failure`). After it:
+A node that fails before this sends another line instead (`kumi.launch.early_failure`). After these lines:
 
     agent -> head     broadcast     node 0 has prepared the data: text for the other nodes
     head  -> agent    broadcast     that text
@@ -18,8 +18,8 @@ A node that fails before this sends another line instead (`kumi.launch.early_fai
     head  -> agent    verdict       how all agents end: a Verdict
     both              beat          I am alive
 
-Messages name the generation of the ranks that they are about: a head that starts ranks anew, after a failure, counts it
-up, and ignores what agents say about earlier ranks.
+Messages name the generation of the ranks that they are about, and a head ignores messages about another generation. It
+is 0 in all runs so far: a head that starts ranks anew after a failure would count it up.
 
 The token is a secret that the nodes of a run share (`kumi.train.run_folder.run_token`). It keeps the agents of two runs
 apart, and strangers out; what is sent is neither secret nor protected against someone who controls the network.
@@ -35,8 +35,8 @@ from typing import Any
 
 from kumi.files.untrusted import CONFIG, strict_json
 
-LINE_BYTES = 2**20  # of a message, at most: the text of an error has 4,000 characters
-HELLO_SECONDS = 10.0  # for the first three lines
+LINE_BYTES = 2**20  # most bytes of a message; the text of an error has at most 4,000 characters
+HELLO_SECONDS = 10.0  # time for the first three lines
 BEATS = 5  # beats in the time after which a silent peer counts as lost
 _KEEPALIVE_PROBES = 3
 
@@ -62,28 +62,28 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """Return the message of a line. Raise ValueError if it is none."""
+    """Return the message in `line`. Raise ValueError if the line is not a message."""
     message = strict_json(line, CONFIG)
     if not isinstance(message, dict):
         raise ValueError("a message is an object")
     return message
 
 
-def watch_connection(connection: socket.socket, lost: float) -> None:
-    """Have the kernel end `connection` once the other machine has not answered for about `lost` seconds."""
-    seconds = max(1, round(lost / _KEEPALIVE_PROBES))
+def watch_connection(connection: socket.socket, lost_after: float) -> None:
+    """Have the kernel end `connection` once the other machine has not answered for about `lost_after` seconds."""
+    seconds = max(1, round(lost_after / _KEEPALIVE_PROBES))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in (
         ("TCP_KEEPIDLE", seconds),
         ("TCP_KEEPINTVL", seconds),
         ("TCP_KEEPCNT", _KEEPALIVE_PROBES - 1),
-        ("TCP_USER_TIMEOUT", round(lost * 1000)),  # of data that is not acknowledged
+        ("TCP_USER_TIMEOUT", round(lost_after * 1000)),  # of data that is not acknowledged
     ):
         if hasattr(socket, name):  # these are Linux's
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def plain_address(address: str) -> str:
-    """Return the address of a peer, an IPv4 address also where an IPv6 socket saw it."""
+    """Return the address of a peer; an IPv4 address that an IPv6 socket reports is returned in IPv4's form."""
     return address.removeprefix("::ffff:") if "." in address else address

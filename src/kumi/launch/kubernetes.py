@@ -23,12 +23,15 @@ name = "kubernetes"
 shares_files = False
 file_name = "manifest.yaml"
 
+# Folder of the run file in the container.
 _RUN_FOLDER = "/run/kumi"
+# Path of a pod's number in the downward API.
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 # etcd, in which a ConfigMap lies, takes at most 1 MiB with everything around it.
 _LARGEST_RUN_FILE = 900_000
-# Words by which `kubectl get` and others name the objects.
+# Words by which the commands of kubectl name the objects.
 _RESOURCES = {"job": "job", "jobset": "jobset", "trainjob": "trainjob"}
+# Conditions of a job that tell its state.
 _STATES = ("Complete", "Completed", "Failed", "Suspended")
 
 
@@ -42,7 +45,7 @@ def text(job: LaunchJob) -> str:
 
 
 def check(job: LaunchJob, *, submit: bool) -> None:
-    """Raise ConfigError for settings that a manifest cannot express without writing secrets into it."""
+    """Raise ConfigError if a manifest would contain secrets, cannot hold the settings, or would lose the run folder."""
     launch = job.launch
     for key, value in (("env", launch.env), ("env_file", launch.env_file)):
         if value:
@@ -308,7 +311,7 @@ def _command(job: LaunchJob) -> list[str]:
 
 
 def _literal(words: list[str]) -> list[str]:
-    """Return `words` as Kubernetes passes them on unchanged: it replaces $(NAME), and $$ by $."""
+    """Return `words` with each $ doubled: Kubernetes replaces $$ by $, but $(NAME) by the value of a variable."""
     return [word.replace("$", "$$") for word in words]
 
 

@@ -27,6 +27,7 @@ from kumi.remote.cache_folder import local_run_folder
 from kumi.spec.cluster import ClusterSpec
 from kumi.units import parse_bytes, parse_duration
 
+# Port of node 0 at which the nodes meet.
 HEAD_PORT = 29400
 # Folder of a launcher's files: in the run folder if the nodes share this machine's files, else where kumi runs.
 LAUNCH_FOLDER = "launch"

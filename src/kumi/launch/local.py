@@ -36,7 +36,8 @@ from kumi.safe_output import replace_missing_output
 if TYPE_CHECKING:
     from kumi.launch.agent import HeadLink
 
-# The agent handles only this signal, which makes it give up. `signals` handles the others.
+# torch's elastic agent, "the agent" in this module, handles only this signal and gives up the ranks. `signals` handles
+# the others.
 _AGENT_SIGNAL = signal.SIGUSR2
 # The names under which a user may have set PyTorch's allocator.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -87,8 +88,8 @@ def run_node_ranks(
 ) -> int:
     """Run `fn(*args)` on each of the `nproc` ranks of this node of several, and return this node's exit code.
 
-    All nodes must have called `link.wait_for_all()`. Otherwise as `run_ranks`. Ranks are also ended if the link to the
-    head is lost, or the head says so.
+    All nodes must have called `link.wait_for_all()`. It is like `run_ranks`, but ranks are also ended if the link to
+    the head is lost, or the head says so.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     with link.watching():

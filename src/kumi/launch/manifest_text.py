@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Words that some reader takes for a number, a truth value, null or a date are quoted.
+# Texts that are written without quotes, unless they are in `_RESERVED`: no reader takes them for a number or a date.
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+# Words that some reader takes for a truth value or null.
 _RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
-# Without controls, breaks of lines other than \n, and the byte order mark.
+# Texts without control characters, line breaks other than \n, and the byte order mark.
 _PRINTABLE = re.compile("[\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]*")
 
 
@@ -75,10 +76,10 @@ def _mapping(mapping: Mapping[str, Any], indent: str) -> Iterator[str]:
 def _items(values: Sequence[Any], indent: str) -> Iterator[str]:
     for value in values:
         lines = list(_mapping(value, f"{indent}  "))
-        notes = next(number for number, line in enumerate(lines) if not line.lstrip().startswith("#"))
-        yield from (f"{indent}{line[len(indent) + 2 :]}" for line in lines[:notes])
-        yield f"{indent}- {lines[notes][len(indent) + 2 :]}"
-        yield from lines[notes + 1 :]
+        note_count = next(index for index, line in enumerate(lines) if not line.lstrip().startswith("#"))
+        yield from (f"{indent}{line[len(indent) + 2 :]}" for line in lines[:note_count])
+        yield f"{indent}- {lines[note_count][len(indent) + 2 :]}"
+        yield from lines[note_count + 1 :]
 
 
 def _is_block(text: str) -> bool:
@@ -94,10 +95,10 @@ def _scalar(value: str | int | bool | Null) -> str:
         return json.dumps(value)
     if _PLAIN.fullmatch(value) and value.lower() not in _RESERVED:
         return value
-    return '"' + "".join(_escaped(char) for char in value) + '"'
+    return '"' + "".join(_escape(char) for char in value) + '"'
 
 
-def _escaped(char: str) -> str:
+def _escape(char: str) -> str:
     if char in '"\\':
         return f"\\{char}"
     if char == "\n":

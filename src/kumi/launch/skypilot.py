@@ -90,7 +90,7 @@ def text(job: LaunchJob) -> str:
 
 
 def check(job: LaunchJob, *, submit: bool) -> None:
-    """Raise ConfigError if a recovered job could not find its checkpoints, or its secrets cannot be used."""
+    """Raise ConfigError if a recovered job would lack its checkpoints or data, or if secrets are missing or shown."""
     launch = job.launch
     mounts = ", ".join(launch.skypilot.mounts) or "none"
     check_run_folder_outlives_node(job, launch.skypilot.mounts, "launch.skypilot.mounts")

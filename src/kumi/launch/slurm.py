@@ -41,7 +41,7 @@ def text(job: LaunchJob) -> str:
 
 
 def check(job: LaunchJob, *, submit: bool) -> None:
-    """Raise ConfigError if Slurm cannot name the output of `job`, would store a secret, or lacks a file or variable."""
+    """Raise ConfigError if `job` has contradictory arrays, an output that Slurm cannot name, or unusable secrets."""
     if "\\" in job.files:
         raise ConfigError(
             f"{job.files} has a backslash, and Slurm then replaces no %j in the name of its output; name another "
@@ -239,8 +239,8 @@ def _script(job: LaunchJob) -> str:
     if launch.setup:
         parts.append("\n" + "".join(f"{line}\n" for line in launch.setup))
     parts += [_HEAD, _step(job), _WAIT]
-    number = _TASK if job.array else "$SLURM_JOB_ID"
-    parts.append(_requeue(number, launch.requeues) if slurm.chain is None else _CHAIN)
+    job_id = _TASK if job.array else "$SLURM_JOB_ID"
+    parts.append(_requeue(job_id, launch.requeues) if slurm.chain is None else _CHAIN)
     return "".join(parts) + 'exit "$code"\n'
 
 
@@ -293,14 +293,14 @@ def _array(job: LaunchJob) -> str:
     )
 
 
-def _requeue(number: str, times: int) -> str:
-    """Return the lines that start the job `number`, a word of bash, again at most `times` times."""
+def _requeue(job_id: str, times: int) -> str:
+    """Return the lines that start the job with the id `job_id`, a word of bash, again at most `times` times."""
     codes = " | ".join(map(str, RESUMABLE_CODES))
     return (
         f"# {RESUMABLE_CODES[0]}: a node was lost. 75: saved before the time limit. 143: saved because of preemption.\n"
         "# Slurm holds a requeued job for about two minutes: scontrol update JobId=... StartTime=now\n"
         f"case $code in\n{codes})\n"
-        f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {times} ] && scontrol requeue "{number}" ;;\nesac\n'
+        f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {times} ] && scontrol requeue "{job_id}" ;;\nesac\n'
     )
 
 

@@ -25,8 +25,11 @@ name = "ssh"
 shares_files = False
 file_name = "launch.sh"
 
+# File with the output of the script and of all hosts.
 _OUTPUT = "launch.out"
+# Most bytes of that file that are read.
 _OUTPUT_BYTES = 2**30
+# The line with which the script reports its end.
 _ENDED = re.compile(r"^kumi: exit code (\d+) after", re.M)
 
 _SCRIPT = """#!/bin/bash

@@ -241,15 +241,15 @@ _SCHEDULERS: tuple[Callable[[Mapping[str, str]], _Part | None], ...] = (_trainjo
 
 
 def _complete(parts: list[_Part]) -> Standing | None:
-    """Return the place that `parts` describe, the first that says something counting; None for one node."""
+    """Return the place that `parts` describe: of each value, the first part that has it counts. None for one node."""
     node = next((part.node for part in parts if part.node is not None), None)
     nodes = next((part.nodes for part in parts if part.nodes is not None), None)
     head = next((part.head for part in parts if part.head is not None), None)
     if any(part.invalid for part in parts):
         names = ", ".join(name for part in parts for name in part.invalid)
-        raise _half_set(parts, f"{names} is not a number")
+        raise _half_set_error(parts, f"{names} is not a number")
     if nodes == 0 or (nodes is not None and node is not None and node >= nodes):
-        raise _half_set(parts, "nodes are numbered from 0, below the number of nodes")
+        raise _half_set_error(parts, "nodes are numbered from 0, below the number of nodes")
     if nodes == 1:
         return None
     missing = [
@@ -258,13 +258,13 @@ def _complete(parts: list[_Part]) -> Standing | None:
         if value is None
     ]
     if missing or node is None or nodes is None or head is None:
-        raise _half_set(parts, f"it lacks {' and '.join(missing)}")
+        raise _half_set_error(parts, f"it lacks {' and '.join(missing)}")
     local_ranks = next((part.local_ranks for part in parts if part.local_ranks is not None), None)
     source = next(part.source for part in parts if part.present)
     return Standing(node, nodes, _parse_address(head, parts), local_ranks, source)
 
 
-def _half_set(parts: list[_Part], reason: str) -> ConfigError:
+def _half_set_error(parts: list[_Part], reason: str) -> ConfigError:
     seen = ", ".join(
         f"{name}={' '.join(str(value).split())}"
         for part in parts
@@ -284,7 +284,7 @@ def _join_address(host: str, port: str) -> str:
 def _parse_address(text: str, parts: list[_Part]) -> HeadAddress:
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([\w.-]+)):(\d{1,5})", text, re.ASCII)
     if match is None or not 0 < int(match[3]) < 65_536:
-        raise _half_set(parts, f"the head {text!r} is not HOST:PORT, or [ADDRESS]:PORT for IPv6")
+        raise _half_set_error(parts, f"the head {text!r} is not HOST:PORT, or [ADDRESS]:PORT for IPv6")
     return HeadAddress(match[1] or match[2], int(match[3]))
 
 

@@ -11,6 +11,7 @@ from kumi.errors import OK, CommunicationError, KumiError
 from kumi.launch.failure_causes import PRIMARY, RootCause, rank_timeout_error
 from kumi.safe_output import visible
 
+# Most characters of an error's text that nodes send to each other.
 _LONGEST_MESSAGE = 4000
 
 
@@ -99,7 +100,7 @@ def decide(reports: Iterable[Report]) -> Verdict:
     """Return the verdict on a run from the reports of all its nodes.
 
     The root cause is the earliest failure of the lowest class. Ranks that timed out waiting for ranks of another node
-    blame those. Without a failure, the exit code is the first that is not 0, by node: the ranks agreed on it.
+    blame these ranks. Without a failure, the exit code is the first that is not 0, by node: the ranks agreed on it.
     """
     reports = sorted(reports, key=lambda report: report.node)
     failures = [report for report in reports if report.severity is not None]

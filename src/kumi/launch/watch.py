@@ -40,9 +40,9 @@ class OtherNodes(Protocol):
     """The other nodes of a run, as the watch of one node sees them (`kumi.launch.agent.HeadLink`)."""
 
     stopping: bool  # the ranks of this node must end
-    decided: bool  # and nothing that they could still report counts
+    decided: bool  # the run's end is decided, so what these ranks could still report does not count
 
-    def started(self) -> None:
+    def note_started(self) -> None:
         """Note that all ranks of this node have started."""
 
     def may_begin(self) -> bool:
@@ -97,7 +97,7 @@ class Watch:
             if len(self._pids) < self._nproc:
                 self._find_ranks()
                 if len(self._pids) == self._nproc and self._others is not None:
-                    self._others.started()
+                    self._others.note_started()
             if len(self._pids) == self._nproc and not self._released:
                 self._released = self._others is None or self._others.may_begin()
                 if self._released:

@@ -24,7 +24,7 @@ from kumi.doctor.here import checkpoint_space
 from kumi.doctor.run_doctor import check_before_training
 from kumi.errors import OK, ConfigError, KumiError, LayoutError, ModelError
 from kumi.launch.agent import HeadLink, HeadProbe, run_as_agent
-from kumi.launch.early_failure import telling_others
+from kumi.launch.early_failure import telling_others_of_errors
 from kumi.launch.launchers import pick_launcher
 from kumi.launch.local import rank_environment, run_node_ranks
 from kumi.launch.standing import LaunchedRank, Standing, find_standing, launched_rank
@@ -70,14 +70,14 @@ def start(
     standing = find_standing(os.environ) if standing is None else standing
     if isinstance(standing, Standing):
         if standing.node == 0:
-            with telling_others(standing):
+            with telling_others_of_errors(standing):
                 pull_remote(config)
         finished = _trained_run(config)
         if finished is not None:  # the other nodes may have ended for good, so this one must not wait for them
             os.environ.update(rank_environment(finished.cluster.devices_per_node, os.environ))
             return OK if standing.node else _lead(with_measured_numerics(finished), allow_change, None, listener)
         check_before_training(config, standing)  # before the head, whose port it uses
-        with telling_others(standing):
+        with telling_others_of_errors(standing):
             token = _token(config, standing)
         lost = parse_duration(config.recover.lost)
         return run_as_agent(standing, token, lost, partial(_start_node, config, allow_change, listener))
@@ -112,7 +112,7 @@ def _start_node(config: RunConfig, allow_change: Sequence[str], listener: Listen
     _check_ranks(run, link.standing)
     if node == 0:
         run = with_measured_numerics(run)  # this forks, so it must come before this process starts threads
-    link.follow()
+    link.start_thread()
     return _follow(run, link) if node else _lead(run, allow_change, link, listener)
 
 
