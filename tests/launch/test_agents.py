@@ -93,7 +93,7 @@ def break_down():
 
 def work(folder, fn, args, before, link):
     """What `kumi train` does on a node: prepare on node 0, then train."""
-    link.follow()
+    link.start_thread()
     node = link.standing.node
     if before is not None:
         before(folder, node)
@@ -387,7 +387,7 @@ def test_a_node_that_fails_before_it_connects_ends_the_node_that_waits_for_it(tm
     first = Node(tmp_path, 0, port, meet)
     try:
         standing = Standing(1, 2, HeadAddress("127.0.0.1", port), None, "test")
-        with pytest.raises(ConfigError, match="no such key"), early_failure.telling_others(standing):
+        with pytest.raises(ConfigError, match="no such key"), early_failure.telling_others_of_errors(standing):
             raise ConfigError("train.stepz: no such key")
         assert first.code() == 2
         assert "ConfigError: node 1: train.stepz: no such key" in first.text()

@@ -329,7 +329,10 @@ def _connect(standing: Standing, token: str, lost_after: float) -> tuple[socket.
 
 
 class _Refused(Exception):
-    """The head, or another program at its port, refuses this agent. `by_doctor`: node 0 makes the checks of kumi doctor."""
+    """The head, or another program at its port, refuses this agent.
+
+    `by_doctor`: node 0 is making the checks of kumi doctor.
+    """
 
     def __init__(self, reason: str, *, by_doctor: bool = False) -> None:
         super().__init__(reason)
