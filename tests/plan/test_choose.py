@@ -4,7 +4,7 @@ import pytest
 
 from kumi.errors import FitError, LayoutError
 from kumi.plan.memory.device_memory import rank_memory
-from kumi.plan.search.select import select_layout, unsupported_by_kumi
+from kumi.plan.search.select import select_layout, training_problems, unsupported_by_kumi
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device, Host, Link
 from kumi.spec.job import Job
@@ -78,6 +78,17 @@ def test_offloading_to_drives_must_be_pinned():
     )
     assert unsupported_by_kumi({"offload": "optimizer-nvme"})(tight, drives) == []
     assert select_layout(tight, {"offload": "states-nvme"}).layout.zero == 3, "the search still chooses the rest"
+
+
+def test_a_layout_whose_hosts_are_too_small_is_not_said_to_lack_device_memory():
+    tiny = Host(2**30, HOST.device_bandwidth)
+    tight = replace(job(8, 80), cluster=replace(job(8, 80).cluster, host=tiny))
+    layout = Layout(dp_shard=8, zero=3, recompute="full", offload="optimizer")
+    assert training_problems(tight, layout, memory=False) == []
+    assert training_problems(tight, layout, memory=True) == [
+        "layout.offload=optimizer needs more than the hosts have, 1 GiB of memory per node and 0 B on drives; "
+        "offload less, or use more nodes"
+    ]
 
 
 def test_as_few_layers_as_possible_recompute():

@@ -96,7 +96,9 @@ def _critic_in(saved: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
     """Return the critic in the checkpoint `saved` as if it were the model of a checkpoint of its own."""
     about = saved.meta.get("critic")
     if not isinstance(about, dict):
-        raise ConfigError(f"{saved.folder}: has no critic, as its run trained none; convert its model")
+        raise ConfigError(
+            f"{saved.folder}: has no critic, as its run trained none; leave --critic out to convert its model"
+        )
     stored = saved.tensors.items()
     tensors = {name.removeprefix(CRITIC_PREFIX): each for name, each in stored if name.startswith(CRITIC_PREFIX)}
     return replace(saved, meta={**saved.meta, **about}, tensors=tensors)

@@ -75,7 +75,9 @@ def validate(
     environ: Mapping[str, str] | None = None,
     show: Show = lambda line: None,
 ) -> dict[str, Any]:
-    """Run `parts` (all by default) on `device` (cuda or cpu) within `seconds`, and return the report, in `out` as two files.
+    """Run `parts` (all by default) on `device` (cuda or cpu) within `seconds`, and write the report into `out`.
+
+    Return what both files of the report contain.
 
     `environ`: the variables of the processes; `show`: receives a line for each part. Raise RefusedError if `out` is a
     link, and OSError if it cannot be written.

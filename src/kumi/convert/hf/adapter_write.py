@@ -125,7 +125,6 @@ def write_adapter(
     *,
     base: str | None,
     card: str = "",
-    tokenizer: Path | None = None,
     replace: bool = False,
 ) -> None:
     """Write the adapters of `spec` into `folder`, in PEFT's format.

@@ -68,9 +68,10 @@ def _fp8_entries(folder: Path, spans: Mapping[str, Span], quantization: Mapping[
         expected = () if block is None else (-(-rows // block[0]), -(-columns // block[1]))
         if scale is None or scale.dtype not in _SCALES or scale.shape != expected or len(span.shape) != 2:
             actual = "missing" if scale is None else f"{scale.dtype} {scale.shape}"
+            blocks = "" if block is None else f" in blocks of {block}"
             raise ModelError(
-                f"{folder}: {scales[name]!r} is {actual}, but {name!r} {span.shape} in blocks of {block} needs "
-                f"floating-point scales of shape {expected}; fetch the model again"
+                f"{folder}: {scales[name]!r} is {actual}, but {name!r} {span.shape}{blocks} needs floating-point "
+                f"scales of shape {expected}; fetch the model again"
             )
         result[name] = _dequantized_entry(span, span.shape, _fp8_rows(span, scale, block or [rows, columns]))
     return result

@@ -136,11 +136,7 @@ def explain_no_fit(job: Job, pinned: Pins, result: SearchResult, fixed: Pins = M
     `fixed`: fields that the search could not choose either, but that the user did not pin.
     """
     if result.smallest is None:
-        host = job.cluster.host
-        return (
-            f"layout.offload={pinned['offload']} needs more than the hosts have, {format_bytes(host.memory)} of memory "
-            f"per node and {format_bytes(host.nvme)} on drives; offload less, or use more nodes"
-        )
+        return explain_small_hosts(job, pinned["offload"])
     least = estimate(job, result.smallest)
     need, usable = format_bytes(least.peak_memory), format_bytes(device_memory.usable_memory(job))
     changes = remedies(job, pinned, least, fixed)
@@ -148,6 +144,15 @@ def explain_no_fit(job: Job, pinned: Pins, result: SearchResult, fixed: Pins = M
     return (
         f"the model does not fit: of {result.count:,} layouts{pins}, the smallest needs {need} per device, and "
         f"{job.cluster.device.name} has {usable} usable; {'; or '.join(changes)}"
+    )
+
+
+def explain_small_hosts(job: Job, offload: object) -> str:
+    """Return that the hosts of `job` are too small for layouts with `offload`, and what to change."""
+    host = job.cluster.host
+    return (
+        f"layout.offload={offload} needs more than the hosts have, {format_bytes(host.memory)} of memory per node and "
+        f"{format_bytes(host.nvme)} on drives; offload less, or use more nodes"
     )
 
 

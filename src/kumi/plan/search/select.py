@@ -17,6 +17,7 @@ from kumi.plan.search.diagnose import (
     accept_supported,
     explain_illegal,
     explain_no_fit,
+    explain_small_hosts,
     layout_from_pins,
     summarize_reasons,
 )
@@ -115,8 +116,11 @@ def training_problems(job: Job, layout: Layout, *, memory: bool) -> list[str]:
     reasons = illegal(job.model, layout, job.cluster, job.batch) or layout_unsupported_by_trainer(job, layout)
     if reasons or not memory or search_single(job := _job_with_peak_flops(job), layout).plans:
         return reasons
-    need, device = format_bytes(estimate(job, layout).peak_memory), job.cluster.device
-    return [f"the layout needs {need} per device, and {device.name} has {format_bytes(usable_memory(job))} usable"]
+    need, usable = estimate(job, layout).peak_memory, usable_memory(job)
+    if need <= usable:
+        return [explain_small_hosts(job, layout.offload)]
+    name = job.cluster.device.name
+    return [f"the layout needs {format_bytes(need)} per device, and {name} has {format_bytes(usable)} usable"]
 
 
 def _job_with_peak_flops(job: Job) -> Job:
