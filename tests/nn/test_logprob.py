@@ -217,3 +217,23 @@ def test_masked_tokens_cost_the_head_no_flops(share):
                 total = logprob.log_probs(hidden, weight, labels, trained=positions).log_probs.sum()
             total.backward()
         assert counter.get_total_flops() == count * 2 * len(positions) * SIZE * VOCAB
+
+
+@pytest.mark.parametrize("shaping", [NO_SHAPING, Shaping(2.0, 0.7)], ids=["plain", "softcap"])
+def test_a_cpu_keeps_the_only_chunk_and_computes_its_logits_once(monkeypatch, shaping):
+    monkeypatch.setattr(logit_chunks, "logit_chunk", lambda vocab_size, device_kind: TOKENS)
+    hidden, weight, labels, token_weights = inputs()
+    results, flops = [], []
+    for options in ({}, {"pipelined": True}, {"device_kind": "cuda"}):
+        scores = logprob.log_probs(hidden, weight, labels, shaping=shaping, statistics=("entropy",), **options)
+        with FlopCounterMode(display=False) as counter:
+            grads = torch.autograd.grad((scores.log_probs * token_weights).sum(), (hidden, weight), retain_graph=True)
+        flops.append(counter.get_total_flops())
+        # The second backward pass finds no chunk, and computes it again.
+        again = torch.autograd.grad((scores.log_probs * token_weights).sum(), (hidden, weight))
+        results.append((scores.log_probs, *grads, *again))
+    product = 2 * TOKENS * SIZE * VOCAB
+    assert flops == [product, 2 * product, 2 * product]
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+    assert all(map(torch.equal, results[0][1:3], results[0][3:]))

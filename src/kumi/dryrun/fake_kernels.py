@@ -46,6 +46,7 @@ def use_fake_kernels(decoder: nn.Module, mesh: Mesh, kind: str) -> None:
         if kind == "cuda" and isinstance(module, RMSNorm) and module.function is rms_norm:
             module.function = _norm
     decoder.weighted_sum = partial(decoder.weighted_sum, device_kind=kind)
+    decoder.log_probs = partial(decoder.log_probs, device_kind=kind)
     if kind == "cuda":
         _use_flash(decoder, mesh)
 

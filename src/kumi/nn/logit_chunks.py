@@ -148,6 +148,19 @@ class KernelBuffers(NamedTuple):
         return KernelBuffers(self.product[:count], self.numbers[:, :count], self.loss)
 
 
+def chunk_tokens(hidden: Tensor, weight: Tensor, device_kind: str | None = None) -> int:
+    """Return the most tokens of `hidden` (T, D) in a chunk, for the head's `weight` (V, D)."""
+    size = logit_chunk(weight.shape[0], device_kind or hidden.device.type)
+    if _loss_kernels(hidden) is None:
+        return size
+    # Without logits and probabilities in float32, more tokens fit into the same memory.
+    return size * (4 if hidden.element_size() == 2 else 2)
+
+
+def _loss_kernels(hidden: Tensor) -> ModuleType | None:
+    return None if hidden.dtype == torch.float64 else kernel("loss")
+
+
 def chunks(
     hidden: Tensor, weight: Tensor, trained: Tensor | None, device_kind: str | None = None
 ) -> Iterator[tuple[slice | Tensor, ChunkBuffers | KernelBuffers]]:
@@ -156,12 +169,8 @@ def chunks(
     The tokens are an index of `hidden`: a slice, or a part of the positions `trained` (T',) if these are given.
     """
     tokens = len(hidden) if trained is None else len(trained)
-    loss = None if hidden.dtype == torch.float64 else kernel("loss")
-    size = logit_chunk(weight.shape[0], device_kind or hidden.device.type)
-    if loss is not None:
-        # Without logits and probabilities in float32, more tokens fit into the same memory.
-        size *= 4 if hidden.element_size() == 2 else 2
-    size = min(size, tokens)
+    loss = _loss_kernels(hidden)
+    size = min(chunk_tokens(hidden, weight, device_kind), tokens)
     product = hidden.new_empty(size, weight.shape[0])
     buffers: ChunkBuffers | KernelBuffers
     if loss is None:

@@ -1,6 +1,7 @@
 """Log-probabilities of labels from hidden states, in chunks of tokens, so that the full logits are never in memory.
 
-    log_probs(h, W, labels)            (T,) differentiable; the backward pass recomputes each chunk's logits
+    log_probs(h, W, labels)            (T,) differentiable; the backward pass recomputes each chunk's logits, unless a
+                                       CPU keeps the only chunk (see `kumi.spec.loss_passes.keeps_chunk`)
     weighted_sum(h, W, labels, w)      sum of w * log_probs, and the log-probs; the forward pass computes the gradient
                                        from the logits of each chunk, and the backward pass only scales it
 
@@ -27,8 +28,10 @@ from kumi.nn.logit_chunks import (
     Vocabulary,
     chunk_gradient,
     chunk_scores,
+    chunk_tokens,
     chunks,
 )
+from kumi.spec.loss_passes import keeps_chunk
 
 
 def log_probs(
@@ -36,19 +39,23 @@ def log_probs(
     weight: Tensor,
     labels: Tensor,
     vocabulary: Vocabulary = FULL_VOCABULARY,
+    device_kind: str | None = None,
     shaping: Shaping = NO_SHAPING,
     trained: Tensor | None = None,
     statistics: tuple[Statistic, ...] = (),
+    *,
+    pipelined: bool = False,
 ) -> TokenScores:
     """Return the log-probability (T,) of each label, given `hidden` (T, D) and the head `weight` (V, D).
 
     A label of -100, or one that is not `trained`, gives 0 and no gradient.
 
     `trained` (T',): positions of labels, int64; None for all. The head is computed at these positions only. All ranks
-    of a sharded vocabulary must give the same.
+    of a sharded vocabulary must give the same. `device_kind` is that of `weighted_sum`.
     `statistics`: further numbers of each label to compute from the same logits, without a gradient.
+    `pipelined`: other microbatches may be computed before the backward pass, so no chunk stays in memory until then.
     """
-    options = (vocabulary, shaping, trained, statistics)
+    options = (vocabulary, device_kind, shaping, trained, statistics, pipelined)
     return TokenScores(*_LogProbs.apply(hidden, weight, labels, *options))  # type: ignore[no-untyped-call]
 
 
@@ -81,17 +88,23 @@ class _LogProbs(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         vocabulary: Vocabulary,
+        device_kind: str | None,
         shaping: Shaping,
         trained: Tensor | None,
         statistics: tuple[Statistic, ...],
+        pipelined: bool,
     ) -> TokenScores:
         ctx.save_for_backward(hidden, weight, labels, trained)
-        ctx.vocabulary, ctx.shaping = vocabulary, shaping
+        ctx.vocabulary, ctx.device_kind, ctx.shaping, ctx.chunk = vocabulary, device_kind, shaping, None
         hidden = vocabulary.gather(hidden)
         scores = _score_buffers(hidden, statistics)
         head = Head(weight.to(hidden.dtype), vocabulary, shaping)
-        for part, buffers in chunks(hidden, weight, trained):
+        tokens, largest = len(hidden) if trained is None else len(trained), chunk_tokens(hidden, weight, device_kind)
+        keeps = keeps_chunk(tokens, largest, device_kind or hidden.device.type, pipelined=pipelined)
+        for part, buffers in chunks(hidden, weight, trained, device_kind):
             _write(scores, part, chunk_scores(buffers, hidden[part], head, labels[part], statistics))
+            if keeps:
+                ctx.chunk = part, buffers
         ctx.mark_non_differentiable(*_present(scores[1:]))
         return scores
 
@@ -101,12 +114,15 @@ class _LogProbs(torch.autograd.Function):
         hidden = ctx.vocabulary.gather(hidden)
         head = Head(weight.to(hidden.dtype), ctx.vocabulary, ctx.shaping)
         grad_hidden, grad_weight = _gradient_buffers(hidden, weight, trained)
-        for part, buffers in chunks(hidden, weight, trained):
+        # The gradient overwrites the chunk: a second backward pass computes it again.
+        chunk, ctx.chunk = ctx.chunk, None
+        for part, buffers in chunks(hidden, weight, trained, ctx.device_kind) if chunk is None else [chunk]:
             h, y = hidden[part], labels[part]
-            chunk_scores(buffers, h, head, y)
+            if chunk is None:
+                chunk_scores(buffers, h, head, y)
             _put_rows(grad_hidden, part, chunk_gradient(buffers, grad_weight, h, head, y, grad[part]))
         cast_grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return (ctx.vocabulary.reduce(grad_hidden), cast_grad_weight, *[None] * 5)
+        return (ctx.vocabulary.reduce(grad_hidden), cast_grad_weight, *[None] * 7)
 
 
 class _WeightedSum(torch.autograd.Function):

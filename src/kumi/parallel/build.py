@@ -7,6 +7,7 @@ recomputation and offloading -> compilation -> FSDP2 -> memory -> weights -> cop
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -121,6 +122,8 @@ def _build_stages(spec: ModelSpec, mesh: Mesh, precision: Precision) -> Stages:
         )
         for stage, bounds in local_stages(spec, mesh).items()
     }
+    for decoder in stages.values():
+        decoder.log_probs = partial(decoder.log_probs, pipelined=True)
     share_tied_table(stages)
     return Stages(spec, stages, precision, tie_group(spec, mesh))
 

@@ -21,8 +21,8 @@ from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
 from kumi.spec.precision import Precision
-from kumi.spec.schedule import stage_assignment
-from kumi.spec.schedules import DEFAULT, FULL_BACKWARD
+from kumi.spec.schedule import is_pipelined, stage_assignment
+from kumi.spec.schedules import FULL_BACKWARD
 from kumi.spec.sharding import stage_bounds
 
 
@@ -82,7 +82,7 @@ def stages_of(model: nn.Module) -> dict[int, nn.Module]:
 
 def uses_stages(layout: Layout) -> bool:
     """Return True if a rank's model is made of stages, False if it is the complete decoder."""
-    return layout.pp * layout.stages > 1 or layout.schedule != DEFAULT
+    return layout.stages > 1 or is_pipelined(layout.pp, layout.schedule)
 
 
 def splits_backward(layout: Layout) -> bool:

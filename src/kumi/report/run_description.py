@@ -13,9 +13,11 @@ from kumi.report.rollout_lines import length_line, memory_line, rollout_data, ti
 from kumi.report.unit_lines import unit_lines
 from kumi.spec import ledger
 from kumi.spec.divisibility import divisibility
-from kumi.spec.layout import AXES
+from kumi.spec.layout import AXES, Layout
 from kumi.spec.lora import NF4_BLOCK_BYTES, nf4_blocks
+from kumi.spec.loss_passes import keeps_chunk
 from kumi.spec.numerics import kernels_text
+from kumi.spec.schedule import is_pipelined
 from kumi.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -153,7 +155,7 @@ def _objective(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
         **section.given,
         "reference": reference,
         "reference_seconds": forward / estimate.tokens_per_step * 1e6 if stored and has_speed else None,
-        "head_again": job.passes.head_again,
+        "head_again": _computes_head_again(job, estimate.layout),
         "forward_passes": job.passes.forwards,
         "lr": job.optim.lr,
         "usual_lr": usual_rate(section.kind, config.model.init, adapters=config.lora is not None),
@@ -283,6 +285,14 @@ def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
         *length,
         ("memory", f"{format_bytes(memory['total'])} per rank (estimated): {', '.join(kinds)}"),
     ]
+
+
+def _computes_head_again(job: Job, layout: Layout) -> bool:
+    """Return True if the backward pass computes the head's logits again."""
+    tokens = layout.microbatch * job.batch.seq_len // layout.cp
+    kind, pipelined = job.cluster.device.kind, is_pipelined(layout.pp, layout.schedule)
+    chunk = ledger.logit_chunk(-(-job.model.vocab_size // layout.tp), kind)
+    return job.passes.head_again and not keeps_chunk(tokens, chunk, kind, pipelined=pipelined)
 
 
 def _objective_rows(objective: dict[str, Any]) -> list[tuple[str, str]]:

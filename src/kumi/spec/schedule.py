@@ -28,6 +28,14 @@ def illegal_schedule(schedule: str, pp: int, stages: int, microbatches: int) -> 
     return None
 
 
+def is_pipelined(pp: int, schedule: str) -> bool:
+    """Return True if other microbatches may be computed between the forward and the backward pass of a microbatch.
+
+    Schedules other than the default may do so on a single rank, too.
+    """
+    return pp > 1 or schedule != DEFAULT
+
+
 def _wrong_stages(schedule: str, stages: int) -> str:
     record = SCHEDULES[schedule]
     if record.more_stages:

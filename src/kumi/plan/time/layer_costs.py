@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
+from kumi.plan.layout_batch import CHOICES, Floats, Ints, LayoutBatch
 from kumi.plan.row_cache import RowCache
 from kumi.plan.time.attention_costs import add_attention, add_scan, add_scan_matmuls
 from kumi.plan.time.expert_costs import add_token_exchange
@@ -24,10 +24,14 @@ from kumi.plan.time.layer_collectives import (
 from kumi.plan.time.op_costs import MEMORY_PASSES, LayoutSizes, MicrobatchCost
 from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
-from kumi.spec.ledger import Op, embedding_ops, head_ops, unique_layer_ops
+from kumi.spec.ledger import Op, embedding_ops, head_ops, logit_chunk, unique_layer_ops
+from kumi.spec.loss_passes import keeps_chunk
+from kumi.spec.schedule import is_pipelined
 
 # The fields of a layout that determine a layer's cost on a rank: layouts that agree in these share a row of the table.
 _COST_FIELDS = ("tp", "cp", "ep", "expert_tp", "microbatch", "sequence_parallel", "context")
+# Further ones on a CPU, whose head depends on them (see `kumi.spec.loss_passes.keeps_chunk`).
+_CPU_COST_FIELDS = ("pp", "schedule")
 
 # Dtypes whose matmuls read rounded copies of their operands.
 _ROUNDED_DTYPES = ("float8", "float4")
@@ -58,7 +62,7 @@ _TP_OVERLAP = 0.6
 
 
 class CostTable(NamedTuple):
-    """Costs of a microbatch for each distinct combination of `_COST_FIELDS`: per kind of layer, embedding, and head."""
+    """Costs of a microbatch for each distinct combination of its fields: per kind of layer, embedding, and head."""
 
     layers: tuple[MicrobatchCost, ...]
     embedding: MicrobatchCost
@@ -68,13 +72,15 @@ class CostTable(NamedTuple):
 def cost_table(job: Job, layouts: LayoutBatch, cache: RowCache | None = None) -> tuple[CostTable, Ints]:
     """Return the costs for the distinct combinations of `_COST_FIELDS`, and the row of each layout in them, (rows,).
 
+    On a CPU, the combinations include `_CPU_COST_FIELDS`.
     `cache`: costs of the same job that were computed before.
     """
-    first, index = unique_rows(*(getattr(layouts, name) for name in _COST_FIELDS))
+    names = (*_COST_FIELDS, *(_CPU_COST_FIELDS if job.cluster.device.kind == "cpu" else ()))
+    first, index = unique_rows(*(getattr(layouts, name) for name in names))
     unique = layouts.take(first)
     if cache is None:
         return _cost_table(job, unique), index
-    fields = [getattr(unique, name) for name in _COST_FIELDS]
+    fields = [getattr(unique, name) for name in names]
     figures = cache.figures(fields, lambda rows: _figures_of(_cost_table(job, unique.take(rows)), len(rows)))
     costs = [MicrobatchCost.from_figures(part) for part in figures.reshape(-1, MicrobatchCost.FIGURES, len(first))]
     return CostTable(tuple(costs[:-2]), *costs[-2:]), index
@@ -235,7 +241,7 @@ class _OpCosts(LayoutSizes):
         dtype = self.job.precision.compute
         forward, backward, weight = (matmul_seconds(self.device, dtype, *map(np.asarray, shape)) for shape in shapes)
         cost.forward += forward
-        again = self.job.passes.head_again
+        again = self._head_again(columns)
         cost.backward += backward + forward * again
         cost.weight += weight * (not op.frozen)
         cost.kernels_forward += 1
@@ -243,6 +249,16 @@ class _OpCosts(LayoutSizes):
         # A loss with float32 copies of the logits runs op by op.
         kernels = "eager" if self.engine.logit_bytes >= _FLOAT32_LOGIT_BYTES else self.engine.kernels
         self.add_passes(cost, MEMORY_PASSES["logits"][kernels], self.tokens * columns)
+
+    def _head_again(self, columns: Floats) -> Floats:
+        """Return 1 where the backward pass computes the head's first matmul again, else 0. `columns`: of its output."""
+        again = np.full_like(self.tp, self.job.passes.head_again)
+        if self.device.kind == "cpu" and self.job.passes.head_again:
+            for row, (pp, schedule) in enumerate(zip(self.layouts.pp, self.layouts.schedule, strict=True)):
+                pipelined = is_pipelined(int(pp), CHOICES["schedule"][schedule])
+                tokens, chunk = int(self.tokens[row]), logit_chunk(int(columns[row]), self.device.kind)
+                again[row] = not keeps_chunk(tokens, chunk, self.device.kind, pipelined=pipelined)
+        return again
 
     def _add_communication(self, cost: MicrobatchCost, collectives: Iterable[CollectiveBatch]) -> None:
         """Add the exposed seconds of `collectives` by axis, and their launches. `cost` must have all compute before."""
