@@ -31,6 +31,7 @@ def _job(**changes):
 
 LORA = {"r": 8, "alpha": 16.0}
 OFF = {"kind": "adapters-off"}
+GRPO = {"objective": {"kind": "grpo"}, "rewards": [{"kind": "length"}]}
 KINDS = {
     "lm": ({}, LossPasses()),
     "sft": ({"objective": {"kind": "sft"}}, LossPasses()),
@@ -39,6 +40,10 @@ KINDS = {
     "dpo-off": ({"objective": {"kind": "dpo"}, "lora": LORA, "reference": OFF}, LossPasses(True, 1)),
     "kto-off": ({"objective": {"kind": "kto"}, "lora": LORA, "reference": OFF}, LossPasses(True, 3)),
     "reward": ({"objective": {"kind": "reward"}}, LossPasses()),
+    # Old log-probs: the only update of a batch computes them itself, as the first of several does, but not of passes.
+    "grpo": ({**GRPO, "rollout": {"prompts": 8}}, LossPasses(True, 0)),
+    "grpo-updates": ({**GRPO, "rollout": {"prompts": 8, "updates": 4}}, LossPasses(True, 0, 1)),
+    "grpo-passes": ({**GRPO, "rollout": {"prompts": 8, "updates": 4, "passes": 2}}, LossPasses(True, 1)),
 }
 
 

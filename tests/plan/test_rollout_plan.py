@@ -168,6 +168,14 @@ def test_a_step_of_the_search_has_its_share_of_the_rollout():
     assert sum(time.values()) == pytest.approx(sum(alone.values()) - alone["passes"] / 2 + time["rollout"])
 
 
+def test_the_first_update_with_a_batch_needs_no_old_log_probs():
+    all_rows, layout = _job(forwards=1, updates=4), Layout(microbatch=2)
+    later = replace(all_rows, passes=LossPasses(True, later_forwards=1))
+    assert rollout_step(later, layout).log_probs == pytest.approx(0.75 * rollout_step(all_rows, layout).log_probs)
+    times = [dict(estimate(job, layout).time)["passes"] for job in (later, all_rows)]
+    assert times[0] == pytest.approx(0.75 * times[1])
+
+
 def test_no_speed_no_seconds():
     job = _job()
     unknown = replace(job, cluster=replace(job.cluster, device=replace(DEVICE, memory_bandwidth=0)))

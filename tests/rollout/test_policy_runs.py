@@ -11,6 +11,7 @@ from tests.train.conftest import losses, metrics
 
 from kumi.config import load
 from kumi.errors import ConfigError
+from kumi.objectives.policy_gradient import PolicyGradient
 from kumi.objectives.policy_presets import POLICY_GRADIENTS
 from kumi.rollout.group import GeneratedReply, Group, Outcome
 from kumi.rollout.rollout_batch import RolloutBatch, RowSettings, UpdateSettings
@@ -83,6 +84,25 @@ def test_adapters_are_on_in_the_decoder_and_off_in_the_reference(base, tmp_path)
     assert entries[-1]["train/kl"] > 1e-6
     # The sampler has the trainer's log-probs, with adapters that are not zero any more.
     assert all(entry["train/mismatch/log_prob"] < 1e-9 for entry in entries)
+
+
+def test_the_first_update_with_a_batch_has_its_old_log_probs_itself(base, tmp_path, monkeypatch):
+    rollout = {"prompts": 4, "group_size": 4, "max_new_tokens": 8, "updates": 2}
+    options = {"rollout": rollout, "optim__lr": 1e-2, "train": {**SHORT, "steps": 4}}
+    results = []
+    for name, always in (("own", False), ("always", True)):
+        folder = tmp_path / name
+        shutil.copytree(base, folder)
+        monkeypatch.setattr(PolicyGradient, "needs_old_log_probs", always)
+        assert train(folder, objective={"kind": "grpo"}, **options) == 0
+        results.append(
+            [
+                {key: value for key, value in entry.items() if key.startswith(("train/", "rollout/re"))}
+                for entry in metrics(folder / "run")
+            ]
+        )
+    assert results[0] == results[1]
+    assert abs(results[0][1]["train/ratio"] - 1) > 1e-9
 
 
 @pytest.mark.parametrize("layout", [{}, pytest.param({"tp": 2}, marks=pytest.mark.exhaustive)], ids=["alone", "tp"])

@@ -88,13 +88,14 @@ def loss_passes(config: PlanConfig) -> LossPasses:
     rows = 2 if objective.rows.mismatched else 1
     # Mismatched rows are computed once a step, and the reference of all rows too unless it is stored.
     reference = rows if config.reference.kind == "adapters-off" else 0
-    forwards = rows - 1 + reference
+    forwards, later = rows - 1 + reference, 0
     if config.rollout is not None:
-        # The reference's pass, and that of old log-probs, which batches with several updates need.
-        needs_old = config.rollout.steps > 1 or config.objective.needs_old_log_probs
+        # The reference's pass, and that of old log-probs: the first update with a batch has them itself.
+        needs_old = config.rollout.passes > 1 or config.objective.needs_old_log_probs
         forwards = int(config.objective.reads_reference) + int(needs_old)
+        later = int(config.rollout.updates > 1 and not needs_old)
     again = objective.head == "lm" and not issubclass(objective, LinearObjective)
-    return LossPasses(again, forwards)
+    return LossPasses(again, forwards, later)
 
 
 def lora_spec(section: LoraSection) -> Lora:

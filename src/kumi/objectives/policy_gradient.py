@@ -72,7 +72,7 @@ class PolicyGradient(PolicyOptions, TokenObjective):
     Columns of a batch, 0 at tokens that are not trained:
 
     advantages (B, S): A. All tokens of a reply have the same, unless a teacher or a critic gives each its own.
-    old_log_probs (B, S): o. Missing if every batch has a single update: o is then l, without a gradient.
+    old_log_probs (B, S): o. Missing in the first update with a batch: o is then l, without a gradient.
     sampler_log_probs (B, S): s. Only corrections read it.
     reference_log_probs (B, S): r. Only terms of the KL divergence read it.
     segments (B, S), trained (B, G): see `SequenceObjective`.

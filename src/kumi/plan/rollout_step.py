@@ -104,7 +104,8 @@ def rollout_step(job: Job, layout: Layout, lengths: BatchLengths | None = None) 
         [prompt + reply - 1 for group, prompt, reply in lengths.sequences if first <= group < first + size]
         for first in range(0, size * spec.updates, size)
     ]
-    updates = [_update_seconds(job, layout, tuple(positions)) for positions in parts]
+    later = replace(job, passes=replace(job.passes, forwards=job.passes.forwards + job.passes.later_forwards))
+    updates = [_update_seconds(later if part else job, layout, tuple(row)) for part, row in enumerate(parts)]
     rows = plan_rows(parts[0], job.batch.seq_len, layout.dp, _multiple(layout))
     return RolloutStep(
         generation_time(job, layout, lengths).seconds,

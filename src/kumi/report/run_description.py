@@ -156,7 +156,7 @@ def _objective(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
         "reference": reference,
         "reference_seconds": forward / estimate.tokens_per_step * 1e6 if stored and has_speed else None,
         "head_again": _computes_head_again(job, estimate.layout),
-        "forward_passes": job.passes.forwards,
+        "forward_passes": job.passes.mean_forwards(1 if job.rollout is None else job.rollout.updates),
         "lr": job.optim.lr,
         "usual_lr": usual_rate(section.kind, config.model.init, adapters=config.lora is not None),
         "rollout": None if rollout is None else rollout.model_dump(),
@@ -314,7 +314,7 @@ def _objective_rows(objective: dict[str, Any]) -> list[tuple[str, str]]:
     work = ["the head's logits twice"] if objective["head_again"] else []
     if objective["forward_passes"]:
         unit = "step" if objective["rollout"] is None else "rollout batch"
-        work.append(f"{objective['forward_passes']} more forward passes a {unit}")
+        work.append(f"{objective['forward_passes']:g} more forward passes a {unit}")
     rows = [("objective", "; ".join([f"{objective['kind']}{options and f' ({options})'}", *work]))]
     if objective["reference"] is not None:
         text, seconds = objective["reference"], objective["reference_seconds"]

@@ -65,7 +65,8 @@ class RolloutBatch:
     """The groups that the weights after `version` updates train on, the same on all ranks.
 
     prompts: that of each group. old, reference: log-probs of all reply tokens by the policy before its first update
-    with this batch, and by the reference model, float64 (tokens,); None where the objective needs none.
+    with this batch, and by the reference model, float64 (tokens,); None where the objective needs none. Old ones are
+    nan at the tokens of a part that needs none.
     values: those of all reply tokens by the critic before the first update, float64 (tokens,); None without a critic.
     """
 
@@ -139,6 +140,8 @@ class RolloutBatch:
             "old_values": self.values,
         }
         columns |= {name: values for name, values in optional.items() if values is not None}
+        if self.old is not None and np.isnan(self.old[self.token_places(update)]).any():
+            del columns["old_log_probs"]
         plan = self.plans[update]
         return fill_rows(self.sequences, plan.rows[rank :: self.rows.ranks], plan.length, columns)
 

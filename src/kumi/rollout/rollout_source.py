@@ -39,8 +39,8 @@ class Trainer:
     """What the batches need of the trainer.
 
     old_log_probs: a pass of the policy. reference_log_probs: one of the reference model; None without one.
-    always_old: advantages depend on old log-probs. Else a batch with one update needs none: those of its update are
-        the same.
+    always_old: advantages depend on old log-probs. Else the first update with a batch needs none, because its own
+        log-probs are the same, unless the batch is gone through again.
     values: a pass of the critic; None without one.
     targets: what the updates with a batch aim at.
     """
@@ -215,10 +215,21 @@ class RolloutSource:
     def _complete(self, batch: RolloutBatch) -> RolloutBatch:
         """Return `batch` with the log-probs of the trainer that it needs."""
         trainer, passes = self._trainer, (batch.sequences, batch.plans)
-        old = trainer.old_log_probs(*passes) if batch.settings.steps > 1 or trainer.always_old else None
+        old = self._old_log_probs(batch)
         reference = None if trainer.reference_log_probs is None else trainer.reference_log_probs(*passes)
         values = None if trainer.values is None else trainer.values(*passes)
         return replace(batch, old=old, reference=reference, values=values)
+
+    def _old_log_probs(self, batch: RolloutBatch) -> Array | None:
+        """Return the old log-probs that the updates with `batch` need, nan for an update that needs none."""
+        compute = self._trainer.old_log_probs
+        if self._trainer.always_old or batch.settings.passes > 1:
+            return compute(batch.sequences, batch.plans)
+        if batch.settings.updates == 1:
+            return None
+        old = compute(batch.sequences, batch.plans[1:])
+        old[batch.token_places(0)] = np.nan
+        return old
 
     def _write(self, batch: RolloutBatch, collected: Collected) -> None:
         """Write the batch's lines of the history, and its page of samples if one is due."""

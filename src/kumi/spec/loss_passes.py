@@ -15,10 +15,16 @@ class LossPasses:
     `forwards`: further forward passes, without a gradient, over as many rows: by a reference, or over mismatched rows.
         In a run with rollouts, these are the passes over a rollout batch before its updates: by the policy and by the
         reference.
+    `later_forwards`: further ones over the rows of all updates with a rollout batch but the first, which needs none.
     """
 
     head_again: bool = False
     forwards: int = 0
+    later_forwards: int = 0
+
+    def mean_forwards(self, updates: int) -> float:
+        """Return the mean passes without a gradient over the rows of a rollout batch with so many `updates`."""
+        return self.forwards + self.later_forwards * (1 - 1 / updates)
 
 
 ONE_PASS = LossPasses()

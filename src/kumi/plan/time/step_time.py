@@ -100,11 +100,12 @@ def step_times(
         kind: microbatches * pick_per_row(seconds.reshape(ranks.shape), slowest) for kind, seconds in work.kinds.items()
     }
     kinds["pp"], kinds["bubble"] = split_idle(layouts, length, busy, send)
-    if job.passes.forwards:
+    passes = job.passes.mean_forwards(1 if job.rollout is None else job.rollout.updates)
+    if passes:
         # Forward passes alone: each stage in turn for the first microbatch, then the slowest stage for each other one.
         filling = (layouts.pp - 1) * send + (counts * work.forward.reshape(ranks.shape)).sum(axis=0)
         slowest_forward = work.forward.reshape(ranks.shape).max(axis=0)
-        kinds["passes"] = job.passes.forwards * (filling + (microbatches - 1) * slowest_forward)
+        kinds["passes"] = passes * (filling + (microbatches - 1) * slowest_forward)
     if job.rollout is not None:
         # A rollout batch is generated once, and has log-probs once, for all updates with it.
         kinds["rollout"] = generation_seconds(job, layouts) / job.rollout.steps
