@@ -9,8 +9,8 @@ replies included; the first steps are not counted.
 
 - beta 0: no reference model. As the batch has one update, neither program computes old log-probs.
 - beta 0.04: the k3 divergence from a reference model, a second model of the same size.
-- two updates: without a reference, a batch of two prompts and two updates, whose old log-probs both compute. The
-  figure is that of a batch, of two steps.
+- two updates: without a reference, a batch of two prompts and two updates. TRL computes old log-probs for both, kumi
+  for the second one. The figure is that of a batch, of two steps.
 
 The parts: rollout, old log-probs, log-probs of the reference, scoring; update is the rest of the step, with logging.
 """
