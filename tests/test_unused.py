@@ -42,6 +42,7 @@ ALLOWED = {
         "validation_units",
         "validation_trained",
     ],
+    "the table of parts of `kumi doctor --gpu` names it": ["rows_of_*"],
     "documented for programs that import kumi": [
         "export_tensors",
         "load_model",

@@ -64,6 +64,7 @@ REASONS: dict[str, list[str]] = {
         "doctor/network_checks.py machine_id",
         "train/process_memory.py baseline_memory _resident_bytes",
         "train/cpu_contention.py cpu_wait_seconds",
+        "validation/failures_part.py _little_memory",
         "safe_output.py _open_descriptor",
         "rewards/sandbox/control_groups.py _own_paths _works processes _limit",
     ],
@@ -90,6 +91,13 @@ REASONS: dict[str, list[str]] = {
         "launch/rank_process.py _redirect_output",
         "train/measure_numerics.py _run_measurement",
         "evaluation/run_evaluation.py _evaluate evaluate_rank",
+        "validation/run_parts.py _run _result",
+        "validation/part_process.py _main",
+        "validation/several_part.py _in_ranks",
+    ],
+    "a run or a trace in a temporary folder of the process": [
+        "validation/audit_part.py rows_of_profile",
+        "validation/failures_part.py _losses",
     ],
     "the launcher's own temporary folder, which nobody else may write to": [
         "launch/control_folder.py control_folder _remove_stale announce_rank read_pids release_ranks report_failure "

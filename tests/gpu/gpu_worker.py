@@ -8,10 +8,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from kumi.parallel import build_mesh, init_distributed
 from kumi.parallel.mesh import close_distributed
-from kumi.validation.tiny_steps import loaded_case, tiny_steps
+from kumi.spec.comm import Comm
+from kumi.spec.layout import Layout
+from kumi.validation.tiny_steps import TinyCase, tiny_steps
+
+
+def loaded_case(case: dict[str, Any]) -> TinyCase:
+    """The inverse of `dataclasses.asdict`."""
+    layout = Layout(**case["layout"] | {"stage_layers": tuple(case["layout"]["stage_layers"])})
+    return TinyCase(**case | {"layout": layout, "comm": Comm(**case["comm"])})
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -106,7 +107,7 @@ def trained(kind: str, count: int) -> tuple[dict[str, list[tuple[float, float]]]
         free.bind(("127.0.0.1", 0))
         cases, out = Path(folder) / "cases.json", Path(folder) / "out.json"
         every = on(kind, {2: ON_2, 4: ON_4}[count])
-        cases.write_text(json.dumps({name: case.dumped() for name, case in every.items()}))
+        cases.write_text(json.dumps({name: asdict(case) for name, case in every.items()}))
         out.write_text("{}")
         port = free.getsockname()[1]
         free.close()

@@ -37,7 +37,7 @@ def test_a_part_that_ends_badly_costs_only_its_own_rest(tmp_path, environ):
     parts = [
         part("killed", "killed"),
         part("gone", "leaves"),
-        part("hanging", "hangs", 2.0),
+        part("hanging", "hangs", 0.5),
         part("absent", "skipped"),
         part("missing", "no_such_function"),
         part("sound", "sound"),
@@ -99,7 +99,7 @@ def test_parts_do_not_take_themselves_for_ranks(variables, tmp_path, environ):
 
 
 def test_parts_beyond_the_time_are_named(tmp_path, environ):
-    parts = [part("first", "hangs", 60.0), part("second", "sound"), part("last", "sound", 1.0)]
+    parts = [part("first", "hangs", 60.0), part("second", "sound"), part("last", "sound", 0.25)]
     report = validate(tmp_path, "cpu", parts=parts, seconds=8.0, environ=environ)
     assert [result["status"] for result in report["parts"]] == ["late", "left out", "left out"]
     assert report["parts"][1]["reason"] == "the 8 s for all parts were spent"

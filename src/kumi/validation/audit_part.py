@@ -92,9 +92,9 @@ def _device_waits(device: torch.device) -> Iterator[Counter[str]]:
 
 def _place() -> str:
     """Return the innermost place of kumi outside of this package, or PyTorch's."""
-    frames = frames_in("".join(traceback.format_stack()), most=100)
-    own = [frame for frame in frames if frame.startswith("kumi.") and not frame.startswith("kumi.validation.")]
-    return (own or frames or ["a place outside of kumi and torch"])[-1]
+    places = frames_in("".join(traceback.format_stack()), most=100)
+    own = [at for at in places if at.startswith("kumi.") and not at.startswith("kumi.validation.")]
+    return (own or places or ["a place outside of kumi and torch"])[-1]
 
 
 def rows_of_profile(setting: Setting) -> Rows:

@@ -44,7 +44,7 @@ def rows_of_device(setting: Setting) -> Rows:
     device = validated_device(setting)
     yield _fact("python", platform.python_version())
     yield _fact("torch", str(torch.__version__))
-    yield from (_fact(name, found) for name in _PACKAGES if (found := _version(name)))
+    yield from (_fact(name, installed) for name in _PACKAGES if (installed := _version(name)))
     yield _fact("CPU", f"{cpu_name()}, {usable_cores():g} cores")
     if is_gpu(device):
         yield from _gpu(device)
@@ -114,9 +114,9 @@ def _clocks(device: torch.device) -> Iterator[Row]:
         synchronize(device)
     for number, gpu in enumerate(gpus):
         for name, places in _SMI.items():
-            found = next((text for place in places if (text := (gpu.findtext(place) or "").strip())), None)
-            if found is not None:
-                yield {"what": f"GPU {number}: {name} under load", "value": found}
+            value = next((text for place in places if (text := (gpu.findtext(place) or "").strip())), None)
+            if value is not None:
+                yield {"what": f"GPU {number}: {name} under load", "value": value}
         yield {
             "what": f"GPU {number}: lower clock under load",
             "value": ", ".join(throttle_reasons(gpu)) or "no reason",

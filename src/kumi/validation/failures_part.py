@@ -156,7 +156,7 @@ def rows_of_run(setting: Setting) -> Rows:
         if not stopped:
             raise RuntimeError(f"the run did not begin: {(told.strip().splitlines() or ['no message'])[-1]}")
         began = time.perf_counter()
-        options = [f"train.steps={stopped + 5}"]
+        options = [f"train.steps={stopped + 5}", "--allow-change", "train.steps"]
         second = subprocess.run([*command, *options], cwd=folder, capture_output=True, text=True)
         losses = _losses(metrics)
         yield {"what": "resumed", "exit code": second.returncode, "steps": len(losses), "s": _since(began)}
@@ -170,15 +170,15 @@ def _losses(metrics: Path) -> list[float]:
     """Return the losses of the steps in a run's metrics, the last of each step."""
     if not os.path.exists(metrics):
         return []
-    found = {}
+    losses = {}
     for line in metrics.read_bytes().splitlines():
         try:
             entry = json.loads(line)
         except ValueError:  # being written
             continue
-        if "loss" in entry and "step" in entry:
-            found[entry["step"]] = float(entry["loss"])
-    return list(found.values())
+        if "train/loss" in entry:
+            losses[entry["step"]] = float(entry["train/loss"])
+    return list(losses.values())
 
 
 def _since(began: float) -> float:

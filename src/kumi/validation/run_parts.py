@@ -30,7 +30,9 @@ from kumi.validation.part_table import PARTS
 from kumi.validation.shareable import frames_in, private_here, shareable
 from kumi.validation.validation_page import page
 
-SECONDS = 480.0
+# Time for all parts, and the factor of the limits of each: a CPU, which only tries them, may be slow and busy.
+SECONDS = {"cuda": 480.0, "cpu": 2400.0}
+_LIMITS = {"cuda": 1.0, "cpu": 4.0}
 JSON_FILE, PAGE_FILE = "gpu-report.json", "gpu-report.md"
 # Seconds to spend on one figure, by device.
 _FIGURE = {"cuda": 1.0, "cpu": 0.05}
@@ -71,29 +73,29 @@ def validate(
     device: str,
     *,
     parts: Sequence[Part] | None = None,
-    seconds: float = SECONDS,
+    seconds: float | None = None,
     environ: Mapping[str, str] | None = None,
     show: Show = lambda line: None,
 ) -> dict[str, Any]:
-    """Run `parts` (all by default) on `device` (cuda or cpu) within `seconds`, and write the report into `out`.
+    """Run `parts` (default: all) on `device` (cuda or cpu). Return the report, which is in `out` as two files.
 
-    Return what both files of the report contain.
-
+    `seconds`: for all of them, by default `SECONDS`.
     `environ`: the variables of the processes; `show`: receives a line for each part. Raise RefusedError if `out` is a
     link, and OSError if it cannot be written.
     """
-    parts = PARTS if parts is None else parts
+    parts, factor = PARTS if parts is None else parts, _LIMITS[device]
+    seconds = SECONDS[device] if seconds is None else seconds
     variables = dict(os.environ if environ is None else environ)
     private, report, began = private_here(variables), Report(device), time.monotonic()
     written: dict[str, Any] = {}
     make_folder(out)
     for part in parts:
         # The last part compares the end with the beginning, so its time is kept for it.
-        left = seconds - (time.monotonic() - began) - (0.0 if part is parts[-1] else parts[-1].seconds)
+        left = seconds - (time.monotonic() - began) - (0.0 if part is parts[-1] else factor * parts[-1].seconds)
         if left < _LEAST_SECONDS:
             result = PartResult(part.name, part.needs, "left out", f"the {seconds:.0f} s for all parts were spent")
         else:
-            result = _run(part, Setting(device, _FIGURE[device]), variables, min(left, part.seconds))
+            result = _run(part, Setting(device, _FIGURE[device]), variables, min(left, factor * part.seconds))
         report.parts.append(result)
         report.seconds, report.complete = round(time.monotonic() - began, 1), len(report.parts) == len(parts)
         written = shareable(asdict(report), private)

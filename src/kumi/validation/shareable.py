@@ -117,8 +117,8 @@ def frames_in(text: str, most: int = 8) -> list[str]:
 
     Places outside of `_PACKAGES` are left out, for their files may be named after anything.
     """
-    frames = [_place(match["file"], match["line"], match["name"]) for match in _FRAME.finditer(text)]
-    inside = [frame for frame in frames if frame]
+    places = [_place(match["file"], match["line"], match["name"]) for match in _FRAME.finditer(text)]
+    inside = [place for place in places if place]
     first_is_last = "most recent call first" in text
     return inside[:most] if first_is_last else inside[-most:]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -53,16 +52,6 @@ class TinyCase:
     microbatches: int = 2
     documents: bool = True
     comm: Comm = DEFAULT_COMM
-
-    def dumped(self) -> dict[str, Any]:
-        """Return the case as JSON has it."""
-        return asdict(self)
-
-
-def loaded_case(case: dict[str, Any]) -> TinyCase:
-    """Return the case that was dumped: the inverse of `TinyCase.dumped`."""
-    layout = Layout(**case["layout"] | {"stage_layers": tuple(case["layout"]["stage_layers"])})
-    return TinyCase(**case | {"layout": layout, "comm": Comm(**case["comm"])})
 
 
 def tiny_steps(case: TinyCase, mesh: Mesh) -> list[tuple[float, float]]:
