@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kumi.validation.model_shapes import LLAMA, LLAMA_1B, LLAMA_8B, QWEN_30B_A3B, TINY, TINY_EXPERTS, with_layers
+from kumi.validation.model_shapes import LLAMA, LLAMA_1B, LLAMA_8B, QWEN_30B_A3B, TINY, TINY_EXPERTS
 
 __all__ = [
     "LLAMA_1B",
@@ -80,6 +80,11 @@ W1_MAMBA: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_cache": False,
 }
+
+
+def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Return `config` with another number of layers: the same matrix shapes in less memory."""
+    return config | {"num_hidden_layers": layers}
 
 
 def write_config(config: dict[str, Any], folder: Path) -> Path:

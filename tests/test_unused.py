@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "kumi"
 # Functions with callers that vulture does not see, by caller.
 DECORATORS = ["@model_validator", "@field_validator", "@register_flop_formula"]
 ALLOWED = {
-    "Python calls it": ["__dir__", "__call__", "frame", "seekable", "readinto"],
+    "Python calls it": ["__dir__", "__call__", "frame", "seekable", "readinto", "showwarning"],
     "argcomplete reads it": ["completer"],
     "a notebook calls it": ["_repr_html_"],
     "pickle calls it": ["find_class", "persistent_load"],

@@ -374,7 +374,7 @@ def test_an_unexpected_error_is_shown_once_with_its_log(tmp_path, capfd):
 
 
 def test_a_rank_that_fails_does_not_wait_to_leave_its_group(tmp_path):
-    device, train = SimpleNamespace(kind="cpu"), SimpleNamespace(timeout_s=60.0)
+    device, train = SimpleNamespace(kind="cpu", is_gpu=False), SimpleNamespace(timeout_s=60.0)
     run = SimpleNamespace(
         cluster=SimpleNamespace(device=device),
         config=SimpleNamespace(train=train, rollout=None),

@@ -100,8 +100,3 @@ TINY_EXPERTS = QWEN_30B_A3B | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
-
-
-def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Return `config` with another number of layers: the same matrix shapes in less memory."""
-    return config | {"num_hidden_layers": layers}
