@@ -6,7 +6,7 @@ activate(x, name)                       an autograd function that keeps x (for r
 gate_by(name)                           the gate act(gate) * up
 clamped_swiglu(limit, alpha)            the gate of gpt-oss
 apply_gate(gate, up, how)               an autograd function that keeps only its two inputs
-apply_gate_to_halves(halves, how)       the same for gate and up in one tensor
+apply_gate_to_halves(halves, how)       the same, with gate and up in one tensor
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _aten = torch.ops.aten
+# The factor a of quick GELU, x * sigmoid(a x), which approximates GELU.
 _QUICK = 1.702
 
 
@@ -44,7 +45,7 @@ def _quick_gelu(x: Tensor) -> Tensor:
 
 
 def _quick_gelu_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    # With s = sigmoid(a x): d(x s) = s + x a s (1 - s).
+    # With s = sigmoid(a x), the derivative of x s is s + x a s (1 - s).
     sigmoid = torch.sigmoid(_QUICK * x)
     return (1 - sigmoid).mul_(x).mul_(_QUICK).add_(1).mul_(sigmoid).mul_(grad)
 
@@ -119,7 +120,8 @@ def apply_gate(gate: Tensor, up: Tensor, how: Gate) -> Tensor:
 
 
 def apply_gate_to_halves(halves: Tensor, how: Gate) -> Tensor:
-    """Return the result of the gate `how` for the two halves of the last dim of `halves`, which alone are kept."""
+    """Return the result of the gate `how` for the two halves of the last dim of `halves`. Only `halves` is kept for the
+    backward pass."""
     out: Tensor = _ApplyGateToHalves.apply(halves, how)  # type: ignore[no-untyped-call]
     return out
 

@@ -43,7 +43,7 @@ class CachedPass(Protocol):
         """Return the length (B, S) of the sequence of each of `tokens` (B, S), earlier tokens included."""
 
     def contexts(self, context: AttentionContext) -> Sequence[AttentionContext]:
-        """Return the context of each layer, given the one without a cache."""
+        """Return the context of each layer, given the context without a cache."""
 
 
 class DecoderLayer(nn.Module):
@@ -209,9 +209,9 @@ class Decoder(nn.Module):
         self.spec, self.has_embedding, self.has_head = spec, embedding, head
         self.compute_dtype = self.reduce_dtype = dtype
         tied = spec.tie_word_embeddings
-        numbers = range(spec.num_hidden_layers) if layers is None else layers
+        indices = range(spec.num_hidden_layers) if layers is None else layers
         table = embedding or (head and tied)
-        self.model = Model(spec, numbers, table=table, first=embedding, norm=head, device=device, dtype=dtype)
+        self.model = Model(spec, indices, table=table, first=embedding, norm=head, device=device, dtype=dtype)
         if head and spec.head == "score":
             self.score = Linear(spec.hidden_size, 1, bias=False, device=device, dtype=dtype)
         elif head and not tied:
@@ -295,17 +295,17 @@ class Decoder(nn.Module):
           computed in the forward pass, and the log-probs, detached.
         - With `labels` and `loss`: the scalar that `loss` returns for the log-probs.
         - With a score head: the float32 scores (B, S) of all positions, or the scalar that `loss` returns for them.
-          With `labels`, whose values are not read, scores of ignored labels are 0.
+          With `labels`, the scores at labels of -100 are 0; the values of other labels do not matter.
         - On a stage without head: hidden states, whatever the other arguments.
 
         `statistics` ("entropy", "top") asks for further numbers of each label, from the same logits, without a
-        gradient. The result is then `TokenScores` (B, S) in place of log-probs; give neither weights nor `loss`.
+        gradient. The result is then `TokenScores` (B, S); give neither `token_weights` nor `loss`.
 
         `input_ids` (B, S): token ids; on a stage without embedding, the hidden states of the previous stage.
         `document_ids` (B, S): separates documents that are packed in a row.
         `cu_seqlens`: the boundaries of these documents, if the host has them: the first token of each, counted through
-        all rows, also those of other ranks' positions, followed by the number of tokens. Without them, the host waits
-        for `document_ids`.
+        all complete rows (even if this rank has only some of their positions), followed by the number of tokens.
+        Without `cu_seqlens`, the host waits for `document_ids`.
         `position_ids` (B, S): by default 0, 1, ... in each document; required on a stage without embedding.
         `head_positions` (N,): flat positions in `labels`, without those of ignored labels. The head is computed only
         there, and the log-probs of other labels are 0. None: at all positions.
@@ -390,7 +390,8 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output projection (V, D); the token table if they are tied; the weight (1, D) of a score head."""
+        """The output projection (V, D), which is the token table if both are tied, or the weight (1, D) of a score
+        head."""
         if self.spec.head == "score":
             return self.score.weight
         return self.model.embed_tokens.weight if self.spec.tie_word_embeddings else self.lm_head.weight
@@ -404,5 +405,5 @@ def unsharded_attention(
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return logits (T, V) of the final hidden states (T, D)."""
+    """Return the logits (T, V) of the final hidden states (T, D), before scale and softcap."""
     return F.linear(hidden, weight.to(hidden.dtype))

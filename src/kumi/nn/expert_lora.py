@@ -1,8 +1,9 @@
-"""LoRA adapters on the matrices of routed experts: each expert has its own A and B, all experts' in one tensor each.
+"""LoRA adapters on the matrices of routed experts. Each expert has its own A and B, stacked in one tensor each.
 
     y = W_e x + s B_e A_e x    for a row x of expert e
 
-Where ranks split the width of the experts, each rank computes this from its rows or columns of W_e, as for one matrix.
+Where ranks split the width of the experts, each rank computes this from its rows or columns of W_e, as in a linear
+layer.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ class LoraExperts(Experts):
     """`Experts` with adapters. It takes over the parameters of `old`; the adapters' are in `dtype`.
 
     `loras`: the settings of each matrix with an adapter, by its name. The adapter of the matrix `name` (X, out, in)
-    consists of the parameters `name`_lora_A (X, in, r) and `name`_lora_B (X, out, r): ZeRO divides the dim after the
-    experts, and `r` may be less than the number of ranks. `uses_adapter`: False computes the frozen experts alone.
+    consists of the parameters `name`_lora_A (X, in, r) and `name`_lora_B (X, out, r). `r` is last in both, because ZeRO
+    shards the dim after the experts, and `r` may be less than the number of ranks. `uses_adapter`: False computes the
+    frozen experts alone.
     """
 
     def __init__(self, old: Experts, loras: Mapping[str, Lora], *, dtype: torch.dtype) -> None:

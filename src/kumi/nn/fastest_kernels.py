@@ -4,9 +4,9 @@ of attention.
     python -m kumi.nn.fastest_kernels cuda      the choice as JSON, from a process of its own, which may crash
 
 A kernel is used if its results and gradients are near those of PyTorch's operations (`TOLERANCE`) and it is faster by
-a factor of `LEAD`, in the median and in the fastest round. Each other kernel gives a sentence: what failed, differs, is
-slower, or was not measured within `_SECONDS`. The times are of forward and backward of one operation with the sizes of
-a model of some billion parameters (`Sizes`).
+a factor of `LEAD`, in the median and in the fastest round. Each kernel that is rejected gives a note: it fails,
+differs, is slower, or was not measured within `_SECONDS`. Kernels whose package is not installed give none. The times
+are of forward and backward of one operation with the sizes of a model of some billion parameters (`Sizes`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from kumi.spec.numerics import KERNEL_PACKAGES, KERNELS, Numerics
 
 _ROUNDS = 5
 _SECONDS = 20.0
-# Largest distance of a result or gradient from that of PyTorch's operations, as a fraction of its length: of two
-# bfloat16 numbers that are rounded in another order.
+# Largest distance of a result or gradient from that of PyTorch's operations, as a fraction of the latter's norm.
+# Results in bfloat16 that are only rounded in another order are nearer.
 TOLERANCE = 0.02
 
 # What a kernel that does not fit the device, the sizes or the versions raises.
@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
 
 
 class KernelChoice(NamedTuple):
-    """The chosen kernels, the median seconds by operation and implementation, and a sentence for each other kernel."""
+    """The chosen kernels, the median seconds by operation and implementation, and a note for each rejected kernel."""
 
     numerics: Numerics
     seconds: dict[str, dict[str, float]]
@@ -179,7 +179,8 @@ def _wait(device: torch.device) -> None:
 
 
 def distance(results: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest distance of a result from the expected one, as a fraction of its length; NaN if it has NaN."""
+    """Return the largest distance of a result from the expected one, as a fraction of the latter's norm; NaN if a
+    result has NaN."""
     pairs = [(result.double(), reference.double()) for result, reference in zip(results, expected, strict=True)]
     distances = [(a - b).norm() / b.norm().clamp(min=1e-9) for a, b in pairs]
     return torch.stack(distances).amax().item()

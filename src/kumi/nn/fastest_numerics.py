@@ -1,10 +1,11 @@
 """Measure which numerics are the fastest on this CPU, with the threads of this process.
 
 Each candidate is timed once per round, in `ROUNDS` rounds, so that other load on the machine affects all candidates.
-The defaults are oneDNN for products, blocks for attention, and the precision that the CPU's flags suggest. Another
-candidate replaces the default if it is faster by a factor of `LEAD`, both in the median and in the fastest round;
-oneDNN must be faster by `PADDED_LEAD` to multiply the experts' rows, too. A measurement that is not finished within
-`SECONDS` keeps the default: a second suffices unless the machine is busy, and then the times would mean nothing.
+The defaults are oneDNN for products, attention in blocks (`kumi.nn.attention.cpu_attention`), and the precision that
+the CPU's flags suggest. Another candidate replaces the default if it is faster by a factor of `LEAD`, both in the
+median and in the fastest round; oneDNN must be faster by `PADDED_LEAD` to multiply the experts' rows, too. A
+measurement that is not finished within `SECONDS` keeps the default: a second suffices unless the machine is busy, and
+then the times would mean nothing.
 """
 
 from __future__ import annotations

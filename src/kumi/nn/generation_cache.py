@@ -22,7 +22,9 @@ MixerCache = AttentionCache | LatentCache | MambaCache
 
 
 class GenerationCache:
-    """The cache of every layer of `spec`, for `slots` sequences of at most `capacity` tokens, on a rank of `tp`.
+    """The cache of every layer of `spec`, for `slots` sequences of at most `capacity` tokens.
+
+    `tp`: number of tensor-parallel ranks that split the heads; the cache is that of one of them.
 
     Its tensors are those of `kumi.spec.cache_state`, in the compute dtype `dtype` where they are not wide.
     """
@@ -51,12 +53,13 @@ class GenerationCache:
             yield [allocate(tensor) for tensor in state.tensors]
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` positions, layer by layer. Sequences have at most the positions there are so far."""
+        """Make room for `capacity` positions, layer by layer. No sequence may be longer than the capacity so far."""
         if capacity <= self.capacity:
             return
         for cache, tensors in zip(self.layers, self._allocate(capacity), strict=True):
             for tensor, larger in zip(() if cache is None else cache.tensors, tensors, strict=True):
-                # A sequence that fits has not gone round its window yet: its places stay.
+                # Such a sequence has not overwritten its oldest tokens in a window yet, so all its tokens keep their
+                # places.
                 larger[tuple(map(slice, tensor.shape))] = tensor
             if cache is not None and not isinstance(cache, MambaCache):
                 cache.tensors = tuple(tensors)

@@ -40,7 +40,7 @@ def add_expert_bias(rows: Tensor, bias: Tensor | None, counts: Tensor, *, other_
     """Return `rows` (N, out), each plus the row of `bias` (X, out) of its group. Backward keeps only `counts`.
 
     `other_rank_adds`: return `rows` unchanged, because another rank adds the bias to the sum over ranks. This rank
-    computes the gradient of the bias too, because that is the gradient of the sum.
+    computes the gradient of the bias nevertheless, from the gradient of the sum, which every rank has.
     """
     if bias is None:
         return rows

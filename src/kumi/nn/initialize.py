@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kumi.spec.op import Param
 
-# Elements of a block. Changing this changes the initial weights of every seed.
+# Elements per block. Changing this changes the initial weights of every seed.
 _BLOCK = 2**18
 # The range of the initial step sizes of a Mamba mixer's heads.
 _STEPS = 0.001, 0.1

@@ -1,7 +1,8 @@
 """One chunk of logits (C, V): the log-probs of its labels, the statistics of its predictions, and its gradient.
 
 A rank may hold a slice of the vocabulary (`Vocabulary`). From the other ranks, it needs two numbers per token: the
-log-sum-exp of their logits, and the logit of the label if another rank has the label. Each statistic is one more.
+log-sum-exp of their logits, and the logit of the label if another rank has the label. Each statistic needs one more
+number.
 
 With the kernel of `kumi.nn.kernels.loss_kernels`, a chunk is its matrix product only, which its gradient overwrites.
 """

@@ -179,7 +179,8 @@ def _write(scores: TokenScores, part: slice | Tensor, chunk: TokenScores) -> Non
 
 
 def _put_rows(buffer: Tensor, part: slice | Tensor, rows: Tensor) -> None:
-    """Write `rows` to `buffer[part]`, in its dtype. A binding of `rows` in the loop would keep them for a chunk."""
+    """Write `rows` to `buffer[part]`, in its dtype. A variable in the caller's loop would keep `rows` in memory during
+    the next chunk."""
     buffer[part] = rows.to(buffer.dtype)
 
 
@@ -190,8 +191,8 @@ def _present(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
 def _gradient_buffers(hidden: Tensor, weight: Tensor, trained: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return buffers for the gradient of `hidden`, and of `weight` if it is trained.
 
-    The gradient of `hidden` is 0 until a chunk with the token is computed; without `trained`, every token is in one.
-    The gradient of `weight` is summed over chunks, in float32 or wider.
+    The buffer of `hidden` is zeroed if only `trained` tokens are in chunks; else it is empty, and chunks write all of
+    it. The gradient of `weight` is summed over chunks, in float32 or wider.
     """
     grad_weight = torch.zeros_like(weight, dtype=wide(hidden.dtype)) if weight.requires_grad else None
     return torch.empty_like(hidden) if trained is None else torch.zeros_like(hidden), grad_weight

@@ -1,6 +1,6 @@
 """LoRA and DoRA adapters on frozen linear layers (see `kumi.spec.lora`).
 
-    y = g * (W x + s B A drop(x)) + b,    g = 1, or for DoRA m / |W + s B A| by rows
+    y = g * (W x + s B A drop(x)) + b,    g = 1, or for DoRA m / (the norm of each row of W + s B A)
 
 The norm in DoRA's factor is a constant in the backward pass (Liu et al., 2024, section 4.3). Under tensor parallelism,
 each rank computes g * (W x + s B A x) from its rows or columns, and sums over ranks come afterwards.
@@ -46,7 +46,8 @@ class DropoutPass:
     A recomputed layer gets the same mask again; different passes get different masks.
     `step`: number of the update.
     `microbatch`: index of the pass within the update.
-    `data_rank`: differs between ranks with different tokens.
+    `data_rank`: index of the rank's sequences or parts of sequences (data and context parallelism). The ranks of a
+        tensor-parallel group have the same index.
     """
 
     seed: int = 0
@@ -64,7 +65,8 @@ class LoraLinear(Linear):
     """`Linear` with an adapter. It takes over the parameters of the layer `old`; the adapter's are in `dtype`.
 
     `name`: name of the layer in the model.
-    `part`: differs between ranks that hold different tokens or columns of the layer's input.
+    `part`: the tensor-parallel rank, if the ranks of its group have different tokens (sequence parallelism) or columns
+        (a row-parallel matrix) of the layer's input; else 0.
     `sum_columns`: sums a value of each row over the ranks that hold other columns of the matrix.
     `uses_adapter`: False computes the frozen layer alone.
     """
@@ -91,21 +93,21 @@ class LoraLinear(Linear):
         self.uses_adapter = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.complete(self.product(x, None), self.reduced(x))
+        return self.complete(self.product(x, None), self.project_down(x))
 
-    def reduced(self, x: Tensor) -> Tensor:
+    def project_down(self, x: Tensor) -> Tensor:
         """Return A drop(x), (.., r)."""
         if self.training and self.lora.dropout:
             key = self.dropout_pass.key(self.name, self.part)
             x = _Drop.apply(x, self.lora.dropout, key)  # type: ignore[no-untyped-call]
         return F.linear(x, self.lora_A.weight.to(x.dtype))
 
-    def complete(self, product: Tensor, reduced: Tensor) -> Tensor:
-        """Return the layer's output, given W x (.., out) and A x (.., r)."""
+    def complete(self, product: Tensor, down: Tensor) -> Tensor:
+        """Return the layer's output, given W x (.., out) and the result (.., r) of `project_down`."""
         # This must not work in place, because selective recomputation keeps the results of matrix products.
         out = product
         if self.uses_adapter:
-            out = torch.add(product, F.linear(reduced, self.lora_B.weight.to(product.dtype)), alpha=self.lora.scale)
+            out = torch.add(product, F.linear(down, self.lora_B.weight.to(product.dtype)), alpha=self.lora.scale)
         if self.uses_adapter and self.lora_magnitude_vector is not None:
             out = out * (self.lora_magnitude_vector / self.row_norms()).to(out.dtype)
         if self.bias is not None and self.adds_bias:
@@ -196,11 +198,15 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
 
 
 def add_adapter_outputs(
-    products: Sequence[Tensor], layers: Sequence[Linear], reduced: Sequence[Tensor]
+    products: Sequence[Tensor], layers: Sequence[Linear], downs: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Return the outputs of `layers`, given all their products and, in order, A x of those with adapters."""
-    reduced_iterator = iter(reduced)
+    """Return the outputs of `layers`.
+
+    `products`: W x of each layer.
+    `downs`: the results of `project_down` of the layers with adapters, in order.
+    """
+    downs_iterator = iter(downs)
     return tuple(
-        layer.complete(product, next(reduced_iterator)) if isinstance(layer, LoraLinear) else product
+        layer.complete(product, next(downs_iterator)) if isinstance(layer, LoraLinear) else product
         for product, layer in zip(products, layers, strict=True)
     )

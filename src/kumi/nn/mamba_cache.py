@@ -31,7 +31,11 @@ class MambaCache:
     def convolve(
         self, step: Step, convolutions: Sequence[Convolution], inputs: Sequence[Tensor], numbers: Tensor | None
     ) -> list[Tensor]:
-        """Return the result of each convolution for its input, (1, T, C) of prompts or (N, 1, C) of new tokens."""
+        """Return the result of each convolution for its input, in the input's shape.
+
+        `inputs`: (1, T, C) of prompts or of new tokens of one slot, or (N, 1, C) of one new token of each slot.
+        `numbers` (1, T): document numbers of the tokens of prompts, or None.
+        """
         pairs = list(zip(convolutions, inputs, self.tensors, strict=False))
         if isinstance(step, TokenStep):
             return [_convolve_token(convolution, x, tail) for convolution, x, tail in pairs]
@@ -45,7 +49,7 @@ class MambaCache:
         return [convolution(x, numbers) for convolution, x, _ in pairs]
 
     def scan(self, step: Step, inputs: ScanInputs) -> Tensor:
-        """Return the result (B, S, H, P) of the recurrence for prompts, or for one new token of each slot."""
+        """Return the result (B, S, H, P) of the recurrence for the tokens of `step`."""
         states = self.tensors[-1]
         if isinstance(step, TokenStep):
             count = len(inputs.x)
@@ -66,8 +70,8 @@ class MambaCache:
 
 
 def _convolve_more(convolution: Convolution, x: Tensor, tail: Tensor) -> Tensor:
-    """Return the convolution (1, T, C) of new tokens `x` after those in `tail` (kernel - 1, C), and move the last ones
-    into it."""
+    """Return the convolution (1, T, C) of new tokens `x` after those in `tail` (kernel - 1, C); move the last tokens
+    into `tail`."""
     window = torch.cat((tail[None], x), dim=1)
     tail.copy_(window[0, len(window[0]) - len(tail) :])
     out: Tensor = convolution(window, None)[:, len(tail) :]
@@ -75,7 +79,7 @@ def _convolve_more(convolution: Convolution, x: Tensor, tail: Tensor) -> Tensor:
 
 
 def _convolve_token(convolution: Convolution, x: Tensor, tail: Tensor) -> Tensor:
-    """Return the convolution (N, 1, C) of new tokens `x` (N, 1, C) after those in `tail`, and move them into it."""
+    """Return the convolution (N, 1, C) of new tokens `x` (N, 1, C) after those in `tail`; move `x` into `tail`."""
     count, dtype = len(x), wide(x.dtype)
     window = torch.cat((tail[:count], x), dim=1)
     tail[:count] = window[:, 1:]

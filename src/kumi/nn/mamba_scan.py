@@ -201,8 +201,8 @@ def _chunks_backward(chunks: _Chunks, grad: Tensor, entering: Tensor, grad_state
     `grad_state`: gradient of the state at the end of the last chunk.
 
     The gradient of an exponent is the exponential times its gradient. The sum at position q therefore gets the
-    contribution of q's result, and the sum at k minus the contributions of k to other results. The contribution to the
-    final state goes to the sum at the chunk's end.
+    contribution of q's result, and the sum at k gets minus the contributions of k to other results. The contribution
+    to the final state goes to the sum at the chunk's end.
     """
     decayed = grad * chunks.from_start
     grad_written = torch.einsum("bmgqn,bmgqrp->bmgrpn", chunks.c, decayed)
@@ -280,8 +280,8 @@ def _load_chunks(inputs: ScanInputs, steps: Tensor, rate: Tensor, chunk_range: _
     positions = slice(chunk_range.start, chunk_range.start + chunk_range.chunks * chunk_range.size)
     b, c = (_by_group(value[:, positions].to(steps.dtype), chunk_range) for value in inputs[1:3])
     step = _in_chunks(steps, chunk_range, inputs)
-    exact = steps.dtype if steps.device.type == "mps" else torch.float64
-    sums = (step.to(exact) * rate.view(step.shape[2], 1, step.shape[4])).cumsum(3)
+    sum_dtype = steps.dtype if steps.device.type == "mps" else torch.float64
+    sums = (step.to(sum_dtype) * rate.view(step.shape[2], 1, step.shape[4])).cumsum(3)
     visible, same_as_start, same_as_end, same_throughout = _same_document(inputs, chunk_range)
     last = sums[:, :, :, -1:]
     from_start, to_end, through = (part.exp().to(steps.dtype) for part in (sums, last - sums, last[:, :, :, 0]))
@@ -344,8 +344,8 @@ def final_state(inputs: ScanInputs, start: int, stop: int) -> Tensor:
     """
     _, steps, rate = _steps(inputs)
     part = steps[0, start:stop]
-    exact = part.dtype if part.device.type == "mps" else torch.float64
-    sums = (part.to(exact) * rate).cumsum(0)
+    sum_dtype = part.dtype if part.device.type == "mps" else torch.float64
+    sums = (part.to(sum_dtype) * rate).cumsum(0)
     decay = (sums[-1] - sums).exp().to(part.dtype)
     x = inputs.x[0, start:stop].to(part.dtype) * (part * decay)[..., None]
     b = inputs.b[0, start:stop].to(part.dtype)
@@ -356,11 +356,11 @@ def final_state(inputs: ScanInputs, start: int, stop: int) -> Tensor:
 def continue_scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return y (1, S, H, P) of the positions of a document after `state` (H, P, N), and the new state.
 
-    The recurrence is linear: `state` adds to each position its decayed product with c.
+    The recurrence is linear: `state`, decayed to a position, adds its product with c to the result there.
     """
     _, steps, rate = _steps(inputs)
-    exact = steps.dtype if steps.device.type == "mps" else torch.float64
-    decay = (steps[0].to(exact) * rate).cumsum(0).exp().to(steps.dtype)
+    sum_dtype = steps.dtype if steps.device.type == "mps" else torch.float64
+    decay = (steps[0].to(sum_dtype) * rate).cumsum(0).exp().to(steps.dtype)
     c, groups = inputs.c[0].to(steps.dtype), inputs.b.shape[2]
     read = torch.einsum("sgn,grpn->sgrp", c, state.view(groups, -1, *state.shape[1:])).flatten(1, 2)
     y = scan(inputs).to(steps.dtype) + read * decay[..., None]
@@ -383,8 +383,8 @@ def scan_step(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scan_state_grads(added_grads: Tensor, through: Tensor, grad_state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients (b, m, g, r, p, n) of the states at the chunks' ends, and of the state at the first
-    start."""
+    """Return the gradients (b, m, g, r, p, n) of the states at the ends of the chunks, and of the state at the
+    start of the first chunk."""
     leaving = []
     for added, decay in zip(reversed(added_grads.unbind(1)), reversed(through.unbind(1)), strict=True):
         leaving.append(grad_state)

@@ -18,19 +18,20 @@ from kumi.spec import model
 from kumi.spec.model import ModelSpec
 
 
-def _attention(decoder: ModelSpec, spec: model.Attention, **options: Any) -> Attention:
-    return Attention(decoder.hidden_size, spec, decoder.norm_eps, zero_centered=decoder.zero_centered_norm, **options)
+def _attention(model_spec: ModelSpec, spec: model.Attention, **options: Any) -> Attention:
+    centered = model_spec.zero_centered_norm
+    return Attention(model_spec.hidden_size, spec, model_spec.norm_eps, zero_centered=centered, **options)
 
 
-def _latent(decoder: ModelSpec, spec: model.LatentAttention, **options: Any) -> LatentAttention:
-    return LatentAttention(decoder.hidden_size, spec, **options)
+def _latent(model_spec: ModelSpec, spec: model.LatentAttention, **options: Any) -> LatentAttention:
+    return LatentAttention(model_spec.hidden_size, spec, **options)
 
 
-def _mamba(decoder: ModelSpec, spec: model.Mamba, **options: Any) -> Mamba:
-    return Mamba(decoder.hidden_size, spec, decoder.norm_eps, **options)
+def _mamba(model_spec: ModelSpec, spec: model.Mamba, **options: Any) -> Mamba:
+    return Mamba(model_spec.hidden_size, spec, model_spec.norm_eps, **options)
 
 
-# Class of `LayerSpec.attention` -> a function of (decoder spec, mixer spec, device, dtype) that returns the module.
+# Class of `LayerSpec.attention` -> a function of (model spec, mixer spec, device, dtype) that returns the module.
 MIXERS: dict[type, Callable[..., nn.Module]] = {
     model.Attention: _attention,
     model.LatentAttention: _latent,

@@ -137,7 +137,8 @@ class MoE(nn.Module):
 
 
 def sorted_places(ids: Tensor) -> Tensor:
-    """Return the row (T, k) of each choice in `ids` (T, k) when all choices are sorted by expert, then by token."""
+    """Return the row index (T, k) of each choice in `ids` (T, k) when all choices are sorted by expert, then by
+    token."""
     order = ids.flatten().argsort(stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
@@ -193,7 +194,7 @@ class _GatherWeighted(torch.autograd.Function):
 
 
 def _sum(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
-    """Return for each token the weighted sum of its rows, accumulated in float32 or wider; no weights mean 1."""
+    """Return for each token the weighted sum of its rows, accumulated in float32 or wider; weights of None are 1."""
     if (kernels := _kernels(rows)) is not None:
         tokens: Tensor = kernels.from_experts(rows, weights, places)
         return tokens

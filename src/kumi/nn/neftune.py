@@ -3,10 +3,10 @@
     x + alpha / sqrt(L * D) * u,    u uniform in [-1, 1)
 
 L is the number of tokens of the document that a token belongs to. Hugging Face's trainers take the length of the padded
-row, which is the same for a row that is one document.
+row; for a row that is one document without padding, both are equal.
 
 The noise of a step is a function of the seed, the step, the row of the step and the position in the row. It is drawn in
-blocks of positions, so that a rank with a part of a row draws about this part only.
+blocks of positions, so that a rank with a part of a row draws only the blocks of this part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-# Positions of a block. Changing this changes the noise of every seed.
+# Positions per block. Changing this changes the noise of every seed.
 _BLOCK = 128
 
 

@@ -19,7 +19,7 @@ from kumi.spec.lora import NF4_BITS, NF4_BLOCK, NF4_SCALE_BYTES, nf4_blocks
 
 
 class NF4Matrix(nn.Module):
-    """A frozen matrix (out, in) of `shape` in NF4, in blocks of 64 elements in the order of rows.
+    """A frozen matrix (out, in) of `shape` in NF4, in blocks of 64 elements in row-major order.
 
     `codes`: (blocks, 32) uint8, two elements a byte; the last block is filled up with zeros.
     `scales`: (blocks, 4) uint8, the bytes of a float32 for each block. As bytes, because FSDP2 casts floats when it
@@ -27,7 +27,7 @@ class NF4Matrix(nn.Module):
     `dtype`: of the unpacked matrix.
     `unpack`: unpacks codes and scales; can be replaced.
 
-    A shard along dim 0 of both has complete blocks, so it does not change their values.
+    Sharding codes and scales along dim 0 leaves each block complete, so it does not change the values.
     """
 
     def __init__(self, shape: tuple[int, int], *, device: torch.device | None, dtype: torch.dtype) -> None:
@@ -71,7 +71,7 @@ def unpacked_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def pack_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales (see `NF4Matrix`) of `values`, a vector that begins with a block."""
+    """Return the codes and scales (see `NF4Matrix`) of `values`, a vector whose first element begins a block."""
     # Imported here: bitsandbytes takes seconds to import, and few users have it.
     from bitsandbytes import functional
 
@@ -96,7 +96,7 @@ def unpack_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def round_to_nf4(matrix: Tensor) -> Tensor:
-    """Return `matrix`, whose first row begins with a block, packed and unpacked again."""
+    """Return `matrix`, whose first element begins a block, packed and unpacked again."""
     matrix = matrix.to(unpacked_dtype(matrix.dtype))
     codes, scales = pack_blocks(matrix.flatten())
     return unpack_blocks(codes, scales, matrix.dtype).view(-1)[: matrix.numel()].view(matrix.shape)

@@ -41,15 +41,15 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """Return x / rms(x) * weight over the last dim of `x`."""
+    """Return x / rms(x) * weight over the last dim of `x`; the factor is 1 + weight if `zero_centered`."""
     if x.device.type == "cpu":
         if not torch.is_grad_enabled():
             return _normalized(x, weight, eps, zero_centered)[0]
         normed: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
         return normed
     if zero_centered:
-        centred: Tensor = _ZeroCenteredRMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-        return centred
+        zero_centered_normed: Tensor = _ZeroCenteredRMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        return zero_centered_normed
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
@@ -78,7 +78,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + self.weight if self.zero_centered else self.weight
-        # The kernels compute statistics in float32 for every dtype of `x`; on a CPU, only if the parameters are wider.
+        # GPU kernels compute statistics in float32 for every dtype of `x`, CPU kernels only if the parameters are
+        # wider.
         dtype = x.dtype if x.device.type != "cpu" else wide(x.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return F.layer_norm(x, self.weight.shape, weight.to(dtype), bias, self.eps)
@@ -118,8 +119,8 @@ class _RMSNorm(torch.autograd.Function):
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
             grad, x.to(dtype), [size], mean, scale, gain, None, [True, True, False]
         )
-        centred = torch.mv(grad.reshape(-1, size), gain).view_as(scale).mul_(scale).mul_(1 / size)
-        return grad_x.add_(centred).to(x.dtype), grad_weight.to(weight.dtype), None, None
+        mean_term = torch.mv(grad.reshape(-1, size), gain).view_as(scale).mul_(scale).mul_(1 / size)
+        return grad_x.add_(mean_term).to(x.dtype), grad_weight.to(weight.dtype), None, None
 
 
 class _ZeroCenteredRMSNorm(torch.autograd.Function):

@@ -18,7 +18,9 @@ from kumi.errors import ConfigError
 from kumi.nn.cpu_matmul import enable_fast_float32
 from kumi.spec.numerics import KERNEL_PACKAGES, KERNELS, Numerics, attention_case
 
+# The attention cases (see `kumi.spec.numerics.attention_case`) that PyTorch's flash kernel computes.
 _flash: frozenset[str] = frozenset()
+# Experts' products are computed by PyTorch's default library, although others are by oneDNN.
 _mixed = False
 # Operation -> the module that computes it.
 _kernels: dict[str, ModuleType] = {}

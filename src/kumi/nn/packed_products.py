@@ -26,7 +26,8 @@ _MANY_ROWS = 128
 
 @contextmanager
 def packed_products(decoder: Decoder, rows: int) -> Iterator[None]:
-    """Pack the float32 weights of `decoder` that are on a CPU, for products of about `rows` rows, until the end.
+    """Pack the float32 weights of `decoder` that are on a CPU, for products of about `rows` rows, until the context
+    ends.
 
     Weights must not change meanwhile. Layers whose product is already replaced, such as quantised ones, stay as they
     are.
@@ -59,7 +60,7 @@ def _on_cpu(weight: Tensor) -> bool:
 
 
 class _PackedProduct:
-    """x W^T + b with the packed copy of W, the rows of several weights one after another."""
+    """x W^T + b with a packed copy of W, whose rows are those of `weights`, one weight after another."""
 
     def __init__(self, weights: Sequence[Tensor], rows: int) -> None:
         self.weights, self.rows = weights, rows
@@ -83,7 +84,7 @@ class _PackedProduct:
 
 
 class _PackedProjections(Projections):
-    """The projections of a block on one device; those of the same input are one product."""
+    """The projections of a block on one device. Projections of the same input are one product."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

@@ -42,7 +42,7 @@ class Balance:
     `weight`: factor of a token's auxiliary loss: coefficient / (MoE layers * tokens of the step) * loss scale, or 0.
     `per_sequence`: count the load over each sequence instead of over the microbatch.
     `sum_counts(counts)`: sum counts over the ranks that hold parts of the same sequences.
-    `part`: index of this rank's part of the tokens of `AttentionContext.shape`, in consecutive parts of the same size.
+    `part`: index of this rank's part, if ranks split the tokens of the batch (B, S) into consecutive parts of one size.
     `counts` (X,) int64: choices since the last reset.
     `loss`: weighted auxiliary loss since the last reset.
 

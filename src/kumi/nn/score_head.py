@@ -1,6 +1,6 @@
-"""Scores: one number per token from its final hidden state, the head of a reward model.
+"""The score head of a reward model: one number per token, computed from its final hidden state.
 
-They are computed in float32 or wider whatever the dtype of the hidden states is, because a preference depends on the
+Scores are in float32 or wider whatever the dtype of the hidden states is, because a preference depends on the
 difference of two scores: near 8, neighbouring bfloat16 numbers are 0.06 apart.
 """
 
@@ -17,13 +17,13 @@ from kumi.spec.ledger import SCORE_CHUNK
 
 
 def reward_scores(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the float32 scores (T,) of the final hidden states (T, D), given the head `weight` (1, D)."""
+    """Return the scores (T,), float32 or wider, of the final hidden states (T, D), given the head `weight` (1, D)."""
     scores: Tensor = _Scores.apply(hidden, weight)  # type: ignore[no-untyped-call]
     return scores
 
 
 class _Scores(torch.autograd.Function):
-    """A product with one column that keeps the hidden states in their own dtype."""
+    """A product with one column, which keeps the hidden states in their own dtype for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Log-probs at a temperature: of the distribution that a sampler draws from, which divides the logits by it."""
+"""Log-probs at a temperature, by which a sampler divides the logits before it draws from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kumi.nn.decoder import Decoder
 def at_temperature(model: nn.Module, temperature: float) -> Iterator[None]:
     """A context in which the decoders in `model` return and train log-probs at `temperature`.
 
-    Logits, and the tokens that a generation draws, do not change. The model has no softcap on its logits.
+    Logits, and the tokens that a generation draws, do not change. The model must have no softcap on its logits.
     """
     decoders = [module for module in model.modules() if isinstance(module, Decoder)]
     before = [decoder.temperature for decoder in decoders]

@@ -19,7 +19,10 @@ _T = TypeVar("_T")
 
 
 def run_in_threads(parts: Sequence[Callable[[], _T]]) -> list[_T]:
-    """Return the results of `parts`, in order. Record no gradients. Raise the first exception of a part."""
+    """Return the results of `parts`, in order. Raise the first exception of a part.
+
+    Several threads record no gradients.
+    """
     if len(parts) == 1 or torch.get_num_threads() == 1:
         return [part() for part in parts]
     # The pool is keyed by process: a forked process does not inherit its parent's threads.
@@ -38,10 +41,10 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
 
     def start() -> None:
         torch.set_num_threads(1)
-        torch.get_num_threads()  # a thread's first operator would reset it to the number of the process
+        torch.get_num_threads()  # without this call, a thread's first operator would set the process's number
         started.wait()
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="kumi-parts", initializer=start)
     list(pool.map(lambda _: None, range(threads)))
-    torch.set_num_threads(threads)  # the setting of threads that start later
+    torch.set_num_threads(threads)  # `start` also changed the number for threads that start later
     return pool

@@ -174,8 +174,8 @@ class ShardedProjections(Projections):
         if not adapted:
             return outputs
         # Each rank computes A x of its own tokens; the results are small enough for another all-gather.
-        reduced = all_gather(torch.cat([layer.reduced(x) for layer in adapted], dim=-1), self.group)
-        return add_adapter_outputs(outputs, layers, torch.split(reduced, [layer.lora.r for layer in adapted], -1))
+        downs = all_gather(torch.cat([layer.project_down(x) for layer in adapted], dim=-1), self.group)
+        return add_adapter_outputs(outputs, layers, torch.split(downs, [layer.lora.r for layer in adapted], -1))
 
     def broadcast(self, x: Tensor) -> Tensor:
         return all_gather(x, self.group) if self.sequence_parallel else copy_to_group(x, self.group)

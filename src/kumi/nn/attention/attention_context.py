@@ -63,7 +63,7 @@ class LatentMemory(Protocol):
         """Add the latents (B, S, rank) and rotated keys (B, S, R) of these tokens to the cache."""
 
     def attend(self, q: Tensor, up: Callable[[], Tensor], nope_size: int) -> Tensor:
-        """Return attention (B, 1, H, E') of `q` (B, 1, H, E) over the cached tokens.
+        """Return attention (B, S, H, E') of `q` (B, S, H, E) over the cached tokens, with those of this pass.
 
         `up` returns the projection (H * (nope_size + E'), rank) from latents to the keys and values of each head.
         """
@@ -171,9 +171,9 @@ def document_lengths(tokens: Tensor, document_ids: Tensor | None) -> int | Tenso
     """
     if document_ids is None:
         return tokens.shape[1]
-    number = document_starts(document_ids).flatten().cumsum(0) - 1
-    counts = torch.zeros_like(number).index_add_(0, number, torch.ones_like(number))
-    return counts[number].view(document_ids.shape)
+    documents = document_starts(document_ids).flatten().cumsum(0) - 1
+    counts = torch.zeros_like(documents).index_add_(0, documents, torch.ones_like(documents))
+    return counts[documents].view(document_ids.shape)
 
 
 def segments(tokens: Tensor, document_ids: Tensor | None, cu_seqlens: Sequence[int] | None = None) -> Segments:

@@ -66,7 +66,7 @@ class TokenStep:
         return {}
 
     def place(self, heads: int, capacity: int) -> Tensor:
-        """Return the rows (N * heads,) of the new tokens in a cache (slots * heads * capacity, E)."""
+        """Return the row indices (N * heads,) of the new tokens in a cache (slots * heads * capacity, E)."""
         key = heads, capacity
         if key not in self.places:
             first = torch.arange(len(self.lengths) * heads, device=self.lengths.device).view(-1, heads) * capacity
@@ -126,7 +126,7 @@ class AttentionCache:
         sinks: Tensor | None = None,
         scores: Scores = PLAIN_SCORES,
     ) -> Tensor:
-        """Return the result of `AttentionFn` over the cached and the new keys `k` and values `v`, which are added.
+        """Return the result of `AttentionFn` over cached keys and values and the new `k` and `v`, which join the cache.
 
         `within` is the attention function of the new tokens alone, used for whole prompts.
         """
@@ -188,7 +188,7 @@ class LatentCache:
         self.up: Tensor | None = None
 
     def store(self, step: Step, latents: Tensor, keys: Tensor) -> None:
-        """Store latents (B, S, rank) and rotated keys (B, S, R), of prompts or of one new token of each slot."""
+        """Store the latents (B, S, rank) and rotated keys (B, S, R) of the tokens of `step`."""
         (cached,), new = self.tensors, torch.cat((latents, keys), dim=-1)
         if isinstance(step, TokenStep):
             cached[step.rows, step.lengths] = new[:, 0]
@@ -201,8 +201,9 @@ class LatentCache:
     def attend(
         self, step: TokenStep | ExtendStep, q: Tensor, up_projection: Callable[[], Tensor], nope_size: int
     ) -> Tensor:
-        """Return attention (N, 1, H, E') of one new token of each slot over the cache, the new token included; of
-        several tokens of one slot, (1, T, H, E').
+        """Return attention over the cache, which has the new tokens already.
+
+        The result is (N, 1, H, E') for a `TokenStep`, and (1, T, H, E') for an `ExtendStep`.
 
         `q` (N, 1, H, nope_size + R) or (1, T, ...): the queries; the last R dims are rotated.
         `up_projection` returns the matrix (H * (nope_size + E'), rank) from latents to the keys and values of each
@@ -250,7 +251,7 @@ def put_prompt(cached: Tensor, values: Tensor, prompt: PackedPrompt) -> None:
 def extend(cached: Tensor, values: Tensor, step: ExtendStep) -> Tensor:
     """Write the new tokens `values` (K, T, E) of `step` to the slot `cached` (K, C, E).
 
-    Return the tokens (K, L, E) that they may attend to, in order: those before them that the slot had, then they.
+    Return the tokens (K, L, E) that they may attend to, in order: the earlier tokens of the slot, then the new ones.
     """
     capacity, count = cached.shape[1], min(values.shape[1], cached.shape[1])
     places = torch.arange(step.stop - count, step.stop, device=cached.device) % capacity

@@ -1,7 +1,7 @@
 """Causal attention over packed documents with softcap, ALiBi or sinks, on any device.
 
 PyTorch's GPU kernels support none of these. Blocks of queries are multiplied with the keys that they see, as in
-`kumi.nn.attention.partial_attention`. The log-sum-exp is kept for the backward pass, and no tensor of size S x S.
+`kumi.nn.attention.partial_attention`. The log-sum-exp is kept for the backward pass, but no tensor of size S x S.
 
 PyTorch's dispatcher sees the attention as one operator.
 """
@@ -47,7 +47,8 @@ def chunked_attention(
     return out
 
 
-# The masks of one microbatch take megabytes, so only those of the last two are kept, of layers with two windows.
+# The masks of a plan take megabytes, so only four plans are kept: those of the last two microbatches in a model with
+# two windows.
 @lru_cache(maxsize=4)
 def _plan(cu_seqlens: tuple[int, ...], rows: int, window: int, device: torch.device) -> tuple[Block, ...]:
     earliest = partial_attention.first_visible(cu_seqlens, rows, window)

@@ -46,7 +46,7 @@ class _Block(NamedTuple):
     """Some consecutive queries and the keys that they attend to.
 
     `start`, `stop`: the queries.
-    `first`, `last`: the keys, from `first` up to and without `last`. None is seen by a query before it.
+    `first`, `last`: the keys, from `first` up to and without `last`. No query sees a key after itself.
     `seen_by_all`: the first key that all of the queries may see.
     """
 
@@ -202,7 +202,8 @@ def _blocks(earliest: Tensor, row: int) -> Iterator[_Block]:
     """Yield the blocks of rows of `row` tokens."""
     for start, stop in _query_ranges(len(earliest), row):
         first = int(earliest[start])
-        # Few sizes: what the size adds lies before the keys that are seen, or where a batch begins, after them.
+        # Round the number of keys up to one of few sizes, by keys before the visible ones, or at the batch's begin
+        # after them.
         size = key_size(stop - first)
         first = max(0, stop - size)
         yield _Block(first, min(first + size, len(earliest)), start, stop, int(earliest[stop - 1]))

@@ -1,8 +1,8 @@
 """Causal attention over packed documents on the CPU by PyTorch's own flash kernel.
 
 The kernel has no document mask, but it reads any range of tokens without a copy. Consecutive documents of the same
-length form one call, as the rows of a batch. The kernel takes fewer key heads than query heads, and its log-sum-exp is
-kept for the backward pass (Dao et al., 2022, arXiv:2205.14135). `kumi.nn.attention.cpu_attention` computes the rest:
+length form one call, as the rows of a batch. The kernel supports fewer key heads than query heads, and its log-sum-exp
+is kept for the backward pass (Dao et al., 2022, arXiv:2205.14135). `kumi.nn.attention.cpu_attention` computes the rest:
 windows, sinks, softcap, ALiBi, and values of another size than keys.
 
 PyTorch's dispatcher sees the attention as one operator.
@@ -50,7 +50,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], 
 
 
 def prefers_flash(q: Tensor, v: Tensor, cu_seqlens: Sequence[int], window: int | None) -> bool:
-    """Return True if the kernel supports these heads and this `window`, and is chosen for this dtype and length.
+    """Return True if the kernel supports these heads and this `window`, and is chosen for this dtype and mean length.
 
     docs/decisions/cpu-numerics.md explains the choice.
     """

@@ -1,7 +1,7 @@
 """Attention of several new tokens of one sequence over its earlier tokens and themselves, for generation.
 
-The new tokens of a turn of a conversation attend to the cache of the turns before. Queries go in blocks, so that the
-mask and the scores of a block stay small. No gradients.
+The new tokens of a turn of a conversation attend to the cache of the turns before. Queries are processed in blocks, so
+that the mask and the scores of a block stay small. No gradients.
 
 Letters: T new tokens, L keys (those of the new tokens are the last), K key heads, G query heads per key head,
 H = K x G heads, E dims of a head.
@@ -24,7 +24,10 @@ _SCORES_AT_ONCE = 2**24
 
 
 class _Block(NamedTuple):
-    """Queries start to stop, which see keys among first to last; `visible` (stop - start, last - first)."""
+    """Queries `start` to `stop`, which see no keys but `first` to `last`.
+
+    `visible` (stop - start, last - first): True where a query sees a key.
+    """
 
     start: int
     stop: int
@@ -63,10 +66,10 @@ def extended_attention(
 
 
 def extended_latent_attention(q: Tensor, latents: Tensor, up: Tensor, nope_size: int) -> Tensor:
-    """Return causal attention (T, H, E') of `q` (T, H, nope_size + R) over `latents` (L, rank + R), in their space.
+    """Return causal attention (T, H, E') of `q` (T, H, nope_size + R) over `latents` (L, rank + R).
 
-    The last R dims of both are rotated. `up` (H, nope_size + E', rank) is the projection from latents to keys and
-    values.
+    It is computed in the space of the latents. The last R dims of queries and latents are rotated.
+    `up` (H, nope_size + E', rank): the projection from latents to keys and values.
     """
     rank, out = up.shape[2], q.new_empty(*q.shape[:2], up.shape[1] - nope_size)
     queries = torch.einsum("the,hed->thd", q[..., :nope_size], up[:, :nope_size])

@@ -1,8 +1,8 @@
 """Causal attention over packed documents with softcap or ALiBi in a compiled layer, by FlexAttention.
 
 PyTorch's compiler makes one kernel of the products, the change of the scores and the mask (Dong et al., 2024,
-arXiv:2412.05496). Uncompiled, FlexAttention would hold all S x S scores: `kumi.nn.attention.chunked_attention` computes
-these scores then.
+arXiv:2412.05496). Uncompiled, FlexAttention would hold all S x S scores, so `kumi.nn.attention.chunked_attention`
+computes the attention of uncompiled layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kumi.accelerator import is_gpu
 from kumi.nn.attention.attention_context import AttentionFn, MakeAttention, Segments
 from kumi.nn.attention.scores import Scores
 
-# The smallest head of its kernels.
+# The smallest head size of FlexAttention's kernels.
 SMALLEST_HEAD = 16
 
 
@@ -46,7 +46,7 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, scores: Scores) -
 def with_block_masks(make_attention: MakeAttention, windows: Iterable[int | None]) -> MakeAttention:
     """Return `make_attention` for unsharded rows, whose `Segments` have the masks of layers with these `windows`.
 
-    A compiled layer that is recomputed cannot make them.
+    A compiled layer that is recomputed cannot make the masks itself.
     """
     return partial(_make_with_masks, make_attention, tuple(windows))
 

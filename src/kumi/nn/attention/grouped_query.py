@@ -39,12 +39,12 @@ class Attention(nn.Module):
         super().__init__()
         self.spec, self.projections = spec, UNSHARDED
         self.wrappers: list[Wrapper] = []
-        heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-        self.q_proj = Linear(hidden_size, heads, bias=spec.qkv_bias, device=device, dtype=dtype)
-        self.k_proj = Linear(hidden_size, kv_heads, bias=spec.qkv_bias, device=device, dtype=dtype)
-        self.v_proj = Linear(hidden_size, kv_heads, bias=spec.qkv_bias, device=device, dtype=dtype)
-        self.o_proj = Linear(heads, hidden_size, bias=spec.out_bias, device=device, dtype=dtype)
-        sizes = (heads, kv_heads) if spec.qk_norm_whole else (spec.head_dim, spec.head_dim)
+        q_size, kv_size = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        self.q_proj = Linear(hidden_size, q_size, bias=spec.qkv_bias, device=device, dtype=dtype)
+        self.k_proj = Linear(hidden_size, kv_size, bias=spec.qkv_bias, device=device, dtype=dtype)
+        self.v_proj = Linear(hidden_size, kv_size, bias=spec.qkv_bias, device=device, dtype=dtype)
+        self.o_proj = Linear(q_size, hidden_size, bias=spec.out_bias, device=device, dtype=dtype)
+        sizes = (q_size, kv_size) if spec.qk_norm_whole else (spec.head_dim, spec.head_dim)
         norm = partial(RMSNorm, eps=eps, device=device, dtype=dtype, zero_centered=zero_centered)
         self.q_norm = norm(sizes[0]) if spec.qk_norm else None
         self.k_norm = norm(sizes[1]) if spec.qk_norm else None
@@ -67,14 +67,14 @@ class Attention(nn.Module):
             q, k = self.q_norm(q).view(heads), self.k_norm(k).view(heads)
         rotation = rotary(self.spec)
         if rotation is not None:
-            keys = key_rotary(rotation)
-            if keys == rotation and q.shape[1] == 1:  # decoding, where an operator costs more than its work
+            key_rotation = key_rotary(rotation)
+            if key_rotation == rotation and q.shape[1] == 1:  # decoding, where an operator costs more than its work
                 together = rope.rotate(
                     torch.cat((q, k), 2), *context.cos_sin[rotation], interleave=rotation[0].interleave
                 )
                 q, k = together.split_with_sizes((q.shape[2], k.shape[2]), 2)
             else:
-                pairs = ((q, rotation), (k, keys))
+                pairs = ((q, rotation), (k, key_rotation))
                 q, k = (rope.rotate(x, *context.cos_sin[key], interleave=rotation[0].interleave) for x, key in pairs)
         out = context.attend(q, k, v, self.spec.sliding_window, self.sinks, self.scores)
         return self.projections.row_linear(out.flatten(2), self.o_proj).view(x.shape)

@@ -1,8 +1,8 @@
-"""Newer versions of flash attention, if the user has installed one: PyTorch's own is version 2.
+"""Newer versions of flash attention, if the user has installed one. PyTorch's own is version 2.
 
 PyTorch lets FA3 (Hopper) and FA4 (Hopper and Blackwell) take the place of its flash kernels, so whole rows, packed
-documents, rings and sinks all use them. Before that, its result on this GPU is compared with that of PyTorch's kernels,
-for the head sizes and windows of the model: where it fails or differs, PyTorch's stay.
+documents, rings and sinks all use them. Before a version is used, its results on this GPU are compared with those
+of PyTorch's kernels, for the head sizes and windows of the model. If it fails or differs, PyTorch's kernels stay.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kumi.spec.model import Attention, LatentAttention, ModelSpec
 
 # Largest difference of results from PyTorch's kernels, relative to the largest element: some roundings of bfloat16.
 _TOLERANCE = 2**-5
+# Tokens of the comparison, and the boundaries of its two documents.
 _TOKENS, _BOUNDS = 256, (0, 100, 256)
 
 
@@ -29,7 +30,7 @@ class _Version(NamedTuple):
     capability: str  # of `kumi.accelerator`
 
 
-# The first that a GPU takes and that is installed is used.
+# In order of preference.
 _VERSIONS = (
     _Version("FA3", "flash_attn_interface", "flash attention 3"),
     _Version("FA4", "flash_attn.cute.interface", "flash attention 4"),
@@ -44,8 +45,8 @@ class AttentionCase(NamedTuple):
 
 
 def use_newer_flash(spec: ModelSpec, device: torch.device) -> str:
-    """Let an installed newer version compute flash attention on `device`. Return a sentence about it, "" if there is
-    none."""
+    """Let an installed newer version compute flash attention on `device`. Return a sentence about it; "" if
+    none is installed, or if flash attention computes no layer of `spec`."""
     version = installed_version(device)
     cases = list(attention_cases(spec))
     if version is None or not cases:
@@ -59,7 +60,7 @@ def use_newer_flash(spec: ModelSpec, device: torch.device) -> str:
         return f"{version} is not used, because it fails here ({str(error).partition(chr(10))[0]})"
     for case, expected, results in zip(cases, plain, newer, strict=True):
         differences = [_difference(*pair) for pair in zip(expected, results, strict=True)]
-        if not all(difference <= _TOLERANCE for difference in differences):  # not a number is not near, either
+        if not all(difference <= _TOLERANCE for difference in differences):  # NaN is not near, either
             restore_flash()
             shown = ", ".join(f"{difference:.3g}" for difference in differences)
             return (
@@ -109,7 +110,7 @@ def _results(case: AttentionCase, device: torch.device) -> list[Tensor]:
 
 
 def _difference(expected: Tensor, result: Tensor) -> float:
-    """Return the largest difference relative to the largest element; infinity for other shapes."""
+    """Return the largest difference relative to the largest element; infinity if the shapes differ."""
     if expected.shape != result.shape:
         return float("inf")
     return float((result.float() - expected.float()).abs().max() / expected.float().abs().max())

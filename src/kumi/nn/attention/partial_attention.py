@@ -25,8 +25,8 @@ from kumi.nn.attention.scores import AlibiBias, Scores, softcap_backward
 from kumi.nn.dtypes import wide
 from kumi.spec.attention_blocks import QUERY_ALIGNMENT, QUERY_BLOCK, key_size
 
-# Queries per block, by device. A block whose documents end early is shortened to a multiple of `QUERY_ALIGNMENT`: few
-# shapes, little wasted work.
+# Queries per block, by device. A block whose documents end early is shortened to a multiple of `QUERY_ALIGNMENT`, which
+# wastes little work and gives few shapes.
 QUERY_BLOCKS = {"cpu": QUERY_BLOCK, "cuda": 512}
 
 
@@ -158,12 +158,14 @@ def _block(
     """
     row, position, start = origin
     # If a key comes after one of the queries, keys and queries are of the same piece, and each query sees itself.
-    # Otherwise all queries end at the same key, and only the first queries, of documents that reach back, see any key.
+    # Otherwise the last visible key is the same for all queries, and only the first queries see any key: those of
+    # the document that reaches back to these keys.
     num_active = int((first < last).sum())
     if not num_active:
         return
     size = min(-(-num_active // QUERY_ALIGNMENT) * QUERY_ALIGNMENT, len(first))
-    # Few sizes: what the size adds lies before the keys that are seen, or where the part begins, after them.
+    # Round the number of keys up to one of few sizes, by keys before the visible ones, or at the part's begin after
+    # them.
     keys = key_size(int(last[size - 1]) - int(first[0]))
     begin = max(0, int(last[size - 1]) - keys)
     end = min(begin + keys, num_keys)

@@ -17,10 +17,10 @@ class Scores(NamedTuple):
     `softcap`: score = softcap * tanh(score / softcap) (Gemma 2, arXiv:2408.00118).
     `slopes`: ALiBi. Subtracts slope * distance, with one slope per local query head (Press et al., 2021,
     arXiv:2108.12409).
-    `bf16_bias`: adds slope * key position instead, rounded to bfloat16 at each step and multiplied by the scale.
+    `bf16_bias`: adds slope * key position instead, with slope and product rounded to bfloat16, times the scale.
     transformers computes this for Falcon; from position 256 on, the bias is a staircase.
 
-    Attention sinks are scores already: none of these applies to them.
+    Attention sinks are scores already: none of these settings changes them.
     """
 
     scale: float | None = None
@@ -91,7 +91,7 @@ class AlibiBias(NamedTuple):
     def key_bias(self, positions: Tensor, origin: int) -> Tensor:
         """Return the bias (K, G, M) of keys at `positions` (M,), as if every query were at position `origin`.
 
-        Positions count from the beginning of the row; of the key's document if the bias is rounded.
+        Positions count from the beginning of the row, or of the key's document if the bias is rounded.
         """
         if self.step_factor is None:
             return self.slopes * (positions - origin)
@@ -109,7 +109,7 @@ class AlibiBias(NamedTuple):
 
 
 PLAIN_SCORES = Scores()
-# The fields of `Scores` in the schema of an operator.
+# The fields of `Scores` in the schema of an operator; `stepped` is `bf16_bias`.
 SCORES_SCHEMA = "float? scale=None, float? softcap=None, float[]? slopes=None, bool stepped=False"
 
 

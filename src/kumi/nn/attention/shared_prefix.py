@@ -1,7 +1,7 @@
-"""Attention of texts that continue a shared beginning, which a row has once.
+"""Attention of texts that continue a shared beginning, which is in the row only once.
 
 A document of a row that begins at a position p above 0 is a branch: it continues the latest document that begins at
-position 0, and sees the first p tokens of it and its own.
+position 0, and sees the first p tokens of that document and its own tokens.
 
     tokens     a b c d   d x   d y z   e f
     documents  0 0 0 0   1 1   2 2 2   3 3
@@ -28,7 +28,7 @@ from kumi.spec.model import Mamba, ModelSpec
 
 
 class Branch(NamedTuple):
-    """Tokens start to stop of row `row`, which see `shared` tokens from `root` on before them."""
+    """Tokens `start` to `stop` of row `row`, which see the `shared` tokens that begin at `root`, and themselves."""
 
     row: int
     root: int
@@ -38,8 +38,11 @@ class Branch(NamedTuple):
 
 
 def supports_branches(spec: ModelSpec) -> bool:
-    """Return True if the layers of a model compute branches: a recurrent state has no branches, and a rotation that
-    depends on the length of a document would need the longest one's."""
+    """Return True if the layers of a model compute branches.
+
+    A recurrent state has no branches. A rotation that depends on the document's length would rotate the shared
+    beginning differently for each branch.
+    """
     return all(
         not isinstance(layer.attention, Mamba)
         and (layer.attends is None or layer.attends.rope is None or not layer.attends.rope.depends_on_length)
@@ -83,7 +86,7 @@ def _attend(
     sinks: Tensor | None = None,
     scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
-    """Return the result of `AttentionFn`: that of separate `documents`, with that of the branches in its place."""
+    """Return the result of `AttentionFn`: `documents` computes all documents separately, then branches are replaced."""
     out = documents(q, k, v, window, sinks, scores)
     for row, root, shared, start, stop in branches:
         keys, values = (torch.cat((x[row, root : root + shared], x[row, start:stop])).transpose(0, 1) for x in (k, v))

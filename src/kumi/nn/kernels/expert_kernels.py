@@ -1,12 +1,12 @@
 """Triton kernels that copy tokens to the rows of their experts, and sum the rows back with the routing weights.
 
 They are the permutation and its inverse of MegaBlocks (Gale et al., 2022, arXiv:2211.15841), without padding: row
-places[t, j] belongs to choice j of token t (`kumi.nn.moe.sorted_places`). A program has one token, or a block of its
-numbers, and all k rows of it, so that nothing is read or written twice.
+places[t, j] belongs to choice j of token t (`kumi.nn.moe.sorted_places`). A program processes all k rows of one
+token, in all columns or in a block of them, so that nothing is read or written twice.
 
 Bytes moved for T tokens of D numbers of 2 bytes, k experts each, in units of 2 T D: k + 1 in `spread_tokens` and in
-`sum_rows`, 2 k + 1 in `sum_rows_backward`: 5 k + 4 with the backward pass of `spread_tokens`, which is `sum_rows`. The
-plain path reads and writes float32 sums k times: about 30 k.
+`sum_rows`, 2 k + 1 in `sum_rows_backward`. With the backward pass of `spread_tokens`, which is `sum_rows`, they add up
+to 5 k + 4. The plain path reads and writes float32 sums k times: about 30 k.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kumi.nn.custom_ops import define_op
 
-# Numbers of a tile: a program has the k rows of a token in registers, as many columns of them as fit.
+# Numbers that a program has in registers at a time: as many columns of a token's k rows as fit.
 _TILE = 4096
 
 

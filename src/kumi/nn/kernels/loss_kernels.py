@@ -51,9 +51,9 @@ def score_rows(
     """Write four numbers for each token. A program computes one token.
 
     `product` (tokens, width): the first `columns` columns are logits before `_shaped`.
-    `rows` (tokens,): the column of the token's label; negative if it is not here.
+    `rows` (tokens,): the column of the token's label; negative if another rank has it.
     `numbers` (4, tokens), float32, rows `spacing` elements apart: the largest logit l, log(sum exp(logits - l)), the
-    label's logit (0 if it is not here), and the entropy in nats if ENTROPY.
+    label's logit (0 if another rank has it), and the entropy in nats if ENTROPY.
     """
     token = tl.program_id(0).to(tl.int64)
     product += token * width

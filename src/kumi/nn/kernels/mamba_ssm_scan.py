@@ -1,7 +1,7 @@
 """Mamba-2's recurrence by the package mamba-ssm, whose Triton kernels are those of the paper's authors.
 
 It computes what `kumi.nn.mamba_scan` computes, from the same inputs. Its kernels multiply in the dtype of x. Only the
-inputs are kept for the backward pass, as on the plain path, so that the forward pass runs a second time there.
+inputs are kept for the backward pass, as on the plain path, so the backward pass runs the forward pass again.
 """
 
 from __future__ import annotations

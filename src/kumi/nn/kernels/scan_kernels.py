@@ -10,8 +10,8 @@ registers only, tile by tile, as in FlashAttention.
                 query_gradients  of c and of the sums, for each position as a query
                 key_gradients    of b, x, the steps, d and the sums, for each position as a key
 
-The decays are computed by PyTorch: a number for each position and head, where x has P. A tile's products are in float32
-for inputs of float32, else in TF32, whose 10 bits are more than bfloat16's 7.
+The decays are computed by PyTorch: they have one number for each position and head, while x has P. A tile's products
+are in float32 for inputs of float32, else in TF32, whose 10 bits are more than bfloat16's 7.
 
 Bytes moved, forward: x twice, y, b and c for each head, and four times the states, of 4 P N / Q bytes for each position
 and head. The plain path also reads or writes Q numbers of 4 bytes for each position and head twelve times: its scores.
@@ -31,7 +31,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from kumi.nn.mamba_scan import ScanInputs
 
-# Positions of a tile, and of one in the gradients, which have more accumulators: with 64, registers spill.
+# Positions of a tile in the forward and in the gradient kernels. The latter have more accumulators, and would spill
+# registers with 64.
 _POSITIONS, _GRADIENT_POSITIONS = 64, 32
 # Numbers of a state that a program of `pass_states` has.
 _STATE_NUMBERS = 1024
@@ -286,8 +287,8 @@ def key_gradients(
     """Write the gradients of x (B, length, heads, P) and b (B, length, groups, N), and three dot products.
 
     `grad_states` (B, M, heads, P, N): the gradient of the state after each chunk.
-    `dots` (3, B, M, CHUNK, heads), blocks `spacing` numbers apart: of the gradient of step * x with x, of what the
-    position adds to the state with the state's gradient, and of y's gradient with x.
+    `dots` (3, B, M, CHUNK, heads), the three blocks `spacing` numbers apart: the gradient of step * x times x, what the
+    position adds to the state times the state's gradient, and y's gradient times x.
     A program computes BLOCK positions of a chunk for all heads of a group.
     """
     group, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -490,8 +491,9 @@ def scan_backward(grad: Tensor, inputs: ScanInputs) -> Sequence[Tensor]:
         **constants,
     )
     grad_steps, written, skipped = dots
-    # The gradient of a sum: of the results there, minus what the position contributes elsewhere. The sum at the chunk's
-    # end gets what all positions and the state before the chunk contribute to the state after it.
+    # The gradient of the sum at a position: what its own result contributes, minus what other results get from the
+    # position. The sum at the chunk's end gets what all positions and the state before the chunk contribute to the
+    # state after it.
     grad_sums -= grad_steps * steps
     carried = torch.linalg.vecdot(states.flatten(-2), grad_states.flatten(-2))
     grad_sums[:, :, -1] += written.sum(2) + decays.through * carried
