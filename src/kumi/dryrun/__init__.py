@@ -56,7 +56,7 @@ def dry_run(job: Job, layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:
 def select_ranks(estimate: Estimate, selection: str | None) -> list[int]:
     """Return the ranks of the `--rank` option.
 
-    `selection` is a number, "all-stages" for one rank of every pipeline rank, or None for a rank with the largest
+    `selection` is a number, "all-stages" for one rank at each index of the pp axis, or None for a rank with the largest
     estimated memory. Raise LayoutError for anything else.
     """
     layout = estimate.layout

@@ -69,10 +69,10 @@ def model_flops(job: Job, layout: Layout, pp_rank: int) -> float:
 def compare_messages(measured: Measured, job: Job, layout: Layout, pp_rank: int) -> list[dict[str, Any]]:
     """Return the messages of a step by kind, axis and bytes: how many were sent, and how many the planner lists.
 
-    Messages sent in other sizes than listed, such as bucketed gradients, form one row per kind and axis with their
-    total bytes.
+    Messages whose sizes differ from the listed ones, such as bucketed gradients, form one row per kind and axis with
+    their total bytes.
     """
-    listed: dict[_Key, list[Any]] = {}
+    listed: dict[_Key, list[Any]] = {}  # key -> [count, degree of the axis, what is sent]
     for item in collectives(job, layout, pp_rank):
         row = listed.setdefault((item.kind, item.axis, round(item.bytes)), [0, item.degree, []])
         row[0] += item.count
@@ -86,12 +86,12 @@ def compare_messages(measured: Measured, job: Job, layout: Layout, pp_rank: int)
         else:
             unmatched.setdefault(key[:2], []).append(key)
     for (kind, axis), keys in unmatched.items():
-        ran, planned = ({key: counts[key] for key in keys if key in counts} for counts in (sent, _counts(listed)))
+        observed, planned = ({key: counts[key] for key in keys if key in counts} for counts in (sent, _counts(listed)))
         rows.append(
             _row(
                 (kind, axis, 0),
-                sum(ran.values()),
-                _bytes(ran),
+                sum(observed.values()),
+                _bytes(observed),
                 sum(planned.values()),
                 _bytes(planned),
                 ", ".join(dict.fromkeys(word for key in keys if key in listed for word in listed[key][2])),

@@ -52,7 +52,7 @@ def use_fake_kernels(decoder: nn.Module, mesh: Mesh, kind: str) -> None:
 
 
 def _unpacked_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the shape of `kumi.nn.nf4.unpack_blocks`, without bitsandbytes."""
+    """Return an empty tensor like the result of `kumi.nn.nf4.unpack_blocks`, without bitsandbytes."""
     return codes.new_empty(len(codes), NF4_BLOCK, dtype=dtype)
 
 

@@ -1,7 +1,7 @@
 """Run one rank's training step on fake tensors, and measure its memory, FLOPs and messages.
 
 Model, schedule, recomputation, communication and optimizer are those of training. No weights are initialized and no
-data is read. Of a run with rollouts, the step is an update of the policy, with its reference and its critic in memory.
+data is read. In a run with rollouts, the step is an update of the policy, with its reference and its critic in memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Measured:
 
 
 class _MeanOutput(Objective):
-    """The mean of the head's results. A loss of a few numbers a sequence costs as much as any function of them."""
+    """The mean of the head's results. It stands for all losses from log-probs or scores, which cost about the same."""
 
     def count(self, batch: Mapping[str, Any]) -> float:
         return int(batch["labels"].numel())
@@ -70,8 +70,8 @@ class _MeanOutput(Objective):
 def dry_step(job: Job, layout: Layout, rank: int) -> Measured:
     """Measure the step of `rank` of `layout`.
 
-    Of a step with many microbatches, only the first are run. Once the pipeline is full, all microbatches cost the same.
-    A second run has one more round of microbatches; the difference of the two runs gives the FLOPs and messages of the
+    Of a step with many microbatches, only the first are run: once the pipeline is full, all microbatches cost the same.
+    A second run has one more round of microbatches. The difference of the two runs gives the FLOPs and messages of the
     remaining rounds.
     """
     with fake_rank(layout, rank) as mesh:
@@ -93,9 +93,9 @@ def dry_step(job: Job, layout: Layout, rank: int) -> Measured:
             track_unpacked(wrapped, tracker)
             optimizer = build_optimizer(wrapped, mesh, job.optim)
             track_states(wrapped, optimizer, tracker)
-            resting = [_track_other(kind, other, job, mesh, tracker) for kind, other in others.items()]
+            other_models = [_track_other(kind, other, job, mesh, tracker) for kind, other in others.items()]
             measured = _measure(wrapped, mesh, job, optimizer, tracker)
-            del resting  # in memory until then
+            del other_models  # in memory until here
             return measured
 
 
@@ -142,7 +142,7 @@ def _measure(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, track
 def microbatches_to_run(layout: Layout, microbatches: int) -> tuple[int, int]:
     """Return the microbatches of a first run, and how many more a second run has.
 
-    The second number is 0 if one run of all microbatches is cheaper, or if their memory grows with their number.
+    The second number is 0 if one run of all microbatches is cheaper, or if the memory grows with their number.
     """
     round_size = layout.pp if layout.schedule in IN_ROUNDS else 1
     first = 2 * layout.pp * layout.stages if layout.pp > 1 else 2
@@ -183,8 +183,8 @@ def run_step(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, track
     with tracker:
         names = ("input_ids", "labels", "position_ids")
         batches = ({name: torch.zeros(shape, dtype=torch.int64) for name in names} for _ in range(microbatches))
-        repeats = job.passes.head_again or job.model.head == "score"
-        objective = _MeanOutput() if repeats else OBJECTIVES["lm"]()
+        is_nonlinear = job.passes.head_again or job.model.head == "score"
+        objective = _MeanOutput() if is_nonlinear else OBJECTIVES["lm"]()
         # Fake labels have no values, from which the trained ones would follow: the head computes all.
         forward_backward(
             model, mesh, objective, batches, job.batch.tokens_per_step, label_positions=lambda labels: None

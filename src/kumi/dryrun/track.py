@@ -8,7 +8,8 @@
 
 A storage counts from the operation that returns its first tensor until Python frees it. Its size may change meanwhile:
 FSDP2 frees gathered parameters by resizing their storages to 0. The workspace of a kernel is not seen. Composite
-operators of kumi are run inside the tracker. The allocator's rounding and caching is not included.
+operators of kumi run inside the tracker, which so sees their parts. The allocator's rounding and caching is not
+included.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _NUMBERS: dict[torch.dtype, float | bool] = {torch.bool: True}
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that tracks the operations inside it.
 
-    `fake`: tensors have no values, and `.item()` returns 0.5.
+    `fake`: tensors have no values, and `.item()` returns a constant (see `_NUMBERS`).
     """
 
     def __init__(self, *, fake: bool = False) -> None:
@@ -57,7 +58,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kinds: list[str] = []  # number -> kind
         self._events: list[tuple[int, int]] = []  # (number, bytes allocated or freed)
         self._parameters: set[int] = set()
-        self._resize: Any = None
 
     def track(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Count `tensors` that exist already as `kind`; change the kind of those already tracked."""
