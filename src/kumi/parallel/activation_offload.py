@@ -99,12 +99,12 @@ class LayerScope:
     """One forward pass of a layer, with the tensors that it saves.
 
     `previous`: the scope of the previous layer; None for the first layer.
-    `on_device`: data pointers of storages that stay on the device.
+    `staying`: data pointers of storages that stay on the device.
     `d2h_event`: the completion of the last copy to the host.
     """
 
-    def __init__(self, stream: OffloadStream, previous: LayerScope | None, on_device: set[int]) -> None:
-        self.stream, self.previous, self.on_device = stream, previous, on_device
+    def __init__(self, stream: OffloadStream, previous: LayerScope | None, staying: set[int]) -> None:
+        self.stream, self.previous, self.staying = stream, previous, staying
         self.d2h_event: Any = None
         self.in_backward = False
         # The offloaded storages by (data pointer, version). Holding them while the layer runs keeps other tensors from
@@ -114,7 +114,7 @@ class LayerScope:
 
     def pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
-        stays = storage.data_ptr() in self.on_device or _is_weight(tensor)
+        stays = storage.data_ptr() in self.staying or _is_weight(tensor)
         if stays or storage.nbytes() < _MIN_BYTES or tensor.device.type != self.stream.device.type:
             return tensor.detach() if tensor.grad_fn is not None and not stays else tensor
         key = storage.data_ptr(), tensor._version
@@ -165,7 +165,7 @@ def offload_wrappers(stream: OffloadStream, layers: int) -> list[Wrapper]:
     With recomputation, the wrapper belongs around `Recompute`: it then offloads the layer's input.
     """
     last: list[LayerScope | None] = [None]
-    return [partial(_offload_saved_tensors, stream, last, number == 0) for number in range(layers)]
+    return [partial(_offload_saved_tensors, stream, last, index == 0) for index in range(layers)]
 
 
 def _offload_saved_tensors(

@@ -1,4 +1,4 @@
-"""The modules that torch.compile leaves uncompiled, and the passes."""
+"""The modules and the passes that run uncompiled in a model whose layers torch.compile compiles."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def prepare_to_compile(decoder: Decoder, mesh: Mesh) -> None:
     Attention in blocks: the blocks depend on the documents. On a GPU, FlexAttention takes the place of most of it.
     """
     compiler: Any = torch.compiler
-    uncompiled = compiler.disable(_call)
+    wrapper = compiler.disable(_call)
     windows: set[int | None] = set()
     for module in decoder.modules():
         if isinstance(module, MoE) or (isinstance(module, Attention) and _is_chunked(module, mesh)):
-            module.wrappers.append(uncompiled)
+            module.wrappers.append(wrapper)
         elif isinstance(module, Attention) and not module.scores.fused:
             windows.add(module.spec.sliding_window)
     if windows:
@@ -39,8 +39,8 @@ def prepare_to_compile(decoder: Decoder, mesh: Mesh) -> None:
 def uncompiled(decoder: nn.Module) -> Iterator[None]:
     """A context in which the compiled layers of `decoder` run uncompiled, for generation.
 
-    Its passes have caches and lengths that change, so each would be compiled again, and on a CPU some kernels for them
-    are not valid C++.
+    A generation's passes have caches and lengths that change, so each pass would be compiled again. On a CPU, some of
+    the kernels compiled for them are not valid C++.
     """
     # Without compiled layers, dynamo, whose import takes seconds, is not needed.
     if all(getattr(module, "_compiled_call_impl", None) is None for module in decoder.modules()):

@@ -8,7 +8,7 @@ A rank's loss is its part of the step's mean, so gradients are summed over ranks
     2     sharded              once per step                      reduce-scatter in every microbatch
     3     sharded              every forward and every backward   reduce-scatter in every microbatch
 
-Packed matrices (`kumi.nn.nf4`) are sharded and all-gathered by ZeRO-3 only, as the bytes that they are.
+Packed matrices (`kumi.nn.nf4`) are sharded by ZeRO-3 only, and all-gathered packed.
 
 With dp_replicate > 1, the reduce-scattered shards are all-reduced over dp_replicate in the last microbatch. Pipeline
 stages under ZeRO-0 are reduced after the last backward instead of by DDP. Weight gradients that the schedule defers are
@@ -136,9 +136,9 @@ def _unit_modules(decoder: Decoder) -> dict[str, list[list[nn.Module]]]:
 
 def _set_prefetch(units: list[Any], count: int) -> None:
     """Make each of `units`, which are in forward order, prefetch the next `count` units of the forward and backward."""
-    for number, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + count])
-        previous = units[max(0, number - count) : number][::-1]
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + count])
+        previous = units[max(0, index - count) : index][::-1]
         unit.set_modules_to_backward_prefetch([other for other in previous if not isinstance(other, Embedding)])
 
 

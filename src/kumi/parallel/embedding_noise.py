@@ -24,7 +24,8 @@ class EmbeddingNoise:
         self.seed = self.step = self.row = 0
 
     def __call__(self, x: Tensor, position_ids: Tensor, document_ids: Tensor | None) -> Tensor:
-        """Return the embeddings `x` (B, S, D) with noise, or those of this rank's tokens (T/n, D).
+        """Return the embeddings `x` with noise: (B, S, D), or (T/n, D) of this rank's tokens under sequence
+        parallelism.
 
         `position_ids` (B, S) and `document_ids` are as in `Decoder.forward`. Without gradients, as in evaluation,
         return `x`.

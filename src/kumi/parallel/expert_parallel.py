@@ -2,9 +2,9 @@
 
     rows sorted by expert  --all_to_all-->  rows of the rank's experts  --> experts -->  --all_to_all-->  rows as before
 
-A row is the copy of a token for one of its experts. No token is dropped and no row padded: ranks first exchange the
-number of rows of each expert, then exactly these rows (Lepikhin et al., 2020, arXiv:2006.16668, without its capacity).
-The ranks of expert_tp each have a part of the width of every expert: they all-gather their tokens first and
+A row is the copy of a token for one of its experts. No token is dropped, and there is no padding: ranks first exchange
+the number of rows of each expert, then exactly these rows (Lepikhin et al., 2020, arXiv:2006.16668, without its
+capacity). The ranks of expert_tp each have a part of the width of every expert: they all-gather their tokens first and
 reduce-scatter the results.
 """
 
@@ -118,7 +118,10 @@ class ExpertExchange:
 
 
 def _order_by_expert(counts: Tensor, rows: int) -> Tensor:
-    """Return the order that sorts `rows` rows by expert; they come sorted by rank, then expert, `counts` (n, X/n)."""
+    """Return the order that sorts `rows` rows by expert.
+
+    They come sorted by rank, then by expert; `counts` (n, X/n) has the number of rows for each.
+    """
     experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
     # With `output_size`, the host need not wait for the device to know the size of the result.
     return torch.repeat_interleave(experts, counts.flatten(), output_size=rows).argsort(stable=True)

@@ -6,7 +6,7 @@ ZeRO 1 to 3 (FSDP2) and replicas (DDP) reduce during the backward. This module r
     all parameters under ZeRO-0 in a pipeline         over the ranks with the same stages
     a tied token table in a pipeline                  over the ranks of the first and the last stage
     partial gradients of parameters replicated on tp  over tp
-    of adapters of experts replicated on expert_tp    over expert_tp
+    the same of experts' adapters, on expert_tp       over expert_tp
     weights that ZeRO-3 gathers tile by tile          over dp_replicate
 """
 

@@ -37,9 +37,10 @@ from kumi.storage.write import Piece
 
 
 def add_adapters(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
-    """Freeze `decoder`, which is unsharded on the meta device, but for the adapters of its spec, which are inserted,
-    and the modules that its spec trains in full.
+    """Insert the adapters of its spec, if any, into `decoder`, which is unsharded on the meta device, and freeze the
+    rest.
 
+    Modules that the spec trains in full are not frozen. Frozen parameters are cast to the compute dtype.
     Raise LayoutError if the first pipeline stage has nothing to train.
     """
     lora = decoder.spec.lora

@@ -113,7 +113,7 @@ def init_distributed(device_type: str = "cpu", *, timeout_s: float = 600.0) -> R
     if is_gpu(device):
         _check_local_rank(rank, world_size)
         torch.cuda.set_device(device)
-        # The messages of a channel are sent one after the other, as intended.
+        # Silence a warning: the messages of a channel are sent one after the other, as intended.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if world_size > 1 and not dist.is_initialized():
         try:

@@ -122,33 +122,33 @@ class _Tiles(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, tiling: Tiling, act: str, down: Tensor, *first: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, down, *first)
         ctx.tiling, ctx.act = tiling, act
-        rows = x.flatten(0, -2)
-        out = rows.new_zeros(rows.shape, dtype=wide(x.dtype))
-        for number in range(tiling.count):
-            tile = _gather_tile(tiling, number, down, first, x.dtype)
-            out += _activate(tile.linear(rows), act) @ tile.down.T
+        tokens = x.flatten(0, -2)
+        out = tokens.new_zeros(tokens.shape, dtype=wide(x.dtype))
+        for index in range(tiling.count):
+            tile = _gather_tile(tiling, index, down, first, x.dtype)
+            out += _activate(tile.linear(tokens), act) @ tile.down.T
         return out.to(x.dtype).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, down, *first = ctx.saved_tensors
         tiling: Tiling = ctx.tiling
-        rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)
-        grad_x = rows.new_zeros(rows.shape, dtype=wide(x.dtype))
+        tokens, grad_out = x.flatten(0, -2), grad.flatten(0, -2)
+        grad_x = tokens.new_zeros(tokens.shape, dtype=wide(x.dtype))
         grad_down = torch.empty_like(down)
         grad_first: list[Any] = [None if tensor is None else torch.empty_like(tensor) for tensor in first]
         count = len(first) // 2
-        for number in range(tiling.count):
-            tile = _gather_tile(tiling, number, down, first, x.dtype)
-            projected = tile.linear(rows)
-            columns = tiling.columns(grad_down, number)
-            columns.copy_(tiling.reduce_scatter(grad_rows.T @ _activate(projected, ctx.act)).view(columns.shape))
-            for place, part_grad in enumerate(_activate_backward(grad_rows @ tile.down, projected, ctx.act)):
+        for index in range(tiling.count):
+            tile = _gather_tile(tiling, index, down, first, x.dtype)
+            projected = tile.linear(tokens)
+            columns = tiling.columns(grad_down, index)
+            columns.copy_(tiling.reduce_scatter(grad_out.T @ _activate(projected, ctx.act)).view(columns.shape))
+            for place, part_grad in enumerate(_activate_backward(grad_out @ tile.down, projected, ctx.act)):
                 grad_x += part_grad @ tile.weights[place]
-                tiling.rows(grad_first[place], number).copy_(tiling.reduce_scatter(part_grad.T @ rows))
+                tiling.rows(grad_first[place], index).copy_(tiling.reduce_scatter(part_grad.T @ tokens))
                 grad_bias = grad_first[count + place]
                 if grad_bias is not None:
-                    columns = tiling.columns(grad_bias, number)
+                    columns = tiling.columns(grad_bias, index)
                     columns.copy_(part_grad.sum(0).view(columns.shape))
         return (grad_x.to(x.dtype).view(x.shape), None, None, grad_down, *grad_first)
 
@@ -177,16 +177,14 @@ class _Tile:
     biases: tuple[Tensor | None, ...]
     down: Tensor
 
-    def linear(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Return gate (if any) and up of `rows` (T, D), (T, F / count) each."""
-        return tuple(F.linear(rows, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True))
+    def linear(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Return gate (if any) and up of `tokens` (T, D), (T, F / count) each."""
+        return tuple(F.linear(tokens, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True))
 
 
-def _gather_tile(
-    tiling: Tiling, number: int, down: Tensor, first: Sequence[Tensor | None], dtype: torch.dtype
-) -> _Tile:
-    """Return tile `number` of the matrix `down` and of `first`, as in `_Tiles`."""
+def _gather_tile(tiling: Tiling, index: int, down: Tensor, first: Sequence[Tensor | None], dtype: torch.dtype) -> _Tile:
+    """Return tile `index` of the matrix `down` and of `first`, as in `_Tiles`."""
     count = len(first) // 2
-    weights = tuple(tiling.gather(tiling.rows(each, number), dtype) for each in first[:count] if each is not None)
-    biases = tuple(None if bias is None else tiling.columns(bias, number).flatten().to(dtype) for bias in first[count:])
-    return _Tile(weights, biases, tiling.gather(tiling.columns(down, number).flatten(-2), dtype))
+    weights = tuple(tiling.gather(tiling.rows(each, index), dtype) for each in first[:count] if each is not None)
+    biases = tuple(None if bias is None else tiling.columns(bias, index).flatten().to(dtype) for bias in first[count:])
+    return _Tile(weights, biases, tiling.gather(tiling.columns(down, index).flatten(-2), dtype))

@@ -1,7 +1,8 @@
 """Fill the packed matrices of a sharded model (see `kumi.nn.nf4`).
 
-A block is one of the matrix of a tensor-parallel rank. `kumi.spec.layout_rules` lets tp shard a packed matrix only
-between blocks, and ZeRO-3 shards the blocks. Therefore every layout has the codes of the complete matrix.
+A tensor-parallel rank packs its part of a matrix, so blocks begin with that part. `kumi.spec.layout_rules` lets tp
+shard a packed matrix only between blocks of the complete matrix, and ZeRO-3 shards the blocks. Therefore every layout
+has the codes of the complete matrix.
 """
 
 from __future__ import annotations

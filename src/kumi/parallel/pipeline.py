@@ -7,8 +7,8 @@ A rank executes the list of `kumi.spec.sends_and_recvs.pipeline_steps`, which th
 one stage, this is the forward and the backward of each microbatch in turn. Sends and receives are posted in the order
 of the list, which is the same global order on all ranks, and are waited for when their tensors are needed.
 
-Of a forward, only the autograd graph is kept: the output is freed once it has been sent. For a weight gradient that the
-schedule defers (W), the inputs of the linear layers and the gradients of their outputs are kept.
+After a forward, only its autograd graph is kept: the output is freed once it has been sent. For a weight gradient that
+the schedule defers (W), the inputs of the linear layers and the gradients of their outputs are kept.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def _forward(run: _Run, action: Action) -> None:
     tokens = inputs.pop("input_ids")
     if number and inputs.get("position_ids") is None:
         inputs["position_ids"] = positions(tokens, inputs.get("document_ids"))
-    last = microbatch == len(run.microbatches) - 1
-    with data_parallel.sync_context(stage, run.mesh, last=last):
+    is_last = microbatch == len(run.microbatches) - 1
+    with data_parallel.sync_context(stage, run.mesh, last=is_last):
         result = stage(tokens if hidden is None else hidden, **inputs)
     out = result[0] if isinstance(result, tuple) else result
     if run.training:

@@ -116,8 +116,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: PyTorch would hide each call from its compiler, which sees no uncompiled layer. That takes the
-        host a tenth of a layer's time."""
+        """Return False: else PyTorch would hide each call from its compiler, which takes the host a tenth of a layer's
+        time. The compiler sees no uncompiled layer anyway."""
         return False
 
 
@@ -131,7 +131,7 @@ class _SaveResults(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
         if is_saved(func) and not self.not_replayed.on:
-            # The result will lead to the autograd graph, and the graph to `results`: a cycle, unless detached.
+            # The result will refer to the autograd graph, and the graph to `results`: a cycle, unless detached.
             self.results.append((func, _detached(out)))
         return out
 

@@ -123,7 +123,8 @@ def _plan(
     return _plans(cu_seqlens, rows, window, cp, index, device)[source]
 
 
-# The masks of one microbatch take megabytes, so only those of the last two are kept, of layers with two windows.
+# The masks of a microbatch take megabytes, so only four results are kept: those of the last two microbatches in a model
+# with two windows.
 @lru_cache(maxsize=4)
 def _plans(
     cu_seqlens: tuple[int, ...], rows: int, window: int, cp: int, index: int, device: torch.device

@@ -37,8 +37,8 @@ _DECODER_COLUMNS = ("input_ids", "labels", "position_ids", "document_ids", "head
 # The document boundaries of the unsharded rows (see `Decoder.forward`). This column stays on the CPU.
 _CU_SEQLENS = "cu_seqlens"
 
-# The least share of ignored labels for which the head leaves out their tokens. Below it, picking the other tokens gains
-# little. Plain text, whose documents each end with an ignored label, is computed as it lies.
+# The least share of ignored labels for which the head leaves out their tokens. With fewer, picking the other tokens
+# gains little: plain text, whose documents each end with an ignored label, is computed without picking.
 LEAST_IGNORED_SHARE = 1 / 8
 
 # labels (B, S) -> the flat positions of those that the head computes, or None for all.
@@ -73,7 +73,7 @@ def forward_backward(
     loss by a loss scale, divide `units` by it.
     `trace`: receives the times of pipeline actions.
     `metrics`: receives this rank's sums of the objective's metrics.
-    `label_positions`: the positions that the head computes.
+    `label_positions`: returns the positions that the head computes.
     """
     sharded = prepare_batches(model, mesh, objective, batches, label_positions)
     if objective.rows.mismatched:
@@ -168,8 +168,9 @@ def shard_batch(
 ) -> dict[str, Tensor]:
     """Return this context-parallel rank's positions of `batch`, on its device.
 
-    The column "head_positions" has the `label_positions`, unless they are None. So have mismatched rows. The column
-    `_CU_SEQLENS` has the boundaries of packed documents, and remains on the CPU, where the host reads it.
+    The column "head_positions" has the `label_positions`, unless they are None; mismatched rows have such columns of
+    their own. The column `_CU_SEQLENS` has the boundaries of packed documents, and remains on the CPU, where the host
+    reads it.
     """
     by_position = [name for name, along in objective.columns.items() if along == "token"]
     rows = {name: column for name, column in batch.items() if not name.startswith(MISMATCHED)}
@@ -193,7 +194,7 @@ def _with_bounds(columns: dict[str, Tensor], device: torch.device) -> dict[str, 
     """Return `columns`, which are on the CPU, with the boundaries of the documents that their rows hold.
 
     If each row is one document, `document_ids` are left out: attention on a GPU then takes the kernel for whole rows,
-    which is the fastest. On a CPU they stay, because no path of it depends on them.
+    which is the fastest. On a CPU they stay, because they do not change its kernel.
     """
     if "document_ids" not in columns:
         return columns
@@ -240,8 +241,8 @@ def adds_to_loss(objective: Objective, mesh: Mesh) -> bool:
     """Return True if this rank's loss is added to the sum over ranks.
 
     All ranks of a tensor-parallel group compute the same loss, so only the first is added. Context-parallel ranks
-    compute parts of a linear objective's loss, which are all added. Each computes the full loss of any other objective,
-    so only the first is added.
+    compute parts of a linear objective's loss, which are all added. Of any other objective, each context-parallel rank
+    computes the full loss, so only the first is added.
     """
     return mesh.index("tp") == 0 and (isinstance(objective, LinearObjective) or mesh.index("cp") == 0)
 

@@ -115,7 +115,7 @@ def parameter_name(piece: str) -> str:
 
 
 def _replica_axes(piece: Piece, param: Param, spec: ModelSpec, mesh: Mesh, optim: Optim | None) -> tuple[Axis, ...]:
-    """Return the axes along which ranks have replicas of `piece`; for buffers, all axes."""
+    """Return the axes along which ranks have replicas of `piece`; for buffers, all axes but pp."""
     if param in buffers(spec):
         axes = (axis(mesh.layout, name) for name in ("dp_replicate", "zero", "tp"))
         return tuple(each for each in axes if each.degree > 1)

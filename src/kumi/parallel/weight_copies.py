@@ -1,4 +1,4 @@
-"""Copies of float32 weights in the compute dtype, for ranks on which FSDP gathers none.
+"""Copies of float32 weights in the compute dtype, for ranks on which FSDP gathers no weights.
 
 One GPU and the replicas of DDP hold float32 master weights. A linear layer would cast its weight in every forward pass,
 and autograd would keep the copy until the backward pass has used it. Instead, the copies stay, and one fused operation
@@ -26,7 +26,7 @@ from kumi.spec.precision import Precision
 def uses_weight_copies(mesh: Mesh, precision: Precision) -> bool:
     """Return True if this rank's linear layers have copies of their weights: on a GPU without FSDP.
 
-    Tiles of MLPs are cast one at a time.
+    MLPs that are computed in tiles cast one tile at a time, without copies.
     """
     casts = precision.param != precision.compute
     on_device = mesh.layout.tiles == 1 and not data_parallel.offloads_states(mesh.layout)

@@ -2,8 +2,8 @@
 arXiv:1804.04235).
 
 The arithmetic and the constants are those of torch.optim.Adafactor: a matrix has the mean squares of its rows and of
-its columns in float32, the step is relative to the size of the parameter, and the update's root mean square is at most
-1. Each expert's matrix is treated as a separate parameter.
+its columns in float32, the step is relative to the parameter's root mean square, and the update's root mean square is
+at most 1. Each expert's matrix is treated as a separate parameter.
 
 Means and norms are those of unsharded tensors: sharded ones take three rounds of sums over ranks.
 """
@@ -27,8 +27,8 @@ from kumi.spec.optim import Optim
 from kumi.spec.optim_states import COLUMN_MEANS, COUNTER, MEAN_SQUARES, ROW_MEANS
 from kumi.spec.sharding import is_routed
 
-# Constants of torch.optim.Adafactor: the exponent of the decay of the means, the smallest size of a parameter, and the
-# largest root mean square of an update.
+# Constants of torch.optim.Adafactor: the exponent of the decay of the means, the least root mean square of a parameter
+# to scale an update by, and the largest root mean square of an update.
 _DECAY, _SMALLEST, _LARGEST = -0.8, 1e-3, 1.0
 
 
@@ -116,12 +116,12 @@ def _sum_means(update: _Update, mesh: Mesh) -> _Sums:
     """Update the means of squares, and yield the sum of the row means."""
     state, shape = update.state, update.param.shape
     state[COUNTER].add_(1)
-    new = state[COUNTER].double() ** _DECAY
+    weight = state[COUNTER].double() ** _DECAY
     if update.row_squares is None or update.column_squares is None:
-        _update_mean(state[MEAN_SQUARES], update.gradient.square(), new)
+        _update_mean(state[MEAN_SQUARES], update.gradient.square(), weight)
         return
-    _update_mean(state[ROW_MEANS], update.row_squares / shape[-1], new)
-    _update_mean(state[COLUMN_MEANS], update.column_squares / shape[-2], new)
+    _update_mean(state[ROW_MEANS], update.row_squares / shape[-1], weight)
+    _update_mean(state[COLUMN_MEANS], update.column_squares / shape[-2], weight)
     update.means = state[ROW_MEANS].to(update.gradient.dtype).sum(-2, keepdim=True)
     yield update.means, update.param, axes_of_dim(update.param, mesh.layout, len(shape) - 2)
 
@@ -145,16 +145,16 @@ def _sum_updates(update: _Update, mesh: Mesh) -> _Sums:
 
 
 def _apply(update: _Update) -> None:
-    """Decay the parameter and subtract the update, scaled by the size of the parameter before the update."""
+    """Decay the parameter and subtract the update, scaled by the parameter's root mean square before the update."""
     direction, parameter, lr = update.direction, local_shard(update.parameter), update.group["lr"]
     assert update.parameter_square is not None
     assert update.direction_square is not None
     assert direction is not None
     relative = (update.state[COUNTER].double() ** -0.5).clamp(max=lr)
     size = (update.parameter_square / update.numel).sqrt().clamp(min=_SMALLEST)
-    too_large = ((update.direction_square / update.numel).sqrt() / _LARGEST).clamp(min=1.0)
+    excess = ((update.direction_square / update.numel).sqrt() / _LARGEST).clamp(min=1.0)
     parameter.mul_(1 - lr * update.group["weight_decay"])
-    parameter.sub_(direction.mul_((size * relative / too_large).to(direction.dtype)))
+    parameter.sub_(direction.mul_((size * relative / excess).to(direction.dtype)))
 
 
 def build_adafactor(trained: TrainedParams) -> Adafactor:

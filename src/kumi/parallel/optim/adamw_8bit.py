@@ -35,7 +35,7 @@ class AdamW8bit:
     `others`: groups with AdamW's states.
     `quantised`: groups with codes and scales.
     `matrices`: the parameters of `quantised` with their descriptions.
-    `codes`: the codebooks of the first and the second moment.
+    `codebooks`: those of the first and the second moment.
     `at_once`: elements decoded at a time.
     """
 
@@ -46,7 +46,7 @@ class AdamW8bit:
     others: list[dict[str, Any]]
     quantised: list[dict[str, Any]]
     matrices: dict[Tensor, Param]
-    codes: tuple[Codebook, Codebook]
+    codebooks: tuple[Codebook, Codebook]
     at_once: int = _AT_ONCE
 
     @torch.no_grad()
@@ -74,12 +74,12 @@ class AdamW8bit:
         pieces = (torch.split(tensor.view(-1, tensor.shape[-1]), count) for tensor in tensors)
         for rows, gradient, *moments in zip(*pieces, strict=True):
             codes, scales = moments[:2], moments[2:]
-            mean, square = (blocks.decode(*moment, wide(part.dtype)) for moment in zip(codes, scales, self.codes))
+            mean, square = (blocks.decode(*moment, wide(part.dtype)) for moment in zip(codes, scales, self.codebooks))
             update_rows(group, rows, gradient, mean, square, state[COUNTER])
             largest = torch.stack([blocks.largest(mean), blocks.largest(square)])
             max_over_axes(largest, axes, self.mesh)
             for place, moment in enumerate((mean, square)):
-                codes[place].copy_(blocks.encode(moment, largest[place], self.codes[place]))
+                codes[place].copy_(blocks.encode(moment, largest[place], self.codebooks[place]))
                 scales[place].copy_(largest[place])
 
 
@@ -119,5 +119,5 @@ def build_adamw_8bit(trained: TrainedParams) -> AdamW8bit:
     states: dict[Tensor, dict[str, Tensor]] = {
         parameter: zero_states(param, parameter, optim, mesh) for param, parameter in trained.parameters
     }
-    codes = dynamic_codebook(mesh.device, signed=True), dynamic_codebook(mesh.device, signed=False)
-    return AdamW8bit(optim, mesh, [*groups, *others], states, others, groups, matrices, codes)
+    codebooks = dynamic_codebook(mesh.device, signed=True), dynamic_codebook(mesh.device, signed=False)
+    return AdamW8bit(optim, mesh, [*groups, *others], states, others, groups, matrices, codebooks)

@@ -32,7 +32,7 @@ from kumi.spec.optim import Optim
 from kumi.spec.optim_states import COUNTER, MOMENTS
 from kumi.spec.techniques import HOST_BUCKET_ELEMENTS, STAGING_BUFFERS
 
-# Buckets, and tensors in them, start at multiples of this: a cache line, and the vector length of the kernel.
+# Buckets, and tensors in them, start at multiples of this many elements: a cache line, and the kernel's vector length.
 ALIGNED = 64
 
 
@@ -52,7 +52,7 @@ class UpdateBucket:
 
     `group`: the settings of the parameters.
     `first`: index of the bucket's first element among the elements of all buckets.
-    `size`: number of elements, with those that align parameters.
+    `size`: number of elements, including the padding that aligns parameters.
     """
 
     group: dict[str, Any]
@@ -223,25 +223,28 @@ class _Pending:
 
 
 def _update_all(optimizer: HostAdamW, buckets: Sequence[UpdateBucket]) -> None:
-    """Update `buckets` in turn, while the next bucket is copied to the host and the previous one to the device."""
+    """Update `buckets` in turn, while the next bucket is copied to the host and the previous one to the device.
+
+    A bucket with index i uses the staging buffer i modulo their number.
+    """
     device = next((span.parameter.device for bucket in buckets for span in bucket.spans), torch.device("cpu"))
     streams = _streams(device)
     written: dict[int, Future[None]] = {}
     with ThreadPoolExecutor(2, thread_name_prefix="kumi-drives") as pool:
         pending: _Pending | None = None
-        for number in range(len(buckets) + 1):
+        for index in range(len(buckets) + 1):
             following = None
-            if number < len(buckets):
-                index = number % len(optimizer.staging_buffers)
-                if index in written:
-                    written.pop(index).result()
-                following = _fetch(optimizer, buckets[number], optimizer.staging_buffers[index], streams, pool)
+            if index < len(buckets):
+                slot = index % len(optimizer.staging_buffers)
+                if slot in written:
+                    written.pop(slot).result()
+                following = _fetch(optimizer, buckets[index], optimizer.staging_buffers[slot], streams, pool)
             if pending is not None:
                 _compute(optimizer, pending)
                 _begin_h2d(pending, streams)
                 if optimizer.store is not None:
                     write = pool.submit(optimizer.store.write, pending.bucket.first, _staged_moments(pending))
-                    written[(number - 1) % len(optimizer.staging_buffers)] = write
+                    written[(index - 1) % len(optimizer.staging_buffers)] = write
             pending = following
         for write in written.values():
             write.result()

@@ -47,7 +47,7 @@ class Muon:
 
     `others`: groups with AdamW's states.
     `batches`: matrices with a momentum.
-    `shapes`: (rows, columns) of the one or several matrices in each parameter of `batches`.
+    `shapes`: (rows, columns) of a matrix in each parameter of `batches`; a parameter may consist of several matrices.
     """
 
     optim: Optim
@@ -92,8 +92,8 @@ def nesterov(gradients: Sequence[Tensor], momenta: Sequence[Tensor], momentum: f
 
     The updates are in the dtype of `newton_schulz_dtype`.
 
-    As in torch.optim.Muon, a momentum is a moving average. The update is the momentum's next value if the gradient
-    repeated.
+    As in torch.optim.Muon, a momentum is a moving average. The update is the value that the momentum would have
+    next if the gradient repeated.
     """
     torch._foreach_lerp_(list(momenta), list(gradients), 1 - momentum)
     ahead = torch._foreach_lerp(list(gradients), list(momenta), momentum)

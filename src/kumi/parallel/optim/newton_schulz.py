@@ -8,7 +8,9 @@ from torch import Tensor
 # Jordan et al., 2024 (https://kellerjordan.github.io/posts/muon/), and torch.optim.Muon: five steps of
 # a X + b (X X^T) X + c (X X^T)^2 X bring all but very small singular values to between about 0.7 and 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-STEPS, _EPS = 5, 1e-7
+STEPS = 5
+# The smallest norm by which a matrix is divided.
+_EPS = 1e-7
 
 
 def newton_schulz_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -81,7 +81,8 @@ def make_param_groups(parameters: Iterable[tuple[nn.Parameter, bool]], optim: Op
 def zero_states(param: Param, parameter: nn.Parameter, optim: Optim, mesh: Mesh) -> dict[str, Tensor]:
     """Return this rank's shard of every state of `parameter`: zeros, as plain tensors on the parameter's device.
 
-    States exist from the start so that a checkpoint before the first step is complete and memory does not grow in it.
+    States exist from the start so that a checkpoint before the first step is complete and that step needs no more
+    memory.
     """
     part = local_shard(parameter)
     return {state.name: _zeros(state, part, mesh) for state in states_of(optim, param)}

@@ -1,9 +1,9 @@
 """Unsharded matrices of sharded parameters, each on one owner rank.
 
-Every matrix has an owner among the n ranks that shard it. An all-to-all over each of the axes sends its shards to the
-owner, which alone computes with the unsharded matrix, and another all-to-all sends every rank its shard of the
-result. A rank sends (n - 1) / n of its shards each way, and computes with 1 / n of the matrices. With an all-gather, it
-would receive n - 1 shards for each of its own, and compute with all matrices.
+Every matrix has an owner among the n ranks that shard it. An all-to-all over each axis that shards it sends its
+shards to the owner, which alone computes with the unsharded matrix, and another all-to-all sends every rank its shard
+of the result. A rank sends (n - 1) / n of its shards each way, and computes with 1 / n of the matrices. With an
+all-gather, it would receive n - 1 shards for each of its own, and compute with all matrices.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def _owners(params: Sequence[Param], ranks: int) -> list[int]:
 
 
 def _indices(member: int, degrees: Sequence[int]) -> tuple[int, ...]:
-    """Return the index on each axis of rank `member` of all axes; the first axis varies fastest."""
+    """Return the index on each axis of the rank that is number `member` among the axes' ranks; the first axis varies
+    fastest."""
     indices = []
     for degree in degrees:
         member, index = divmod(member, degree)
@@ -140,7 +141,7 @@ def _sizes(shards: Sequence[TensorShard], degrees: Sequence[int], index: Sequenc
     numels, sizes = [shard.numel for shard in shards], []
     for level, degree in enumerate(degrees):
         below = prod(degrees[:level])
-        above = sum(each * prod(degrees[:number]) for number, each in enumerate(index) if number > level)
+        above = sum(place * prod(degrees[:higher]) for higher, place in enumerate(index) if higher > level)
         firsts = range(above, above + below * degree, below)
         sizes.append(tuple(sum(numels[first : first + below]) for first in firsts))
     return tuple(sizes)
@@ -171,7 +172,7 @@ def gather_to_owners(bucket: MatrixBucket, shards: Sequence[Tensor], mesh: Mesh)
         sent = [[flat[place] for place in flat if owners[place] == to] for to in ranks]
         sizes = [[bucket.entries[place].sizes[level][of] for place in owned_places] for of in ranks]
         received = _exchange(sent, sizes, shards[0], mesh.groups[name])
-        flat = {place: torch.cat([pieces[number] for pieces in received]) for number, place in enumerate(owned_places)}
+        flat = {place: torch.cat([pieces[index] for pieces in received]) for index, place in enumerate(owned_places)}
     return {place: _assemble(bucket.entries[place], values) for place, values in flat.items()}
 
 
@@ -180,7 +181,7 @@ def scatter_from_owners(bucket: MatrixBucket, owned: Mapping[int, Tensor], like:
 
     The inverse of `gather_to_owners`.
 
-    All ranks of the bucket's axes must call it together. `like` has the dtype and the device.
+    All ranks of the bucket's axes must call it together. `like`: a tensor with the dtype and the device of the shards.
     """
     if not bucket.axes:
         return [owned[place] for place in range(len(bucket.entries))]
