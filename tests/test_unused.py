@@ -18,7 +18,7 @@ ALLOWED = {
     "pickle calls it": ["find_class", "persistent_load"],
     "torch.distributed.elastic calls it": ["reify", "root_log_dir"],
     "the tokenizers library reads it": ["post_processor"],
-    "PyTorch's fake tensors read it": ["allow_non_fake_inputs", "_resize"],
+    "PyTorch's fake tensors read it": ["allow_non_fake_inputs"],
     "PyTorch's dispatch modes read it": ["_should_skip_dynamo"],
     "FSDP2 reads it": ["param_dtype"],
     "s3fs reads it": ["_s3", "retries"],
