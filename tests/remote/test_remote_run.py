@@ -22,7 +22,7 @@ from kumi.remote.cache_folder import local_run_folder
 from kumi.remote.remote_store import open_store
 from kumi.storage import checkpoint
 from kumi.storage.remote_checkpoints import complete_steps
-from kumi.train.remote_run import check_shared
+from kumi.train.remote_run import check_shared_folder
 
 WIDE = {
     "model_type": "llama",
@@ -276,15 +276,15 @@ def train_raising(folder):
 
 def test_a_rank_that_does_not_see_the_folder_of_rank_0_is_named(tmp_path, cache):
     config = load(run_of(tmp_path / "a", "s3://bucket/runs/x"))
-    check_shared(config, "")  # train.out is a folder
+    check_shared_folder(config, "")  # train.out is a folder
     with pytest.raises(
         ConfigError, match="is not the same folder on this machine as on that of rank 0; set KUMI_CACHE"
     ):
-        check_shared(config, "name")
+        check_shared_folder(config, "name")
     folder = local_run_folder(config.train.out).parent
     folder.mkdir(parents=True)
     (folder / "start.json").write_text('{"start": "name"}')
-    check_shared(config, "name")
+    check_shared_folder(config, "name")
     assert Path(folder).is_relative_to(cache)
 
 

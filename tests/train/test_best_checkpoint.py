@@ -106,8 +106,8 @@ def test_patience_ends_a_run_that_gets_no_better(folder, capfd):
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["checkpoint.best='eval/accuracy'"], "is no metric of this run's evaluations; they have eval/loss"),
-        (["checkpoint.best='eval/los'"], "did you mean 'eval/loss'? they have eval/loss"),
+        (["checkpoint.best='eval/accuracy'"], "is no metric of this run's evaluations; the metrics are eval/loss"),
+        (["checkpoint.best='eval/los'"], "did you mean 'eval/loss'? the metrics are eval/loss"),
         (["eval.every=0"], "needs evaluations during training; set eval.every"),
         (["data.validation=0.0"], "needs held-out data; set data.validation above 0"),
     ],
@@ -135,10 +135,12 @@ def test_a_metric_has_a_direction_or_is_refused():
             is_higher_better(metric)
     check_metric("eval/rewards/accuracies", OBJECTIVES["dpo"](), ["pairs"])
     check_metric("eval/kl/a", OBJECTIVES["kto"](), ["a", "b"])
-    with pytest.raises(ConfigError, match="they have eval/loss, eval/entropy, eval/mean_token_accuracy"):
+    with pytest.raises(ConfigError, match="the metrics are eval/loss, eval/entropy, eval/mean_token_accuracy"):
         check_metric("eval/rewards/accuracies", OBJECTIVES["sft"](), ["pairs"])
     # The list of metrics comes before the question of their direction.
-    hint = "is no metric of this run's evaluations; did you mean 'eval/rewards/accuracies'\\? they have eval/loss, "
+    hint = (
+        "is no metric of this run's evaluations; did you mean 'eval/rewards/accuracies'\\? the metrics are eval/loss, "
+    )
     for wrong in ("eval/rewards/acuracies", "eval/reward/accuracies"):
         with pytest.raises(ConfigError, match=hint):
             check_metric(wrong, OBJECTIVES["dpo"](), ["pairs"])

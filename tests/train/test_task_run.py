@@ -259,7 +259,10 @@ def test_a_metric_that_no_task_has_is_refused(small, tmp_path, capfd):
     write_tasks(folder)
     train(folder, code=2, checkpoint={"best": "eval/quiz/ac"})
     error = capfd.readouterr().err
-    assert "did you mean 'eval/quiz/acc'? they have eval/loss, eval/quiz/acc, eval/quiz/acc_norm, eval/texts/" in error
+    assert (
+        "did you mean 'eval/quiz/acc'? the metrics are eval/loss, eval/quiz/acc, eval/quiz/acc_norm, eval/texts/"
+        in error
+    )
     train(folder, code=2, checkpoint={"best": "eval/quiz/acc"}, eval={"task_files": ["tasks.toml"]})
     assert "needs evaluations during training; set eval.tasks_every" in capfd.readouterr().err
     train(folder, code=2, checkpoint={"best": "eval/loss"}, eval={"tasks_every": 2, "task_files": ["tasks.toml"]})

@@ -1,7 +1,7 @@
 """The best evaluation of a run by one of its metrics: which checkpoint to keep, and when to stop early.
 
-The evaluations in metrics.jsonl and the checkpoints on disk decide, so that a resumed run goes on with what it knew,
-also if `checkpoint.best` or `train.patience` is new or another.
+Both are computed from the evaluations in metrics.jsonl and the checkpoints on disk. A resumed run therefore decides as
+if it had not been interrupted, also if `checkpoint.best` or `train.patience` was added or changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kumi.objectives import LinearObjective, Objective, SequenceObjective
 from kumi.storage.folders import BEST, checkpoint_root, latest, list_complete, step_of
 from kumi.train.metrics import read_metrics
 
-# Metrics that are better when lower, and when higher; those of a source have its name behind a slash.
+# Metrics that are better when lower, and metrics that are better when higher. Those of one source of data are named
+# <metric>/<source>.
 _LOWER = ("loss", "kl", "entropy")
 _HIGHER = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "logps/chosen", "mean_token_accuracy")
 
@@ -31,7 +32,7 @@ class BestSoFar:
     """The best value of `metric` among the evaluations of a run that have a checkpoint.
 
     `step`, `value`: of the best evaluation; None before the first.
-    `since`: evaluations after it.
+    `since`: the number of evaluations after the best one.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class BestSoFar:
                 self.add(entry["step"], values.get(metric) if has_checkpoint else None)
 
     def is_metric_of(self, values: Mapping[str, Any]) -> bool:
-        """Return True if `values` are those of an evaluation that measures the metric: on held-out data, or of its
-        task. The metric itself may be missing, as a perplexity that is too large for a float."""
-        task = metric_head(self.metric)
-        return "loss" in values if task in HELD_OUT_METRICS else any(metric_head(name) == task for name in values)
+        """Return True if an evaluation with the metrics `values` measures this metric: an evaluation on held-out data,
+        or of the metric's task. `values` may lack the metric itself, as a perplexity that is too large for a float."""
+        head = metric_head(self.metric)
+        return "loss" in values if head in HELD_OUT_METRICS else any(metric_head(name) == head for name in values)
 
     def add(self, step: int, value: float | None) -> bool:
         """Add an evaluation after `step` steps, and return True if it is the best; None and NaN are never better."""
@@ -72,7 +73,7 @@ class BestSoFar:
 
 
 def best_of_run(out: Path, key: str | None) -> BestSoFar | None:
-    """Return the best evaluation by checkpoint.best = `key`, up to the last checkpoint of the run in `out`.
+    """Return the best evaluation by checkpoint.best = `key` of the run in `out`, up to its last checkpoint.
 
     Return None if `key` is None.
     """
@@ -86,8 +87,10 @@ def best_of_run(out: Path, key: str | None) -> BestSoFar | None:
 
 
 def rewrite_best(out: Path, best: BestSoFar | None) -> None:
-    """Make best.json name `best`, or remove it if no checkpoint is the best: it may be of steps that are undone, or of
-    another metric."""
+    """Make best.json name `best`, or remove the file if no checkpoint is the best.
+
+    The old file may name a step that is trained again, or another metric.
+    """
     root = checkpoint_root(out)
     if best is not None and best.step is not None:
         best.write(root)
@@ -128,16 +131,16 @@ def check_metric(key: str, objective: Objective, sources: Sequence[str], tasks: 
         return
     if not sources and metric_head(metric_of(key)) in HELD_OUT_METRICS:
         raise ConfigError(
-            f"checkpoint.best={key!r} needs held-out data, but the share data.validation of so little data is empty; "
-            "raise it, add data, or remove the key"
+            f"checkpoint.best={key!r} needs held-out data, but the data is so small that its share data.validation is "
+            "empty; raise data.validation, add data, or remove checkpoint.best"
         )
     if sources:
         names = [*_held_out_names(objective, sources), *names]
     if metric_of(key) not in names:
         near = get_close_matches(metric_of(key), names, n=1)
-        hint = f"did you mean 'eval/{near[0]}'? they have " if near else "they have "
+        hint = f"did you mean 'eval/{near[0]}'? " if near else ""
         raise ConfigError(
-            f"checkpoint.best={key!r} is no metric of this run's evaluations; {hint}"
+            f"checkpoint.best={key!r} is no metric of this run's evaluations; {hint}the metrics are "
             f"{', '.join(f'eval/{name}' for name in names)}"
         )
     is_higher_better(metric_of(key))

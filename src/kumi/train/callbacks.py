@@ -53,8 +53,9 @@ class TrainerCallback:
     def on_evaluate(
         self, args: RunConfig, state: TrainerState, control: TrainerControl, metrics: dict[str, Any], **kwargs: Any
     ) -> None:
-        """Called after an evaluation on held-out data with `metrics`: eval/loss, eval/tokens, those of the objective,
-        and eval/loss/<source> for each of several sources; and after one of tasks, with eval/<task>/<metric>."""
+        """Called after an evaluation on held-out data with `metrics`: eval/loss, eval/tokens, the objective's metrics,
+        and eval/loss/<source> for each of several sources; and after an evaluation of tasks, with
+        eval/<task>/<metric>."""
 
     def on_save(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called when a save begins; an asynchronous save is complete before the next one begins."""
@@ -81,7 +82,7 @@ class Listener(Protocol):
 
 
 class Callbacks:
-    """A listener that calls callbacks. They share one state and one control."""
+    """A listener that calls callbacks. The callbacks share one state and one control."""
 
     def __init__(self, config: RunConfig, callbacks: Sequence[TrainerCallback]) -> None:
         self.state = TrainerState(max_steps=run_steps(config) or 0)
@@ -97,7 +98,7 @@ class Callbacks:
 
     def begin(self, step: int, tokens: int) -> None:
         """Report that training begins, after `step` steps on `tokens` tokens."""
-        self.state.max_steps = run_steps(self._config) or 0  # the data, from which it may follow, exists now
+        self.state.max_steps = run_steps(self._config) or 0  # it may follow from the data, which is prepared now
         self.state.global_step, self.state.num_input_tokens_seen = step, tokens
         self.fire("on_train_begin")
 

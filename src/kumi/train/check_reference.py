@@ -25,8 +25,8 @@ def check_reference(
 ) -> None:
     """Raise ConfigError unless the policy `model` gives the sequences of `batch` the reference's log-probs.
 
-    `batch`: this rank's rows of the first step. The difference of a sequence of n tokens with the log-prob R may be
-    `log_prob_tolerance(dtype, R, n)`. With equal sums, h is 0 for each pair, so that DPO begins at log 2.
+    `batch`: this rank's rows of the first step. The policy's log-prob of a sequence with n trained tokens may differ
+    from the reference's, R, by `log_prob_tolerance(dtype, R, n)`. Where both are equal, DPO's loss begins at log 2.
     """
     size = run.layout.microbatch
     parts = [
@@ -35,7 +35,7 @@ def check_reference(
     with evaluating(model):
         sharded = [shard_batch(objective, as_tensors(part), mesh) for part in parts]
         totals = sum_sequences(model, mesh, sharded)
-    # The largest difference in units of what rounding may cause, then the two sums and the length.
+    # Of the sequence with the largest difference relative to its tolerance: this ratio, both sums, the trained tokens.
     worst = torch.zeros(4, dtype=torch.float64)
     for part, values in zip(parts, totals):
         reference, trained = torch.from_numpy(part["reference"]), torch.from_numpy(part["trained"])
@@ -64,16 +64,16 @@ def log_prob_tolerance(dtype: str, log_prob: torch.Tensor, tokens: torch.Tensor)
 
     A token's log-prob is computed from hidden states and logits that are rounded to `dtype`. Two layouts or packings
     round them differently, by a relative error of a few units of the last place eps, independently for each token, so
-    that the error of a sum grows with the root of their number n:
+    that the error of a sum grows with the square root of the number n of tokens:
 
         c eps sqrt(n) (1 + |log_prob| / n)
 
     c is 8 for float32, whose sums over the hidden size and the vocabulary round as well, and 2 for smaller dtypes,
-    whose sums are float32. `benchmarks/reference_tolerance.py` measures the error in units of this: at most 0.4.
+    whose sums are float32. `benchmarks/reference_tolerance.py` measures the error relative to this: at most 0.4.
     """
-    number = tokens.double().clamp(min=1)
+    count = tokens.double().clamp(min=1)
     eps = torch.finfo(getattr(torch, dtype)).eps
-    return (2 if eps > _EPS_FLOAT32 else 8) * eps * number.sqrt() * (1 + log_prob.abs() / number)
+    return (2 if eps > _EPS_FLOAT32 else 8) * eps * count.sqrt() * (1 + log_prob.abs() / count)
 
 
 def _blame(run: ResolvedRun, store: Store, mesh: Mesh, model: nn.Module, batch: Batch) -> str:
@@ -102,7 +102,7 @@ def _blame(run: ResolvedRun, store: Store, mesh: Mesh, model: nn.Module, batch: 
         return f"the mask disagrees: the reference was computed for other trained tokens; remove {files}"
     if policy:
         return (
-            "the policy disagrees: its weights are not those that the reference was computed with; start from these, "
-            "or name them with reference.model"
+            "the policy disagrees: its weights are not those that the reference was computed with; start from the "
+            "reference's weights, or name their folder with reference.model"
         )
-    return f"the stored sums themselves disagree, for weights, data and mask are those that they name; remove {files}"
+    return f"the stored sums themselves disagree: they were computed for these weights, data and mask; remove {files}"

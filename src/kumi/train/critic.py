@@ -1,6 +1,6 @@
 """The critic of a run with advantage 'gae': a second model on the policy's layout, with its own optimizer.
 
-It is trained on the rows of the policy, after the policy's update in every step, whose gradients are freed by then.
+In every step, it is trained on the rows of the policy after the policy's update, when the policy's gradients are freed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kumi.train.run_models import build_critic_model
 
 @dataclass(frozen=True)
 class Critic:
-    """A critic on this rank. optim: the settings of its optimizer."""
+    """The critic on this rank. optim: the settings of its optimizer."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -43,8 +43,8 @@ class Critic:
 class CriticStep:
     """Results of one update, which remain tensors on the device.
 
-    loss: the mean over the tokens with a return. grad_norm: before clipping. metrics: (metrics, 2), sums and numbers of
-    `ValueLoss.metrics` over all ranks.
+    loss: the mean over the tokens with a return. grad_norm: before clipping. metrics: for each of `ValueLoss.metrics`,
+    the sum and the number of its terms over all ranks, (metrics, 2).
     """
 
     loss: Tensor
@@ -54,9 +54,10 @@ class CriticStep:
 
 
 def build_critic(run: ResolvedRun, mesh: Mesh, folder: Path, saved: PieceReader | None) -> Critic | None:
-    """Return the critic of `run`, from the tensors `saved` of a checkpoint or before the first step; None without one.
+    """Return the critic of `run`, or None if the run trains no critic.
 
-    folder: for optimizer states on drives.
+    folder: where optimizer states are that a layout offloads to drives.
+    saved: the tensors of a checkpoint; None for a critic before its first step.
     """
     if run.job.critic is None:
         return None
@@ -69,7 +70,7 @@ def build_critic(run: ResolvedRun, mesh: Mesh, folder: Path, saved: PieceReader 
 
 
 def _critic_reader(saved: PieceReader) -> PieceReader:
-    """Return a reader of the critic's tensors by the names that those of a run's model have."""
+    """Return a reader of the critic's tensors by their names in its model: a checkpoint stores them with a prefix."""
     return lambda name, start, shape: saved(CRITIC_PREFIX + name, start, shape)
 
 

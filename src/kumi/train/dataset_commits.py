@@ -19,7 +19,7 @@ def dataset_paths(run: ResolvedRun) -> dict[str, str]:
 
 
 def run_sources(run: ResolvedRun) -> list[Source]:
-    """Return the sources of a run; one that has begun keeps the commits of its first start."""
+    """Return the sources of a run. A run that has begun keeps the commits of its first start."""
     recorded = {path: recorded_commit(run.out, key, path) for key, path in dataset_paths(run).items()}
     commits = {path: commit for path, commit in recorded.items() if commit is not None}
     return [Source(**section.model_dump(), commits=commits) for section in run.config.data.sources]

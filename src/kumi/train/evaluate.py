@@ -52,9 +52,9 @@ class Evaluation(Loss):
 
 @torch.no_grad()
 def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
-    """Return the loss on the run's held-out sequences, or only on the first `first` of them, without those of sources.
+    """Return the loss on the run's held-out sequences, or only on the first `first` of them, without losses of sources.
 
-    Each data-parallel rank computes some of the sequences; the losses and the counts are of all of them.
+    Each data-parallel rank computes some of the sequences; the result is that of all ranks' sequences.
     """
     assert rank_state.validation is not None
     layout, size = rank_state.run.layout, rank_state.run.layout.microbatch
@@ -63,7 +63,8 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
         source_names, spans = source_names[:1], [(0, first)]
     # The stages of a pipeline work at the same time on the microbatches of one call.
     mesh, per_call = rank_state.mesh, 1 if layout.pp == 1 else 4 * layout.pp
-    # Sums for each source: losses, units that the objective counts, tokens, and those of the objective's metrics.
+    # For each source, the sums of losses, of units that the objective counts, of tokens, and of the objective's
+    # metrics.
     losses = torch.zeros(len(spans), dtype=torch.float64, device=mesh.device)
     units, tokens, objective = [0.0] * len(spans), [0] * len(spans), rank_state.objective
     names = objective.evaluated if isinstance(objective, LinearObjective) else None
@@ -77,7 +78,7 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
         for begin in range(start, stop, layout.dp * size)
     ]
     groups = [microbatches[begin : begin + per_call] for begin in range(0, len(microbatches), per_call)]
-    statistics = _statistics(rank_state, groups, len(spans)) if objective.rows.mismatched else None
+    mismatched = _mismatched_statistics(rank_state, groups, len(spans)) if objective.rows.mismatched else None
     for group in groups:
         full_batches, batches = _read(rank_state, group)
         if is_loss_rank(mesh):
@@ -88,18 +89,18 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
         inputs = [{**decoder_inputs(batch), **asked} for batch in batches]
         outputs = pipeline.forward_microbatches(rank_state.model, mesh, inputs)
         # Ranks without the head return no log-probs.
-        for (source, _, _), batch, scores in zip(group, batches, outputs):
-            if statistics is not None:
-                batch = {**batch, "statistics": statistics[source]}
-            log_probs = scores.log_probs if names else scores
+        for (source, _, _), batch, output in zip(group, batches, outputs):
+            if mismatched is not None:
+                batch = {**batch, "statistics": mismatched[source]}
+            log_probs = output.log_probs if names else output
             batch_loss = objective.loss(log_probs.double(), batch, 1.0, segment_sums(mesh))
             losses[source] += batch_loss if adds_to_loss(objective, mesh) else 0.0
             if isinstance(objective, SequenceObjective):
                 metrics[source].add(objective.measure(sequence_sums(log_probs, batch, segment_sums(mesh)), batch))
             elif names:
                 trained = (batch["labels"] != IGNORED).sum()
-                sums = torch.stack([part.sum(dtype=torch.float64) for part in (scores.entropy, scores.top)])
-                metrics[source].add(torch.stack([sums, trained.expand(2)], 1))
+                totals = torch.stack([part.sum(dtype=torch.float64) for part in (output.entropy, output.top)])
+                metrics[source].add(torch.stack([totals, trained.expand(2)], 1))
     rank_state.model.train()
     reshard(rank_state.model)
     counts = torch.stack([losses, losses.new_tensor(units), losses.new_tensor(tokens)])
@@ -112,14 +113,17 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
 
 
 def _read(rank_state: RankState, group: Sequence[tuple[int, int, int]]) -> tuple[list[Batch], list[dict[str, Tensor]]]:
-    """Return the rows of microbatches (source, first, stop), complete, and this rank's positions of them."""
+    """Return the rows of the microbatches (source, first, stop) of `group`: whole rows, and this rank's part of the
+    positions of each row."""
     assert rank_state.validation is not None
     size = rank_state.run.layout.microbatch
     rows = [rank_state.validation.batch(start, size, stop) for _, start, stop in group]
     return rows, prepare_batches(rank_state.model, rank_state.mesh, rank_state.objective, map(as_tensors, rows))
 
 
-def _statistics(rank_state: RankState, groups: Sequence[Sequence[tuple[int, int, int]]], sources: int) -> Tensor:
+def _mismatched_statistics(
+    rank_state: RankState, groups: Sequence[Sequence[tuple[int, int, int]]], sources: int
+) -> Tensor:
     """Return the objective's statistics of the mismatched rows of each source, (sources, 2)."""
     total = torch.zeros(sources, 2, dtype=torch.float64, device=rank_state.mesh.device)
     for group in groups:
@@ -131,12 +135,14 @@ def _statistics(rank_state: RankState, groups: Sequence[Sequence[tuple[int, int,
 
 
 def _mean(sums: Sequence[float], names: Sequence[str]) -> Loss:
-    """Return the means for `sums`: of losses, units, tokens, then two for each of the metrics `names`."""
+    """Return the means for `sums`: the sum of losses, of units and of tokens, then for each of the metrics `names` the
+    sum and the number of its terms."""
     loss, units, tokens, *measured = sums
     return Loss(loss / (units or 1.0), int(tokens), units, means_of(measured, names))
 
 
 def means_of(sums: Sequence[float], names: Sequence[str]) -> dict[str, float]:
-    """Return the metrics `names` by name, given a sum and a number of terms for each; one of no terms is left out."""
+    """Return the metrics `names` by name, given the sum and the number of its terms for each; without terms, it is left
+    out."""
     pairs = zip(sums[0::2], sums[1::2], strict=True)
     return {name: total / number for name, (total, number) in zip(names, pairs, strict=True) if number}

@@ -27,7 +27,7 @@ def prepare_routers(model: nn.Module, run: ResolvedRun, scale: float) -> None:
     """Prepare every router of `model` for a step whose loss is multiplied by `scale`."""
     balance = run.balance
     layers = len(moe_layers(run.model))
-    for _, router in _numbered_routers(model, run.model):
+    for _, router in _layer_routers(model, run.model):
         router.balance.reset()
         router.balance.per_sequence = balance.per_sequence
         weight = balance.coef / (layers * run.batch.tokens_per_step) if balance.kind == "aux" else 0.0
@@ -45,7 +45,7 @@ def balance_experts(model: nn.Module, run: ResolvedRun, mesh: Mesh, scale: float
         return None
     # One row per layer with experts, of all pipeline stages: tokens per expert, then the auxiliary loss.
     table = torch.zeros(len(layers), _max_experts(run.model) + 1, dtype=torch.float64, device=mesh.device)
-    local_rows = [(layers.index(number), router) for number, router in _numbered_routers(model, run.model)]
+    local_rows = [(layers.index(layer), router) for layer, router in _layer_routers(model, run.model)]
     for row, router in local_rows:
         if router.balance.counts is not None:
             table[row, :-1] = router.balance.counts
@@ -62,15 +62,15 @@ def balance_experts(model: nn.Module, run: ResolvedRun, mesh: Mesh, scale: float
 
 
 def moe_layers(model: ModelSpec) -> list[int]:
-    """Return the numbers of the layers that have experts."""
-    return [number for number, layer in enumerate(model.layers) if isinstance(layer.mlp, MoE)]
+    """Return the indices of the layers that have experts."""
+    return [index for index, layer in enumerate(model.layers) if isinstance(layer.mlp, MoE)]
 
 
 def _max_experts(model: ModelSpec) -> int:
     return max(layer.mlp.num_experts for layer in model.layers if isinstance(layer.mlp, MoE))
 
 
-def _numbered_routers(model: nn.Module, spec: ModelSpec) -> Iterator[tuple[int, Router]]:
-    """Yield the layer number and the router of every layer with experts in `model`, which may be wrapped."""
+def _layer_routers(model: nn.Module, spec: ModelSpec) -> Iterator[tuple[int, Router]]:
+    """Yield the layer index and the router of every layer with experts in `model`, which may be wrapped."""
     for name, router in routers(model):
         yield int(name.rpartition(LAYERS)[2].partition(".")[0]), router

@@ -24,7 +24,7 @@ _SEQUENCES, _LENGTH = 3, 32
 def probe_ids(mixture: Mixture, multiple: int = 1) -> npt.NDArray[np.int64]:
     """Return the probe's tokens (3, S): the beginnings of the first sequences of `mixture`.
 
-    S is a `multiple`, with zeros at the end where prompts have another number of positions.
+    S is rounded up to a multiple of `multiple`, with zeros at the end.
     """
     ids = mixture.batch(0, _SEQUENCES)["input_ids"][:, :_LENGTH]
     return np.ascontiguousarray(np.pad(ids, ((0, 0), (0, -ids.shape[1] % multiple))))
@@ -34,7 +34,7 @@ def probe_ids(mixture: Mixture, multiple: int = 1) -> npt.NDArray[np.int64]:
 def write_probe(rank_state: RankState, out: Path) -> None:
     """Write input ids (3, S) and the trained model's float32 logits (3, S, V) to `out`/probe.safetensors.
 
-    All ranks call this; the first rank with the head writes the file.
+    All ranks call this. Of the ranks with the model's head, which computes the logits, the first one writes the file.
     """
     input_ids: Tensor = torch.from_numpy(rank_state.probe_ids).to(rank_state.mesh.device)
     rank_state.model.eval()

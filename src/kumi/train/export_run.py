@@ -1,4 +1,4 @@
-"""Export a checkpoint of a run, chosen in the run's folder, as training exports the last one at its end."""
+"""Export a checkpoint of a run that the user chooses, as training exports the last one at its end."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def export_run(
 
     to: a format of `kumi.convert.convert`, or "adapter" for PEFT's; by default "adapter" for a run that trains
         adapters, else "hf". With "hf" adapters are merged.
-    checkpoint: as of `kumi.convert.run_checkpoint.choose_model`.
-    dtype: that of the run's export by default.
+    checkpoint: as for `kumi.convert.run_checkpoint.choose_model`.
+    dtype: by default, that of the run's own export.
     critic: write the critic of the run instead of its model.
 
     The other arguments and the errors are those of `kumi.convert.convert`.
@@ -104,14 +104,14 @@ def export_run(
 
 
 def _saved(folder: Path, *, critic: bool) -> Checkpoint | None:
-    """Return the checkpoint in `folder`, or the `critic` in it; None for an exported model."""
+    """Return the checkpoint in `folder`, with `critic` that of the critic in it; None for an exported model."""
     if not kumi_checkpoint.is_checkpoint(folder):
         return None
     return kumi_checkpoint.open_saved_model(folder, critic=critic).checkpoint
 
 
 def _config(run: Path) -> RunConfig | None:
-    """Return the configuration of the run in the folder `run`, which may have moved; None if it is not there."""
+    """Return the configuration of the run in the folder `run`, which may have moved; None if the folder has none."""
     if not (run / CONFIG_FILE).is_file():
         return None
     config = load_stored_config(run)
@@ -132,7 +132,8 @@ def _contents(config: RunConfig, run: Path, saved: Checkpoint) -> CardContents:
 
 
 def _base_name(run: Path, config: RunConfig | None, saved: Checkpoint, base: str | None, *, critic: bool) -> str:
-    """Return the base model that adapters name: `base`, or the model that the run or its `critic` began from."""
+    """Return the name of the base model for the files of the adapters: `base`, or the model that the run began from, or
+    that its critic began from if `critic`."""
     if base is not None:
         return str(model_folder_of(base, "--base").resolve())
     key, source = "model.source", None if config is None else config.model.source
@@ -150,8 +151,9 @@ def _adapted_model(saved: Checkpoint) -> ModelSpec:
 
 
 def _verify_adapters(saved: Checkpoint, target: Path, base: str | None, *, critic: bool) -> str:
-    """Compare the logits of the base model with the adapters in `target` and with those of `saved`; return the result.
+    """Compare the base model's logits under the adapters in `target` with those under the adapters in `saved`.
 
+    Return a clause with the result, for the end of a sentence.
     If they differ, remove `target` and raise ModelError.
     """
     from kumi.convert.merge import check_adapters
@@ -168,7 +170,8 @@ def _verify_adapters(saved: Checkpoint, target: Path, base: str | None, *, criti
 def write_run_adapters(
     folder: Path, model: ModelSpec, saved: Checkpoint, base: str, contents: CardContents, *, replace: bool = False
 ) -> None:
-    """Write the adapters in the checkpoint `saved` of a run to `folder`, as PEFT's of the model `base`, with a card."""
+    """Write the adapters in the checkpoint `saved` of a run to `folder`, in PEFT's format, with `base` as the name of
+    the base model, and a card."""
     from kumi.convert.hf.adapter_write import adapter_card, write_adapter
 
     assert model.lora is not None, "only a model with adapters has any to write"
@@ -179,7 +182,8 @@ def write_run_adapters(
 
 
 def export_dtype(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
-    """Return the dtype of the weights that a run exports: export.dtype, or for "auto" that of a model it began from."""
+    """Return the dtype of the weights that a run exports: export.dtype, or for "auto" the dtype of the
+    model it began from, float32 without one."""
     if config.export.dtype != "auto":
         return config.export.dtype
     source_dtype = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")

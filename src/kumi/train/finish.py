@@ -68,7 +68,7 @@ def finish(run: ResolvedRun, store: Store, *, just_trained: bool) -> None:
 def _finish_adapters(run: ResolvedRun, store: Store, *, just_trained: bool) -> Decoder:
     """Export the adapters to `adapter`, verify them, and write the merged model to `hf` if lora.merge asks for it.
 
-    Return the model with its adapters unmerged.
+    Return the model with unmerged adapters.
     """
     folder, merged, section = run.out / "adapter", run.out / "hf", run.config.lora
     assert section is not None, "a run file with adapters has a section lora"

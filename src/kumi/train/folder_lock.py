@@ -26,13 +26,15 @@ from kumi.files.output import open_append
 from kumi.files.untrusted import read_regular, strict_json
 
 LOCK = ".lock"
+# Seconds between two beats of an owner.
 _BEAT_SECONDS = 2.0
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 @dataclass(frozen=True)
 class LockOwner:
-    """The process that leads a run. `machine`: changes when the machine starts anew."""
+    """The process that leads a run. `machine`: an id of the machine, which changes when it starts anew."""
 
     token: str
     host: str

@@ -16,9 +16,9 @@ import torch
 from kumi.accelerator import is_gpu
 from kumi.launch.failure_causes import FLIGHT_RECORDER
 
-# Steps between two collections of garbage, which all ranks make in the same step.
+# Steps between two collections of garbage. All ranks collect in the same step.
 COLLECT_EVERY = 50
-# Collectives that NCCL's flight recorder remembers, PyTorch's default.
+# The number of latest collectives that NCCL's flight recorder remembers: PyTorch's default.
 _RECORDED = 2000
 
 
@@ -34,7 +34,7 @@ def record_collectives(folder: Path, environ: MutableMapping[str, str]) -> None:
         "TORCH_FR_BUFFER_SIZE": str(_RECORDED),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,  # the name of it before 2.12
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,  # its name before PyTorch 2.12
     }.items():
         environ.setdefault(name, value)
 
@@ -49,9 +49,9 @@ def use_matmul_precision(device: torch.device, *, tf32: bool) -> None:
 def collect_together(device: torch.device) -> Iterator[None]:
     """A context in which a rank with a GPU collects garbage only in `collect_if_due`.
 
-    Python collects when enough objects were allocated, in each rank in another step, and the other ranks wait for it.
-    What exists at the beginning, such as the model, is not looked at again. Ranks of a CPU collect as usual: garbage
-    there may hold memory that the next step needs.
+    By itself, Python collects after a number of allocations, so each rank would collect in another step, and the others
+    would wait for it. Objects that exist at the beginning, such as the model, are not looked at again. Ranks on a CPU
+    collect as usual: garbage there may hold memory that the next step needs.
     """
     if not is_gpu(device) or not gc.isenabled():
         yield
@@ -67,6 +67,7 @@ def collect_together(device: torch.device) -> Iterator[None]:
 
 
 def collect_if_due(step: int) -> None:
-    """Collect the garbage of the last steps, if `collect_together` is on and `step` is one of those."""
+    """Collect the garbage of the last steps, if `collect_together` is in effect and `step` is a multiple of
+    COLLECT_EVERY."""
     if not gc.isenabled() and step % COLLECT_EVERY == 0:
         gc.collect()

@@ -45,7 +45,7 @@ def load_reward_models(run: ResolvedRun, mesh: Mesh, rows: RowSettings) -> Rewar
 
 
 def _sequences(files: RewardModelFiles) -> Sequences:
-    """Return what the reward model reads."""
+    """Return what makes the sequences that the reward model reads from prompts and replies."""
     spec = files.spec
     limits = TokenLimits(spec.vocab_size, spec.learned_positions or spec.max_position_embeddings, files.padding)
     if files.reads == "tokens":

@@ -140,7 +140,7 @@ def _train(
             write_probe(rank_state, run.out)
         listener.end()
         return code
-    # Raised on all ranks at the same step, so the last save can complete, and a resume use it.
+    # Raised on all ranks at the same step, so the last save can complete, and a resume can use it.
     except (DivergedError, NothingTrainedError):
         saver.wait()
         raise
@@ -227,7 +227,7 @@ def _train_steps(
 
 
 def _add(best: BestSoFar | None, step: int, values: Mapping[str, float]) -> bool:
-    """Add the metrics `values` of an evaluation to `best`, and return True if its metric is the best so far."""
+    """Add the metrics `values` of an evaluation to `best`; return True if this evaluation is the best so far."""
     return best is not None and best.is_metric_of(values) and best.add(step, values.get(best.metric))
 
 
@@ -257,7 +257,8 @@ def _best_so_far(rank_state: RankState) -> BestSoFar | None:
 
 
 def _compare_reference(rank_state: RankState, reporter: Reporter) -> None:
-    """Raise ConfigError unless the stored reference, if it is the initial policy, agrees with it on the first rows."""
+    """If the stored reference is the initial policy, raise ConfigError unless both agree on the rows of the first
+    step."""
     run = rank_state.run
     if not run.config.objective.compares or run.config.reference.kind != "stored":
         return
@@ -308,7 +309,8 @@ def _save(
 def _build_and_restore(
     run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource, scorer: ReplyScorer | None
 ) -> tuple[RankState, TrainState]:
-    """Build model, optimizer and data, and load the last checkpoint if there is one. Return all, and the counters."""
+    """Build model, optimizer and data, and load the last checkpoint if there is one. Return this rank's state and
+    the counters."""
     saved = last_checkpoint(run)
     state = TrainState() if saved is None else restore_state(saved, store, run)
     run = run if saved is None else with_stored_warmup(run, saved.meta)
@@ -316,7 +318,7 @@ def _build_and_restore(
     missing = lacks_references(run, store, mesh)
     if missing and (saved is not None or run.reference_folder is not None):
         make_references(run, store, mesh, build_reference(run, mesh), objective)
-        gc.collect()  # the reference's parameters are in cycles of references
+        gc.collect()  # reference cycles keep the reference model's parameters in memory until then
     model = build_policy(run, mesh, None if saved is None else saved.read)
     if missing and saved is None and run.reference_folder is None:
         make_references(run, store, mesh, model, objective)
@@ -340,7 +342,7 @@ def _build_and_restore(
         form = run.config.objective.rows
         validation = store.sweep(run.batch.seq_len, cross_document=cross, form=form, **options)
     tasks = RunTasks(run, model, mesh) if run.config.eval.tasks else None
-    # Under sequence parallelism, ranks of tp have equal parts of a row.
+    # Under sequence parallelism, the tp ranks need equal parts of a row.
     ids = probe_ids(mixture, run.layout.tp if run.layout.sequence_parallel else 1)
     return RankState(run, mesh, model, optimizer, source, validation, store, ids, tasks, rollouts, critic), state
 

@@ -160,7 +160,7 @@ def _may_fork() -> bool:
 
 def _measure_in_fork(threads: int, kind: str) -> dict[str, Any] | None:
     """Measure in a fork, which need not import torch again; return None if the fork dies or hangs."""
-    import torch  # noqa: F401  (before the fork, and this process needs torch itself a moment later)
+    import torch  # noqa: F401  (so that the fork has it; this process needs it a moment later, too)
 
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -199,8 +199,8 @@ def _run_measurement(command: list[str], timeout: float) -> dict[str, Any] | Non
 
 
 def _measure(threads: int, kind: str) -> dict[str, Any]:
-    """Return the measurement of `kumi.nn.fastest_numerics` with `threads` threads, and the seconds it took, without
-    imports."""
+    """Return the measurement of `kumi.nn.fastest_numerics` with `threads` threads, and the seconds that it took.
+    Imports are not counted."""
     import torch
 
     from kumi.nn.fastest_numerics import measure

@@ -23,10 +23,11 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """`seconds`: the median time of `count` steps. `peak_memory`: the largest number of bytes in tensors on rank 0.
+    """`seconds`: the median time of `count` steps. `peak_memory`: the largest peak of rank 0 in bytes, by
+    metrics.jsonl.
 
-    Steps with rollouts have estimates of their own. Some generate and some do not, so that `seconds` is then their
-    mean, and `estimated` the mean of the estimates by formulas alone; None without.
+    In a run with rollouts, every step has its own estimate. Some steps generate and some do not, so `seconds` is the
+    mean there, and `estimated` is the mean of the steps' estimates by formulas alone, None in other runs.
     """
 
     seconds: float
@@ -40,17 +41,17 @@ def measured_steps(folder: Path, layout: Layout) -> MeasuredSteps | None:
     entries = steps_with_layout(folder, layout)[WARM_UP:]
     if not entries:
         return None
-    own = [entry["perf/planned_step_s"] for entry in entries if entry.get("perf/planned_step_s") is not None]
+    step_estimates = [entry["perf/planned_step_s"] for entry in entries if entry.get("perf/planned_step_s") is not None]
     seconds = [entry["perf/step_s"] for entry in entries]
     peak = max(int(entry["mem/peak_bytes"]) for entry in entries)
-    if own:
-        return MeasuredSteps(fmean(seconds), len(entries), peak, fmean(own))
+    if step_estimates:
+        return MeasuredSteps(fmean(seconds), len(entries), peak, fmean(step_estimates))
     return MeasuredSteps(median(seconds), len(entries), peak)
 
 
 def steps_with_layout(folder: Path, layout: Layout) -> list[dict[str, Any]]:
     """Return the metrics of the steps with `layout` in the run `folder`."""
-    # Metrics of earlier versions do not name the layout.
+    # Entries of earlier versions name no layout, and count.
     return [
         entry
         for entry in read_metrics(folder / "metrics.jsonl")
@@ -59,23 +60,23 @@ def steps_with_layout(folder: Path, layout: Layout) -> list[dict[str, Any]]:
 
 
 def estimate_lines(run: ResolvedRun) -> Iterator[str]:
-    """Yield how far the step time and the memory of `run` were off its estimate, and whether within the interval.
+    """Yield a line on the step time and one on the memory: how far off the estimate, and inside which interval of it.
 
     Without a step after the warm-up, yield nothing.
     """
     measured = measured_steps(run.out, run.layout)
     if measured is None:
         return
-    sure = estimate_uncertainty(run.job, run.estimate)
+    uncertainty = estimate_uncertainty(run.job, run.estimate)
     if run.step_seconds is not None:
         estimated = measured.estimated or run.step_seconds
-        share = estimated / run.step_seconds
-        bounds80, bounds90 = sure.time80.scaled(share), sure.time90.scaled(share)
+        ratio = estimated / run.step_seconds
+        bounds80, bounds90 = uncertainty.time80.scaled(ratio), uncertainty.time90.scaled(ratio)
         yield _compared("step time", measured.seconds, estimated, bounds80, bounds90, phrases.seconds)
-    # The metrics are rank 0's. The interval is for all memory, and taken in proportion.
+    # The metrics are those of rank 0, and do not measure all memory. The interval is that of all memory, scaled down.
     estimated = bytes_as_measured(run.estimate.memory[0], run.cluster.device)
     share = estimated / run.estimate.peak_memory
-    bounds80, bounds90 = sure.memory80.scaled(share), sure.memory90.scaled(share)
+    bounds80, bounds90 = uncertainty.memory80.scaled(share), uncertainty.memory90.scaled(share)
     yield _compared("memory", measured.peak_memory, estimated, bounds80, bounds90, format_bytes)
 
 

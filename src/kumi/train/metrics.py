@@ -92,8 +92,8 @@ class Metrics:
         if self._timed_from is None or step == self._timed_from[0]:
             self._timed_from = self._timed_from or (step, time.monotonic())
             return "..."
-        done, started = self._timed_from
-        return format_seconds((time.monotonic() - started) / (step - done) * (self.steps - step))
+        first_step, started = self._timed_from
+        return format_seconds((time.monotonic() - started) / (step - first_step) * (self.steps - step))
 
     def _write(self, entry: dict[str, Any]) -> None:
         # The gradient norm of a skipped float16 step is not finite, and JSON has no such numbers.

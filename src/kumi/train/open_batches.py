@@ -15,7 +15,8 @@ OpenSource = Callable[[ResolvedRun, Mixture, int, Mapping[str, Any] | None], Bat
 def mixture_source(run: ResolvedRun, mixture: Mixture, index: int, saved: Mapping[str, Any] | None) -> MixtureSource:
     """Return a source of consecutive sequences of `mixture`, from the first one, or from the one after the checkpoint.
 
-    `saved`: the checkpoint's metadata. The number of sequences per step may have changed since that checkpoint.
+    `index`: the rank's index among the data-parallel ranks. `saved`: the checkpoint's metadata. The number of sequences
+    per step may have changed since that checkpoint.
     """
     step, sequence = (0, 0) if saved is None else (saved["step"], saved["sequences"])
     return MixtureSource(mixture, run.batch.sequences, index, run.layout.dp, step, sequence)

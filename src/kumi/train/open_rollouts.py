@@ -1,4 +1,5 @@
-"""Open the source of batches of a run with [rollout]: its prompts, engine, rewards, and the trainer's passes."""
+"""Open the source of batches of a run with [rollout]: its prompts, engine, rewards, and the passes that compute
+log-probs."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ Saved = Mapping[str, Any] | None
 
 @contextmanager
 def open_scorer(run: ResolvedRun, mesh: Mesh) -> Iterator[ReplyScorer | None]:
-    """Yield the rewards of `run`, on rank 0; None on other ranks, and for a run without rollouts or rewards."""
+    """Yield what scores the replies of `run`, on rank 0; None on other ranks, and for a run without rollouts or
+    rewards."""
     section = run.config.rollout
     if section is None or not run.config.rewards or mesh.rank != 0:
         yield None
@@ -73,14 +75,14 @@ def open_rollouts(
 ) -> RolloutSource:
     """Return the batches of `run`, from the checkpoint's metadata `saved` on. Every rank calls this together.
 
-    critic: the model with the values of the advantages; None without one.
-    scorer: that of rank 0, None on others.
+    critic: the model whose scores are the values in the advantages; None if they need none.
+    scorer: what scores replies, on rank 0; None on other ranks.
     """
     section, objective = run.config.rollout, run_objective(run)
     assert section is not None, "a run with rollouts has the section"
     assert isinstance(objective, PolicyGradient), "only policy gradients train on rollouts"
     sampling, tokenizer, layout = rollout_sampling(run), load_tokenizer(tokenizer_folder(run)), run.layout
-    # Under sequence parallelism, ranks of tp have equal parts of a row.
+    # Under sequence parallelism, the tp ranks need equal parts of a row.
     rows = RowSettings(run.batch.seq_len, layout.dp, layout.tp if layout.sequence_parallel else 1)
     models = load_reward_models(run, mesh, rows)
     identities = {} if models is None else models.identities

@@ -15,11 +15,12 @@ from kumi.storage import checkpoint
 from kumi.train.evaluate import evaluate
 from kumi.train.train_state import RankState, TrainState, checkpoint_meta, checkpoint_pieces
 
+# The temporary folder of the checkpoint.
 _FOLDER = "drill"
 
 
 def run_preflight(rank_state: RankState, state: TrainState, root: Path, attempt: str) -> None:
-    """Evaluate, save a checkpoint into a temporary folder below `root`, remove it. Errors of both are raised."""
+    """Evaluate, save a checkpoint into a temporary folder below `root`, remove it. An error of either is raised."""
     layout, rank = rank_state.run.layout, rank_state.mesh.rank
     if rank_state.validation is not None:
         evaluate(rank_state, first=layout.dp * layout.microbatch)

@@ -59,12 +59,13 @@ def check_data(run: ResolvedRun) -> None:
 
 
 def _refuse_own_files(run: ResolvedRun, source: Source) -> None:
-    """Raise ConfigError if `source` would read files that the run writes: its data would change at every launch."""
+    """Raise ConfigError if `source` would read files that the run writes, which would change the data at each
+    launch."""
     out = run.config.train.out
     if is_url(out) and is_url(source.path) and covers(source.path, join_url(out, "metrics.jsonl")):
         raise ConfigError(
             f"train.out: {out} lies inside data source {source.path!r}, which would read files that the run writes; "
-            f"name a URL outside of it"
+            f"name a URL outside of the source"
         )
     data = data_folder(run)
     for key, folder, names in (
@@ -117,7 +118,7 @@ def _pack_examples(run: ResolvedRun, store: Store) -> None:
 
 
 def stock_texts(run: ResolvedRun, digests: Collection[str]) -> dict[str, list[str]]:
-    """Return the texts of the chat template over the whole conversations of the rows with these `digests`."""
+    """Return by digest the whole conversations of the rows with these `digests`, each rendered by the chat template."""
     return preparation.stock_texts(run_sources(run), _tokenizer(run), digests, chat_options(run))
 
 

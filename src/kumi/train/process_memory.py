@@ -35,10 +35,11 @@ def peak_memory(device: torch.device) -> int:
 
 
 def held_memory(device: torch.device) -> dict[str, int]:
-    """Return what the allocated memory of a GPU leaves out, in bytes: {} on a CPU.
+    """Return two figures in bytes that a GPU's allocated memory does not include; {} on a CPU.
 
     `reserved`: the peak that PyTorch took from the GPU, with holes between tensors.
-    `free`: what no process has taken now. The rest is of contexts, libraries, NCCL's buffers and other processes.
+    `free`: what no process has taken now. What is neither reserved nor free belongs to contexts, libraries, NCCL's
+    buffers and other processes.
     """
     if not is_gpu(device):
         return {}
@@ -47,7 +48,7 @@ def held_memory(device: torch.device) -> dict[str, int]:
 
 
 def baseline_memory(device: torch.device) -> int:
-    """Return the bytes that are in use before the model is built, 0 on a GPU, and forget the peak before.
+    """Return the bytes that are in use before the model is built, 0 on a GPU, and reset the measured peak.
 
     On a CPU they belong to the interpreter and its modules. A single rank is the process that prepared the data, which
     may have used more memory than training does.

@@ -2,8 +2,8 @@
 
 An objective that compares the policy with a reference needs only the reference's sum of log-probs over each sequence.
 These sums are computed in the run's layout before the first step, and stored beside the tokens, so that no second model
-is kept. They depend on the weights, the tokens and masks, the row length and the precision, whose digest names the
-file, and not on the layout. An interrupted computation continues.
+is kept. They depend on the weights, the tokens and masks, the row length and the precision, but not on the layout; a
+digest of these is in the file's name. An interrupted computation continues.
 
 The policy before its first step is the reference, unless the run file names another one. Then the sums of the policy
 must equal the stored ones, up to rounding (`kumi.train.check_reference`).
@@ -40,14 +40,14 @@ from kumi.train.step import as_tensors
 from kumi.units import format_count
 
 _SIDES = ("train", "validation")
-# Another number for sums that the same inputs give differently: it is part of the name of a stored file.
+# A part of the name of a stored file: raise it when the same inputs no longer give the same sums.
 _VERSION = 1
 # Seconds between writes of an unfinished file.
 _WRITE_EVERY = 60.0
 
 
 def lacks_references(run: ResolvedRun, store: Store, mesh: Mesh) -> bool:
-    """Return True on all ranks if `run` needs stored sums and one of them lacks some."""
+    """Return True on all ranks if `run` needs stored sums, and some are missing on any rank."""
     missing = _stores_sums(run) and open_references(run, store) is None
     return bool(all_reduce_max(torch.tensor(float(missing), device=mesh.device), mesh))
 
@@ -86,7 +86,7 @@ def make_references(run: ResolvedRun, store: Store, mesh: Mesh, model: nn.Module
             if name == source.name
         ]
         assert isinstance(rows, PackedRows)
-        path, sums = sums_path(run, source, side), _begun(run, source, side, rows) if mesh.rank == 0 else None
+        path, sums = sums_path(run, source, side), _stored_so_far(run, source, side, rows) if mesh.rank == 0 else None
         done = int(all_reduce_sum(torch.tensor(float(0 if sums is None else sums.done)), mesh))
         if done < rows.rows:
             _compute(run, mesh, model, objective, rows, sums, done, _unfinished(path, seed), fingerprint)
@@ -96,8 +96,8 @@ def make_references(run: ResolvedRun, store: Store, mesh: Mesh, model: nn.Module
     barrier(mesh)
 
 
-def _begun(run: ResolvedRun, source: StoredSource, side: str, rows: PackedRows) -> ReferenceSums:
-    """Return the sums of `side` of `source` that are stored already, all or those of the first rows."""
+def _stored_so_far(run: ResolvedRun, source: StoredSource, side: str, rows: PackedRows) -> ReferenceSums:
+    """Return the sums of `side` of `source` that are stored already: of all rows, of the first ones, or of none."""
     path, seed = sums_path(run, source, side), run.config.train.seed if side == "train" else 0
     sequences, units = rows.source.file.document_count, len(rows.source.columns)
     # The order of rows depends on the seed, and so does the name of an unfinished file.
@@ -160,8 +160,9 @@ def _rows_table(
     stop: int,
     size: int,
 ) -> torch.Tensor:
-    """Return, of each sequence of the rows [first, stop), the sum of log-probs, the number of trained tokens, the
-    checksum of its tokens, and the sum of its unit's mismatched sequence, (rows, sequences, 4), on every rank."""
+    """Return a table (rows, sequences, 4) of the rows [first, stop), the same on every rank: for each sequence, its sum
+    of log-probs, its number of trained tokens, and the checksum of its tokens; for each unit, at its index instead of a
+    sequence's, the sum of log-probs of its mismatched sequence."""
     layout = mesh.layout
     begins = range(first + layout.dp_index(mesh.rank) * size, stop, layout.dp * size)
     # All ranks run the same number of microbatches; rows past `stop` are padding.
@@ -174,22 +175,23 @@ def _rows_table(
     parts = [sum_sequences(model, mesh, sharded)]
     if objective.rows.mismatched:
         parts.append(sum_sequences(model, mesh, sharded, MISMATCHED))
-    for number, (start, batch) in enumerate(zip(starts, batches, strict=True)):
+    for index, (start, batch) in enumerate(zip(starts, batches, strict=True)):
         here = slice(start - first, min(start + size, stop) - first)
         used = here.stop - here.start
         if used <= 0 or not parts[0] or not adds_to_loss(objective, mesh):
             continue
         sequences = min(table.shape[1], batch["trained"].shape[1])
-        columns = [parts[0][number], *(torch.from_numpy(part).to(mesh.device) for part in token_checks(batch))]
-        columns += [parts[1][number]] if objective.rows.mismatched else []
+        columns = [parts[0][index], *(torch.from_numpy(part).to(mesh.device) for part in token_checks(batch))]
+        columns += [parts[1][index]] if objective.rows.mismatched else []
         for place, column in enumerate(columns):
             table[here, :sequences, place] = column[:used, :sequences].to(torch.float64)
     return all_reduce_sum(table, mesh)
 
 
 def _store_table(sums: ReferenceSums, rows: PackedRows, first: int, table: Array, *, mismatched: bool) -> None:
-    for number, row in enumerate(table):
-        units = rows.units_of(first + number)
+    """Write the `table` of the rows from `first` on into `sums`."""
+    for index, row in enumerate(table):
+        units = rows.units_of(first + index)
         records = rows.source.columns[np.array(units)]
         places = zip(records["first_document"].tolist(), records["documents"].tolist(), strict=True)
         documents = np.concatenate([np.arange(begin, begin + count) for begin, count in places])
@@ -204,9 +206,9 @@ def token_checks(batch: Batch) -> tuple[Array, Array]:
     trained = batch["trained"].astype(np.float64)
     checksums = np.zeros_like(trained)
     for row, segments in enumerate(batch["segments"]):
-        for number in np.flatnonzero(trained[row]):
-            positions = (segments == number) & (batch["document_ids"][row] == number)
-            checksums[row, number] = zlib.crc32(batch["input_ids"][row][positions].tobytes())
+        for sequence in np.flatnonzero(trained[row]):
+            positions = (segments == sequence) & (batch["document_ids"][row] == sequence)
+            checksums[row, sequence] = zlib.crc32(batch["input_ids"][row][positions].tobytes())
     return trained, checksums
 
 

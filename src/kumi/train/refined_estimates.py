@@ -2,8 +2,9 @@
 
 Each part of a step has an estimate by formulas. It is multiplied by the median of measured/estimated over the latest
 steps that had this part, so that what the formulas cannot see, such as other programs on the machine or long prompts of
-one source, counts from the second step on. The unrefined estimates stay in perf/planned_step_s and
-time/planned_<part>_s, so that a resumed run reads the latest ratios from its metrics.
+one source, counts from the second step on. The estimates by formulas alone move from perf/estimated_step_s to
+perf/planned_step_s and from time/estimated_<part>_s to time/planned_<part>_s, and the refined ones take their place. A
+resumed run reads the latest ratios from its metrics.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
-# The steps of a part whose ratios count: their median ignores two that were disturbed.
+# The number of latest ratios of a part that count: a median of five ignores two disturbed steps.
 _LATEST = 5
 _PARTS = ("generate", "log_probs", "train")
 
 
 class RefinedEstimates:
-    """Refines the estimates of one step after another, which it is given in their order.
+    """Refines the estimates of a run's steps. `refine` must get the steps in their order.
+
 
     earlier: the metrics of the steps before a resume, on the same layout.
     """
@@ -30,14 +32,14 @@ class RefinedEstimates:
             self._add(entry)
 
     def refine(self, entry: Mapping[str, Any]) -> dict[str, float]:
-        """Return the figures of the metrics `entry` that change; {} for a step without estimates.
+        """Return the metrics of a step that replace or extend those in `entry`; {} for a step without estimates.
 
-        The step's own seconds count for later steps only.
+        The seconds that the step took refine the estimates of later steps only.
         """
-        planned = entry.get("perf/estimated_step_s")
-        if planned is None:
+        formulas = entry.get("perf/estimated_step_s")
+        if formulas is None:
             return {}
-        changed, total = {"perf/planned_step_s": planned}, planned
+        changed, total = {"perf/planned_step_s": formulas}, formulas
         for part, ratios in self._ratios.items():
             estimated = entry.get(f"time/estimated_{part}_s")
             if not estimated or f"time/{part}_s" not in entry:

@@ -1,7 +1,7 @@
-"""A run whose train.out is a URL: it runs in a local folder, which is brought from the store first and mirrored there.
+"""A run whose train.out is a URL: it runs in a local folder, downloaded from the store first and uploaded meanwhile.
 
-pull_remote(config)      before anything is read of the run folder
-check_shared(...)        on the other ranks: the local folder must be the one of rank 0
+pull_remote(config)      before anything in the run folder is read
+check_shared_folder(...) on the other ranks: the local folder must be the one of rank 0
 mirrored(run)            while the run trains and exports
 """
 
@@ -27,14 +27,15 @@ from kumi.train.folder_lock import LOCK
 from kumi.train.prepare_data import tokenizer_folder
 from kumi.units import format_bytes
 
-# Beside the local run folder: the name of the start of the run that rank 0 leads.
+# A file beside the local run folder with a random mark, which rank 0 writes at each start of the run: a rank that reads
+# another mark, or none, sees another folder.
 _START_FILE = "start.json"
-# What to do where nodes do not have the same local run folder.
+# The remedy in errors about nodes that do not have the same local run folder.
 SHARED_CACHE = "set KUMI_CACHE to a folder that all machines share, since all ranks of the run write one local folder"
 
 
 def pull_remote(config: RunConfig, *, show: bool = True) -> None:
-    """If train.out is a URL, bring the run to its local folder, where the store is ahead of it. `show`: print what was
+    """If train.out is a URL, download into the local run folder what the store has beyond it. `show`: print what was
     done.
 
     Raise ConfigError if the store refuses access, CommunicationError if it cannot be reached.
@@ -68,8 +69,8 @@ def reserve_disk(run: ResolvedRun, size: int) -> None:
 def mirrored(run: ResolvedRun) -> Iterator[None]:
     """Upload the run folder of `run` during the block and after it, if train.out is a URL.
 
-    The end of the block waits for the uploads, also after an error that follows a save. Raise SaveError if they fail,
-    ConfigError or CommunicationError if the store cannot be written at the start.
+    The end of the block waits for the uploads, also after a KumiError; other exceptions stop them. Raise SaveError if
+    they fail, ConfigError or CommunicationError if the store cannot be written at the start.
     """
     url = run.config.train.out
     if not is_url(url):
@@ -107,26 +108,26 @@ def mirrored(run: ResolvedRun) -> Iterator[None]:
     print(f"uploaded   {url}", flush=True)
 
 
-def note_start(run: ResolvedRun) -> str:
-    """Write a new name of this start beside the local run folder, and return it; "" if train.out is no URL."""
+def mark_folder(run: ResolvedRun) -> str:
+    """Write a new random mark beside the local run folder, and return the mark; "" if train.out is no URL."""
     if not is_url(run.config.train.out):
         return ""
-    name = secrets.token_hex(8)
-    write_text(run.out.parent / _START_FILE, json.dumps({"start": name}))
-    return name
+    mark = secrets.token_hex(8)
+    write_text(run.out.parent / _START_FILE, json.dumps({"start": mark}))
+    return mark
 
 
-def check_shared(config: RunConfig, start: str) -> None:
-    """Raise ConfigError unless this rank sees the local run folder of rank 0, which noted the name `start` there."""
+def check_shared_folder(config: RunConfig, mark: str) -> None:
+    """Raise ConfigError unless this rank sees the local run folder of rank 0, whose `mark_folder` returned `mark`."""
     folder = local_run_folder(config.train.out).parent
-    if start and _read_start(folder) != start:
+    if mark and _read_mark(folder) != mark:
         raise ConfigError(
             f"train.out: {config.train.out} is written in {folder}, which is not the same folder on this machine as on "
             f"that of rank 0; {SHARED_CACHE}"
         )
 
 
-def _read_start(folder: Path) -> object:
+def _read_mark(folder: Path) -> object:
     try:
         return read_object(folder, _START_FILE).get("start")
     except ConfigError:

@@ -23,7 +23,7 @@ from kumi.spec.data_source import ChatOptions
 from kumi.spec.model import ModelSpec
 from kumi.train.prepare_data import chat_options, tokenizer_folder
 
-# The name of the identities in a checkpoint's metadata.
+# The key of a checkpoint's metadata for `reward_model_identities`.
 REWARD_MODELS = "reward_models"
 
 
@@ -32,7 +32,7 @@ class RewardModelFiles:
     """A checked reward model on disk.
 
     padding: the id of its padding token, by which transformers finds the last token of a sequence.
-    reads: one of `kumi.rewards.reward_spec.READINGS`.
+    reads: one of `kumi.rewards.reward_spec.READINGS`; "" if it depends on the run's tokenizer, not trained yet.
     """
 
     reward: ModelReward
@@ -55,7 +55,8 @@ def check_reward_models(run: ResolvedRun) -> None:
 
 
 def reward_model_identities(run: ResolvedRun) -> dict[str, dict[str, str]]:
-    """Return the folder of each reward model of `run`, and a digest of its weights, tokenizer and template, by name."""
+    """Return for each reward model of `run`, by name, its folder and a digest of its weights, tokenizer and
+    template."""
     return {
         name: {"folder": str(folder.resolve()), "digest": _digest(folder)}
         for name, folder in run.reward_folders.items()
@@ -93,10 +94,10 @@ def _open(run: ResolvedRun, reward: ModelReward, folder: Path) -> RewardModelFil
 
 def _padding(reward: ModelReward, config: dict[str, Any], spec: ModelSpec) -> int:
     """Return pad_token_id of `config`. Raise ConfigError unless it is an id of the vocabulary."""
-    number = config.get("pad_token_id")
-    if type(number) is int and 0 <= number < spec.vocab_size:
-        return number
-    shown = "no pad_token_id" if number is None else f"pad_token_id {brief(number)}"
+    token_id = config.get("pad_token_id")
+    if type(token_id) is int and 0 <= token_id < spec.vocab_size:
+        return token_id
+    shown = "no pad_token_id" if token_id is None else f"pad_token_id {brief(token_id)}"
     raise reward.error(
         "source",
         reward.source,
@@ -106,9 +107,10 @@ def _padding(reward: ModelReward, config: dict[str, Any], spec: ModelSpec) -> in
 
 
 def _reads(run: ResolvedRun, reward: ModelReward, tokenizer: Tokenizer) -> str:
-    """Return what the reward model with `tokenizer` reads; "" while the run's own tokenizer is not trained yet.
+    """Return what the reward model with `tokenizer` reads: `reward.reads`, or by default what suits both tokenizers.
 
-    Raise ConfigError if it cannot read the tokens of another tokenizer.
+    While the run's own tokenizer is not trained yet, the default stays "". Raise ConfigError if `reward.reads` is
+    "tokens" and the run has another tokenizer than the reward model.
     """
     folder = tokenizer_folder(run)
     if not (folder / "tokenizer.json").is_file():
@@ -124,5 +126,6 @@ def _reads(run: ResolvedRun, reward: ModelReward, tokenizer: Tokenizer) -> str:
             )
         return reward.reads or "reply"
     theirs, template = find_template(ChatOptions(), tokenizer.folder), find_template(chat_options(run), folder)
-    same = theirs is None or (template is not None and theirs.digest == template.digest)
-    return reward.reads or ("tokens" if same else "reply")
+    # A reward model without a template has no rendering of its own, and reads the policy's.
+    is_same_rendering = theirs is None or (template is not None and theirs.digest == template.digest)
+    return reward.reads or ("tokens" if is_same_rendering else "reply")

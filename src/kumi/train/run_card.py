@@ -64,7 +64,7 @@ def _evaluation(config: RunConfig, out: Path, step: int) -> str:
 
 
 def _tasks(config: RunConfig, out: Path, step: int) -> list[str]:
-    """Return the Markdown of the last results of the run's tasks up to `step`; none without results."""
+    """Return the Markdown of the last results of the run's tasks up to `step`; [] without results."""
     names = [(task.name, metric) for task in config.eval.tasks for metric in METRICS_OF_KIND[task.kind]]
     entries = [
         entry
@@ -83,7 +83,7 @@ def _tasks(config: RunConfig, out: Path, step: int) -> list[str]:
 
 
 def _best_line(config: RunConfig, out: Path, step: int) -> list[str]:
-    """Return a sentence on the best evaluation of the run by checkpoint.best; none without that key."""
+    """Return a sentence on the best evaluation of the run by checkpoint.best; [] without that key."""
     key = config.checkpoint.best
     best: BestSoFar | None = best_of_run(out, key)
     if key is None or best is None or best.step is None or best.value is None:

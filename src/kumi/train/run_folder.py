@@ -11,7 +11,7 @@ runs/<name>/
   .token             secret by which the nodes of the run recognise each other
   stop               asks the run to save and end, see kumi.launch.stop_file
   samples/           pages of sample texts, and of rollouts
-  rollouts.jsonl     the groups of replies that the run has finished with, one a line
+  rollouts.jsonl     the groups of replies that the run has finished with, one group a line
   rollouts/          replies of the batch in progress
   logs/              output of the ranks
   launch/            the file, the record and the output of a job that kumi launch submitted
@@ -45,10 +45,12 @@ from kumi.rollout.rollout_history import HISTORY, UNFINISHED
 from kumi.storage.folders import CHECKPOINTS
 from kumi.train.folder_lock import LOCK, lock_folder
 
+# A file gets its name when it is complete; until then it is a draft.
 _TOKEN, _TOKEN_DRAFT = ".token", ".token.part"
 _TOKEN_DIGITS = 64
-_TOKEN_SECONDS, _NOTE_SECONDS = 600.0, 20.0
-_TOKEN_LATE_SECONDS = 20.0  # a network file system may show it so late after node 0 has written it
+_TOKEN_SECONDS = 600.0  # for which a node waits for the token
+_NOTE_SECONDS = 20.0  # after which it prints that it waits
+_TOKEN_LATE_SECONDS = 20.0  # by which a network file system may show the token later than node 0 has written it
 _CONFIG_DRAFT, _PLAN_DRAFT = "config.part", "plan.part"
 # Names that a run writes in its folder. Users may add files and links with other names once the run has begun.
 RUN_FILES = (
@@ -147,8 +149,8 @@ def run_token(out: Path, *, node: int, remedy: str, has_head: Callable[[], bool]
     """Return the secret that the nodes of the run in `out` share. Node 0 makes it, in a file that others cannot read.
 
     On other nodes, wait for the file. Raise RefusedError if the folder belongs to something else, or if the file does
-    not come: the nodes do not share the folder, and `remedy` says what to do. `has_head`: returns True once node 0 has
-    written the file.
+    not appear, because the nodes do not share the folder. `remedy`: what to do then. `has_head`: returns True once node
+    0 has written the file.
     """
     _refuse_links(out)
     if out.exists() and not out.is_dir():
@@ -192,7 +194,7 @@ def _read_token(file: Path) -> str:
         raise RefusedError(f"{file}: cannot be read ({explain(error)}); delete it, and start all nodes anew") from None
     if len(token) != _TOKEN_DIGITS:
         raise RefusedError(
-            f"{file}: has {len(token)} characters of {_TOKEN_DIGITS}; delete it, and start all nodes anew"
+            f"{file}: has {len(token)} characters instead of {_TOKEN_DIGITS}; delete it, and start all nodes anew"
         )
     return token
 

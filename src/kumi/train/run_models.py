@@ -18,7 +18,7 @@ from kumi.spec.model import ModelSpec
 
 
 def build_policy(run: ResolvedRun, mesh: Mesh, saved: PieceReader | None = None) -> nn.Module:
-    """Return the model that `run` trains: from the tensors `saved` of a checkpoint, or before the first step."""
+    """Return the model that `run` trains, with the tensors `saved` of a checkpoint; with initial weights if None."""
     weights, adapters = initial_weights(run)
     if saved is not None:
         adapters = saved
@@ -29,7 +29,7 @@ def build_policy(run: ResolvedRun, mesh: Mesh, saved: PieceReader | None = None)
 def build_reference(run: ResolvedRun, mesh: Mesh) -> nn.Module:
     """Return the reference model of `run`: the one that reference.model names, or the policy before its first step.
 
-    Adapters without training change nothing, so that a named reference may have them as the policy does.
+    A reference that reference.model names is built with adapters, too, like the policy: untrained ones change nothing.
     """
     weights, adapters = initial_weights(run)
     if run.reference_folder is not None:
@@ -38,9 +38,9 @@ def build_reference(run: ResolvedRun, mesh: Mesh) -> nn.Module:
 
 
 def build_critic_model(run: ResolvedRun, mesh: Mesh, saved: PieceReader | None = None) -> nn.Module:
-    """Return the critic of `run`: from the tensors `saved` of a checkpoint, or before the first step.
+    """Return the critic of `run`, with the tensors `saved` of a checkpoint; with initial weights if `saved` is None.
 
-    It begins as the model that critic.model names, or as the policy, whose head is then replaced by one drawn from
+    Initially it is the model that critic.model names, or else the policy; a language model gets a score head drawn from
     train.seed. Adapters begin without effect.
     """
     critic, seed = run.job.critic, run.config.train.seed

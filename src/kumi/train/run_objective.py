@@ -10,7 +10,8 @@ from kumi.objectives.policy_gradient import PolicyGradient
 
 
 def run_objective(run: ResolvedRun) -> Objective:
-    """Return the objective of `run`. Where it divides by the tokens of the longest reply allowed, it knows them."""
+    """Return the objective of `run`. Where its loss divides by a constant that the run file leaves out, the constant is
+    rollout.max_new_tokens."""
     objective, section = run.config.objective.build(), run.config.rollout
     if not isinstance(objective, PolicyGradient) or section is None:
         return objective

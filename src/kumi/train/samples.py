@@ -46,8 +46,8 @@ def encode_prompts(run: ResolvedRun) -> SamplePrompts:
     """Return the prompts of [sample], given in the run file or in the file that it names.
 
     A text is continued without special tokens, as documents are trained. Messages are rendered with the run's chat
-    template, up to the reply. Raise ConfigError or DataError for a file that cannot be read, and for messages without a
-    template or that it refuses.
+    template, up to the reply. Raise ConfigError or DataError for a file that cannot be read, and for messages if
+    there is no template or the template refuses them.
     """
     section, folder = run.config.sample, tokenizer_folder(run)
     tokenizer = load_tokenizer(folder)
@@ -76,7 +76,7 @@ def sample_texts(decoder: Decoder, run: ResolvedRun, mesh: Mesh | None = None) -
     """Return the model's replies to the prompts of [sample], on every rank of `mesh`, which all call this together."""
     section, prompts = run.config.sample, encode_prompts(run)
     tokenizer, limit = load_tokenizer(tokenizer_folder(run)), decoder.spec.learned_positions
-    # A prompt that fills all learned positions keeps its end, and room for one token.
+    # Of a prompt that fills all learned positions, only the end is used, so that one token has room.
     asked = [ids[-(limit - 1) :] if limit else ids for ids in prompts.ids]
     sampling = Sampling(
         max_new_tokens=section.max_new_tokens,

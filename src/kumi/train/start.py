@@ -44,7 +44,7 @@ from kumi.train.callbacks import Listener
 from kumi.train.dataset_commits import dataset_paths, dataset_snapshots
 from kumi.train.measure_numerics import with_measured_numerics, with_numerics
 from kumi.train.prepare_data import check_data, open_data, prepare_data
-from kumi.train.remote_run import SHARED_CACHE, check_shared, mirrored, note_start, pull_remote, reserve_disk
+from kumi.train.remote_run import SHARED_CACHE, check_shared_folder, mark_folder, mirrored, pull_remote, reserve_disk
 from kumi.train.reward_model_files import check_reward_models
 from kumi.train.run_folder import claim_run_folder, run_token
 from kumi.train.run_summary import summary_lines
@@ -63,9 +63,9 @@ def start(
 ) -> int:
     """Start or resume the run of `config` and write its Hugging Face folder. Return the exit code (see kumi.errors).
 
-    Under an outside launcher of ranks (torchrun, srun), every rank calls this; in a run on several nodes, the agent of
-    every node. `standing`: which of them this process is; by default from the environment. `listener` receives the
-    training's events on rank 0.
+    Under an outside launcher of ranks (torchrun, srun), every rank calls this; in another run on several nodes, one
+    process on every node, the node's agent. `standing`: the rank or the node that this process is; by default the
+    environment says which, or that this process is alone. `listener` receives the training's events on rank 0.
     """
     standing = find_standing(os.environ) if standing is None else standing
     if isinstance(standing, Standing):
@@ -76,11 +76,11 @@ def start(
         if finished is not None:  # the other nodes may have ended for good, so this one must not wait for them
             os.environ.update(rank_environment(finished.cluster.devices_per_node, os.environ))
             return OK if standing.node else _lead(with_measured_numerics(finished), allow_change, None, listener)
-        check_before_training(config, standing)  # before the head, whose port it uses
+        check_before_training(config, standing)  # now, because it uses the port of the head that node 0 starts below
         with telling_others_of_errors(standing):
             token = _token(config, standing)
-        lost = parse_duration(config.recover.lost)
-        return run_as_agent(standing, token, lost, partial(_start_node, config, allow_change, listener))
+        lost_after_s = parse_duration(config.recover.lost)
+        return run_as_agent(standing, token, lost_after_s, partial(_start_node, config, allow_change, listener))
     pull_remote(config, show=standing is None or standing.rank == 0)
     run = open_run(config)
     # OpenMP reads these variables once, when torch is imported, and any call below may import torch.
@@ -94,7 +94,7 @@ def start(
     from kumi.launch.rendezvous import rendezvous
 
     with rendezvous(standing) as peers:
-        return _follow(run, peers) if standing.rank else _lead(run, allow_change, peers, listener)
+        return _join(run, peers) if standing.rank else _lead(run, allow_change, peers, listener)
 
 
 def _token(config: RunConfig, standing: Standing) -> str:
@@ -112,8 +112,8 @@ def _start_node(config: RunConfig, allow_change: Sequence[str], listener: Listen
     _check_ranks(run, link.standing)
     if node == 0:
         run = with_measured_numerics(run)  # this forks, so it must come before this process starts threads
-    link.start_thread()
-    return _follow(run, link) if node else _lead(run, allow_change, link, listener)
+    link.start_thread()  # the thread by which the head can end this agent
+    return _join(run, link) if node else _lead(run, allow_change, link, listener)
 
 
 def _lead(
@@ -147,7 +147,7 @@ def _lead(
             print(f"{'' if number else 'reads':<11}{line}", flush=True)
         if peers is not None:
             message = {"finished": trained, "numerics": str(run.numerics), "plan": run.plan.plain()}
-            peers.broadcast(json.dumps({**message, "start": note_start(run)}))
+            peers.broadcast(json.dumps({**message, "folder_mark": mark_folder(run)}))
         with mirrored(run):
             code = OK if trained else _launch(run, store, peers, listener)
             if code == OK:
@@ -161,15 +161,17 @@ def _lead(
         return code
 
 
-def _follow(run: ResolvedRun, peers: Rendezvous | HeadLink) -> int:
-    """Start the run as a launched rank or a node other than 0: wait until that has prepared the data, then train."""
+def _join(run: ResolvedRun, peers: Rendezvous | HeadLink) -> int:
+    """Take part as a launched rank or a node other than 0: wait until rank 0 or node 0 has prepared the data, then
+    train."""
     _fetch_weights(run)
     check_run(run)
     message = json.loads(peers.receive())
     if message["finished"]:
         return OK
-    check_shared(run.config, message["start"])
-    # If this rank's run file pins another layout, the rank uses that layout, and kumi.train.compare_ranks raises.
+    check_shared_folder(run.config, message["folder_mark"])
+    # If this rank's run file pins another layout than rank 0's, `with_plan` keeps the pinned layout, so that
+    # kumi.train.compare_ranks finds the difference and raises on all ranks.
     run = with_plan(
         with_numerics(run, parse_numerics(message["numerics"])), parse_plan(message["plan"], "rank 0's plan")
     )
@@ -203,7 +205,7 @@ def _fetch_weights(run: ResolvedRun) -> None:
 
 
 def check_run(run: ResolvedRun) -> None:
-    """Raise ConfigError or DataError unless the run can start. Write nothing."""
+    """Raise a KumiError, such as ConfigError or ModelError, unless the run can start. Write nothing."""
     check_trainable(run.model)
     _check_compiled(run)
     _check_adapters(run)
@@ -254,7 +256,8 @@ def _check_ranks(run: ResolvedRun, standing: Standing | LaunchedRank | None) -> 
 
 
 def _check_compiled(run: ResolvedRun) -> None:
-    """Raise LayoutError if compiled layers cannot run with the run's schedule or adapters, or float8 without them."""
+    """Raise LayoutError if compiled layers cannot have the run's schedule or adapters, or if float8 products would run
+    in uncompiled layers."""
     schedule = run.layout.schedule
     if run.precision.products == "float8" and not run.compiles:
         raise LayoutError(
@@ -332,8 +335,8 @@ def _check_critic(critic: ModelSpec, folder: Path) -> None:
 
 
 def _is_trained(run: ResolvedRun) -> bool:
-    """Return True if only the export remains to be done: the last step has its checkpoint, and the export probe
-    exists."""
+    """Return True if only the export remains to be done: the last step has its checkpoint, and the file exists with
+    which `kumi.train.finish` compares the export."""
     last = latest(checkpoint_root(run.out))
     if last is None or run.planned_steps is None:
         return False
@@ -345,7 +348,7 @@ def _trained_run(config: RunConfig) -> ResolvedRun | None:
     """Return the run of `config` if only its export remains to be done; None otherwise, or if it cannot be opened."""
     if latest(checkpoint_root(local_run_folder(config.train.out))) is None:
         return None
-    with suppress(KumiError):  # the nodes meet first, so that all of them end with this error
+    with suppress(KumiError):  # it is raised again in `_start_node`, once the nodes are connected and all learn of it
         run = open_run(config)
         return run if _is_trained(run) else None
     return None

@@ -39,10 +39,10 @@ class StepResult:
     lr: float
     tokens: int  # trained tokens, of all ranks (see `Objective.tokens`)
     data_s: float  # seconds to read or collect the batch
-    metrics: Tensor  # (metrics, 2): sums and numbers of the objective's metrics, over all ranks
+    metrics: Tensor  # (metrics, 2): for each of the objective's metrics the sum and number of its terms, of all ranks
     experts: ExpertBalance | None = None
     scale: LossScale | None = None  # after the step; None unless the run is float16
-    rollouts: Mapping[str, float] = field(default_factory=dict)  # metrics of the rollout batch that begins with it
+    rollouts: Mapping[str, float] = field(default_factory=dict)  # metrics of a rollout batch that begins in this step
     critic: CriticStep | None = None  # the update of the critic; None without one
 
 
@@ -106,7 +106,7 @@ def _update_critic(rank_state: RankState, state: TrainState, step_batch: StepBat
 def _update(rank_state: RankState, state: TrainState, *, learns: bool) -> tuple[Tensor, float]:
     """Clip the gradients, update the weights, free the gradients. Return the unclipped norm and the learning rate.
 
-    Unless the step `learns`, the weights stay: momentum and weight decay alone would change them.
+    If not `learns`, leave the weights as they are: momentum and weight decay would change them without gradients, too.
     """
     run, scaling = rank_state.run, rank_state.run.precision.loss_scaling
     scale = state.scale.scale if scaling else 1.0
@@ -132,7 +132,7 @@ class StepBatch:
     signal: int | None  # a stop signal that any rank received
     data_s: float  # seconds to read or collect the batch
     learns: bool = True  # False if all advantages of a step of reinforcement learning are 0
-    rollouts: Mapping[str, float] = field(default_factory=dict)  # metrics of a rollout batch that begins here
+    rollouts: Mapping[str, float] = field(default_factory=dict)  # metrics of a rollout batch that begins in this step
     returns: int = 0  # tokens in the sequences of all ranks with a return, from which a critic learns
 
 
@@ -162,7 +162,7 @@ def read_step(rank_state: RankState, state: TrainState, signal: int | None) -> S
 
 
 def _agree(units: float, tokens: int, signal: int | None, mesh: Mesh) -> tuple[float, int, int | None]:
-    """Return the sums of `units` and `tokens` over all sequences, and a signal that any rank got: one all-reduce."""
+    """Return the sums of `units` and `tokens` over all sequences, and a signal that any rank got, by one all-reduce."""
     own = (units, tokens) if is_loss_rank(mesh) else (0, 0)
     counts = all_reduce_sum(
         torch.tensor([*own, *(int(signal == number) for number in EXIT_CODES)], dtype=torch.float64), mesh
@@ -172,7 +172,7 @@ def _agree(units: float, tokens: int, signal: int | None, mesh: Mesh) -> tuple[f
 
 
 def _nothing_trained(rank_state: RankState, step: int, tokens: int) -> str:
-    """Return the sentence for a step, counted from 0, whose `tokens` tokens with a label have no units."""
+    """Return the error message for `step`, counted from 0: `tokens` of its tokens have a label, but it has no units."""
     begin, end = (rank_state.data.state(number).get("sequences") for number in (step, step + 1))
     numbers = "" if begin is None or end is None else f", sequences {begin} to {end - 1} of the data"
     reason = f"the weights of its {tokens} tokens are 0" if tokens else "all its labels are masked"

@@ -7,8 +7,8 @@ memory. If not all figures fit, figures that can be computed from others are lef
 
 A step with rollouts has `reward 0.412` and `rollout 3.1/2.9+0.2+0.4/0.4 s` where it begins a batch: the mean reward,
 and the measured and the estimated seconds of generation, of scoring (estimated for reward models only) and of the
-trainer's log-probs. `training 258/241 ms` is the rest of the step. Estimates are those of
-`kumi.rollout.rollout_estimates`, refined by the steps before (`kumi.train.refined_estimates`).
+trainer's log-probs. Estimates are those of `kumi.rollout.rollout_estimates`, refined by the steps before
+(`kumi.train.refined_estimates`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kumi.evaluation.task_result import TaskResult
 from kumi.units import format_bytes, format_count, format_seconds
 
 WIDTH = 100
-# The key of the validation loss; those of sources have this prefix and the source's name.
+# The key of the validation loss; the loss on one source has this key, a slash and the source's name.
 EVAL_LOSS = "eval/loss"
 _GAP = "  "
-# Room for the words before the losses of sources.
+# Characters of a line that are left free for the words before the losses of sources.
 _INDENT = 30
 
 # Figures are added to a line in this order of priority, and printed in the order of `_figures`.
@@ -81,19 +81,19 @@ def step_line(entry: dict[str, Any], steps: int, time_left: str, busy: str = "")
 
 
 def source_losses(entry: dict[str, Any]) -> list[str]:
-    """Return the validation losses of sources in the metrics `entry` of an evaluation, some in each line."""
+    """Return the validation losses of sources in the metrics `entry` of an evaluation, several in a line."""
     prefix = f"{EVAL_LOSS}/"
     losses = {key.removeprefix(prefix): loss for key, loss in entry.items() if key.startswith(prefix)}
     return metric_lines({name: loss for name, loss in losses.items() if loss is not None})
 
 
 def metric_lines(metrics: Mapping[str, float]) -> list[str]:
-    """Return the metrics of an evaluation by name, some in each line."""
+    """Return the metrics of an evaluation with their names, several in a line."""
     return _filled([f"{name} {decimals(value, 4)}" for name, value in metrics.items()])
 
 
 def task_lines(results: Sequence[TaskResult]) -> list[str]:
-    """Return the metrics of tasks with their standard errors, some in each line, after the name of their task."""
+    """Return the metrics of tasks with their standard errors, several in a line, after the name of their task."""
     return [f"{result.name}: {line}" for result in results for line in _filled(_metric_texts(result))]
 
 
@@ -105,7 +105,7 @@ def _metric_texts(result: TaskResult) -> list[str]:
 
 
 def _filled(texts: Sequence[str]) -> list[str]:
-    """Return lines, each with as many of `texts` as have room."""
+    """Return `texts` in as few lines as have room for them."""
     lines = [""]
     for text in texts:
         if lines[-1] and len(lines[-1]) + len(_GAP) + len(text) > WIDTH - _INDENT:
@@ -118,7 +118,6 @@ def _figures(entry: dict[str, Any]) -> dict[str, str]:
     """Return the figures of a step in the order of a line; "" for a figure that the step does not have."""
     mfu, skipped = entry["perf/mfu"], entry.get("train/skipped_updates", 0)
     accuracy, reward = entry.get("train/rewards/accuracies"), entry.get("rollout/reward")
-    training = entry.get("time/train_s")
     names = ("generate", "score", "log_probs")
     parts = [(entry.get(f"time/{name}_s"), entry.get(f"time/estimated_{name}_s")) for name in names]
     return {
@@ -129,9 +128,6 @@ def _figures(entry: dict[str, Any]) -> dict[str, str]:
         "skipped": f"skipped {format_count(skipped)}" if skipped else "",
         "tokens": f"{format_count(entry['perf/tokens_per_s'])} tok/s",
         "time": _pair_of_seconds(entry["perf/step_s"], entry["perf/estimated_step_s"]),
-        "training": ""
-        if training is None
-        else f"training {_pair_of_seconds(training, entry.get('time/estimated_train_s'))}",
         "rollout": "" if parts[0][0] is None else f"rollout {_part_seconds(parts)}",
         "mfu": "" if mfu is None else f"MFU {100 * mfu:.1f}%",
         "accuracy": "" if accuracy is None else f"accuracy {100 * accuracy:.0f}%",

@@ -60,7 +60,7 @@ class Reporter:
             self.note(line)
 
     def _estimated_memory(self) -> int:
-        """Return the estimated bytes of this rank, like the measured peak."""
+        """Return the estimated peak memory of this rank in bytes, counted as the measured peak is."""
         run = self._rank_state.run
         return bytes_as_measured(run.estimate.memory[self._rank_state.mesh.index("pp")], run.cluster.device)
 
@@ -95,7 +95,7 @@ class Reporter:
     def evaluation(self, step: int, result: Evaluation) -> None:
         """Record an evaluation after `step` steps; of language modelling, with the tokens' unigram entropy.
 
-        The entropy is of all tokens, and says nothing about a loss on replies only.
+        The entropy is that of all tokens, so it says nothing about a loss on replies only.
         """
         if self._metrics is not None:
             objective = self._rank_state.objective
@@ -139,14 +139,14 @@ class Reporter:
         norm, run = float(result.grad_norm), self._rank_state.run
         if result.scale is not None:
             self._check_scale(result, result.scale)
+        self._check_critic(result)
         # A float16 update with an overflowed gradient was skipped; any other non-finite gradient has changed the
         # weights.
-        self._check_critic(result)
         if not math.isfinite(loss) or not (math.isfinite(norm) or run.precision.loss_scaling):
-            finite_loss = f"a gradient is not finite, although the loss is {loss:.4g}"
+            gradient = f"a gradient is not finite, although the loss is {loss:.4g}"
             self._diverged(
                 result,
-                finite_loss if math.isfinite(loss) else f"the loss is {loss}",
+                gradient if math.isfinite(loss) else f"the loss is {loss}",
                 f"with a lower rate: kumi train RUN.toml optim.lr={run.optim.lr / 2:.2g} --allow-change optim.lr",
             )
 
@@ -241,7 +241,8 @@ def _critic_entry(critic: CriticStep | None) -> dict[str, float]:
 def model_flops_utilisation(rank_state: RankState, step_s: float, trained: int | None = None) -> float | None:
     """Return the model's FLOPs per second over the devices' peak (MFU); None if it is not known.
 
-    `trained`: trained tokens of the step; the head computes only these if many are not.
+    `trained`: trained tokens of the step. If many tokens are not trained, the output head computes only the trained
+    ones.
     """
     run = rank_state.run
     peak = run.cluster.device.peak_flops(run.precision.compute)

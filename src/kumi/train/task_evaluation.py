@@ -1,7 +1,7 @@
 """The tasks of [eval], scored by the model in training, on the ranks and with the layout that train it.
 
-Rank 0 has the rows and the tokenizer; the others compute what it broadcasts (`kumi.evaluation.evaluated_model`). Scores
-come from the forward pass of training in its dtype, so they are those of `kumi eval` on the run's checkpoint.
+Only rank 0 has the rows; the other ranks compute what it broadcasts (`kumi.evaluation.evaluated_model`). Scores come
+from the forward pass of training in its dtype, so they are those of `kumi eval` on the run's checkpoint.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def adapter_base(run: ResolvedRun) -> dict[str, Any]:
 
 
 def critic_meta(run: ResolvedRun) -> dict[str, Any]:
-    """Return what a checkpoint says about the critic of `run` to those that export it; {} without one."""
+    """Return the metadata of a checkpoint by which the critic of `run` can be exported; {} without a critic."""
     if run.job.critic is None:
         return {}
     base = _adapter_base(run.job.critic, run.critic_folder or run.source)
