@@ -146,7 +146,7 @@ def test_a_metric_has_a_direction_or_is_refused():
             check_metric(wrong, OBJECTIVES["dpo"](), ["pairs"])
     with pytest.raises(ConfigError, match="'eval/logps/rejected' has no direction"):
         check_metric("eval/logps/rejected", OBJECTIVES["dpo"](), ["pairs"])
-    with pytest.raises(ConfigError, match="needs held-out data, but the share"):
+    with pytest.raises(ConfigError, match="needs held-out data, but the data is so small"):
         check_metric("eval/loss", OBJECTIVES["lm"](), [])
 
 

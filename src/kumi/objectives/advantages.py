@@ -66,8 +66,8 @@ def rewards_with_kl(rewards: Array, log_probs: Array, reference: Array, beta: fl
 
 
 def teacher_advantages(teacher: Array, log_probs: Array) -> Array:
-    """Return the advantage of each token for on-policy distillation, 0 where both arrays are: its log-prob by the
-    teacher minus that by the policy that began the batch."""
+    """Return the advantage of each token for on-policy distillation: its log-prob by the teacher minus that by the
+    policy that began the batch. Where both arrays are 0, it is 0."""
     return teacher - log_probs
 
 

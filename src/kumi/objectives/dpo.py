@@ -59,8 +59,8 @@ class DirectPreference(PreferenceObjective):
         check_not_negative(sft=self.sft, margin=self.margin)
         smoothing = self.label_smoothing
         check_option(0 <= smoothing < 0.5, "label_smoothing", smoothing, "at least 0 and below 0.5")
-        smooth = self.loss_type in ("cdpo", "robust")
-        if smooth != (self.label_smoothing > 0):
+        uses_smoothing = self.loss_type in ("cdpo", "robust")
+        if uses_smoothing != (self.label_smoothing > 0):
             raise ConfigError(
                 f"objective.label_smoothing={self.label_smoothing:g} does not go with "
                 f"objective.loss_type={self.loss_type!r}: cdpo and robust need it above 0, and no other loss uses it"
@@ -72,8 +72,8 @@ class DirectPreference(PreferenceObjective):
             )
 
     @property
-    def means(self) -> bool:
-        """Return True if the log-probs of a side are means over its tokens."""
+    def averages_tokens(self) -> bool:
+        """Return True if the log-probs of a side are means over its tokens, False if they are sums."""
         return self.length == "mean" or (self.length is None and self.loss_type == "ipo")
 
     def sequence_loss(self, totals: Tensor, batch: Mapping[str, Tensor], units: float) -> Tensor:
@@ -89,7 +89,7 @@ class DirectPreference(PreferenceObjective):
     def _ahead(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probs of each sequence minus the reference's, (B, G)."""
         ahead = totals - batch["reference"]
-        return token_means(ahead, batch) if self.means else ahead
+        return token_means(ahead, batch) if self.averages_tokens else ahead
 
     def _losses(self, pairs: Pairs, batch: Mapping[str, Tensor]) -> Tensor:
         from torch.nn.functional import logsigmoid

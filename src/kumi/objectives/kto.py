@@ -92,7 +92,8 @@ def _sides(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return exist * desirable, exist * (1 - desirable)
 
 
-def _sum_and_number(values: Tensor, chosen: Tensor) -> Tensor:
+def _sum_and_number(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum of `values` where `mask` is 1.0, and the number of such values, (2,)."""
     import torch
 
-    return torch.stack([(values * chosen).sum(), chosen.sum()])
+    return torch.stack([(values * mask).sum(), mask.sum()])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 IGNORED = -100
 
 # (x, segments, count) -> the sums (B, count) of `x` (B, S) over each of the `count` segments of a row. `segments` (B,
-# S) numbers them. Under context parallelism, the sums are over complete rows.
+# S): the segment of each position, from 0. Under context parallelism, the sums are over complete rows.
 SegmentSums = Callable[["Tensor", "Tensor", int], "Tensor"]
 
 
@@ -32,13 +32,13 @@ class Objective(ABC):
     `columns`: the columns, other than labels, that only the objective reads. A "token" column is (B, S), and context
     parallelism shards its positions. A "row" column is (B, ...), and every rank has all of it. An objective may do
     without a column that no batch of a run has.
-    `rows`: the rows of data that it trains.
+    `rows`: the rows of data that the objective trains.
     `unit`: the word for its units, in the plural.
-    `reference`: it compares the policy with a reference model.
+    `reference`: the loss compares the policy with a reference model.
     `head`: the head of the model: "lm" for log-probs of labels, "score" for one number at each label.
     `metrics`: names of the numbers that its `measure` returns, if it has one.
-    `usual_lr`: the peak learning rate of a run that trains all weights of a pretrained model and names none; None for
-    that of any run.
+    `usual_lr`: the default peak learning rate of a run that trains all weights of a pretrained model; None if the
+    objective has no rate of its own.
     """
 
     columns: ClassVar[Mapping[str, Literal["token", "row"]]] = {}
@@ -56,8 +56,8 @@ class Objective(ABC):
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Return True if a run with rollouts needs the policy's log-probs before its updates, even before a single one,
-        because advantages depend on them."""
+        """Return True if a run with rollouts needs log-probs by the policy that began a batch even for a single update,
+        because advantages depend on them. Ratios need them for further updates on the batch only."""
         return False
 
     @property

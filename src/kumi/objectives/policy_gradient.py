@@ -28,8 +28,9 @@ constant (Dr. GRPO: Liu et al., 2025, arXiv:2503.20783).
 also makes w = 0 for replies with A < 0 and a mean of s - l above it (DeepSeek-AI, 2025, arXiv:2512.02556, sec. 3.1).
 
 Terms of KL(policy || reference). On samples of the policy, k1 = l - r in the loss has the gradient E[grad l] = 0, and
-is refused. k2 and k3 with its ratio have the gradient of the divergence of each token, the distribution of prefixes
-held fixed; k1 in the reward has that of the sequence, exactly. k3 without the ratio has neither.
+is refused. k2, and k3 with the ratio e^(l - o), have the gradient of each token's divergence, with the distribution of
+prefixes held fixed. k1 in the reward has exactly the gradient of the sequence's divergence. k3 without the ratio has
+neither gradient.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ _LARGEST_GAP = 20.0
 class PolicyTokens(NamedTuple):
     """The quantities of the tokens of a batch, each (B, S) float64.
 
-    trained: 1.0 for trained tokens, else 0.0.
-    log_probs, old, ratio: l, o and p of the module; 0, 0 and 1 for tokens that are not trained.
-    weights: w of the module, without a gradient.
+    mask: 1.0 for trained tokens, else 0.0.
+    log_probs, old, ratio: l, o and p of the module's docstring; 0, 0 and 1 for tokens that are not trained.
+    weights: w of the module's docstring, without a gradient.
     """
 
-    trained: Tensor
+    mask: Tensor
     log_probs: Tensor
     old: Tensor
     ratio: Tensor
@@ -67,7 +68,7 @@ class PolicyTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyGradient(PolicyOptions, TokenObjective):
-    """The loss of the module on rows of replies.
+    """The loss that the module's docstring describes, on rows of replies.
 
     Columns of a batch, 0 at tokens that are not trained:
 
@@ -78,8 +79,9 @@ class PolicyGradient(PolicyOptions, TokenObjective):
     segments (B, S), trained (B, G): see `SequenceObjective`.
 
     With a single update for each batch and no KL term, no ratio differs from 1 and the loss is linear: each l has the
-    weight -w A / units, times that of `average`. Where w is known before the forward pass (correction = "none"), a
-    `LinearObjective` with these token weights has the same gradient without a second pass of the head.
+    weight -w A / units, divided by the length of its reply if average = "sequences". With correction = "none" and no
+    `negative_limit`, w is 1. The weights are then known before the forward pass, and a `LinearObjective` with them,
+    whose output head computes its gradient in the forward pass, has the same gradient.
     """
 
     rows: ClassVar[RowForm] = ROLLOUTS
@@ -106,11 +108,12 @@ class PolicyGradient(PolicyOptions, TokenObjective):
 
     @property
     def reads_reference(self) -> bool:
-        return self.needs_reference or self.advantage == "teacher"
+        """True if a divergence from a reference model, or a teacher, which takes its place, needs log-probs."""
+        return self.has_kl or self.advantage == "teacher"
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """True if advantages depend on the log-probs of the policy that began the batch."""
+        """True if advantages depend on the log-probs of the policy that began the batch; see `Objective`."""
         return self.advantage == "teacher" or self.kl == "reward"
 
     @property
@@ -136,7 +139,7 @@ class PolicyGradient(PolicyOptions, TokenObjective):
         losses = tokens.weights * self._policy_losses(tokens, batch["advantages"])
         if self.kl in ("k2", "k3"):
             losses = losses + self.beta * self._kl_terms(tokens, batch)
-        losses = losses * tokens.trained
+        losses = losses * tokens.mask
         if self.average == "sequences":
             losses = losses / batch["trained"].clamp(min=1).gather(1, batch["segments"])
         return (_totals(losses[None], sums).sum() / units).to(log_probs.dtype)
@@ -165,9 +168,9 @@ class PolicyGradient(PolicyOptions, TokenObjective):
         """Return the quantities of all tokens, given the log-probs (B, S) of the labels.
 
         Every token's ratio has the gradient of its own log-prob, so that sharded rows need no gradient of another
-        rank's tokens. Summed over a reply, it is the gradient of the reply's ratio.
+        rank's tokens. The sum of the gradients over a reply is that of the reply's ratio, counted once for each token.
         """
-        trained = (batch["labels"] != IGNORED).double()
+        mask = (batch["labels"] != IGNORED).double()
         now = log_probs.double()
         before = batch["old_log_probs"].double() if "old_log_probs" in batch else now.detach()
         gap = now - before
@@ -178,7 +181,7 @@ class PolicyGradient(PolicyOptions, TokenObjective):
             total = _reply_sums(gap.detach(), batch, sums)
             own = now - now.detach()
             gap = total / lengths + own if self.ratio == "sequence" else total + lengths * own
-        return PolicyTokens(trained, now, before, gap.exp(), self._weights(now.detach(), before, batch, sums))
+        return PolicyTokens(mask, now, before, gap.exp(), self._weights(now.detach(), before, batch, sums))
 
     def _weights(self, now: Tensor, before: Tensor, batch: Mapping[str, Tensor], sums: SegmentSums) -> Tensor:
         """Return the weight of each token's policy term, (B, S), given l and o without gradients."""
@@ -200,7 +203,7 @@ class PolicyGradient(PolicyOptions, TokenObjective):
         return weights
 
     def measure(self, log_probs: Tensor, batch: Mapping[str, Tensor], sums: SegmentSums) -> Tensor:
-        """Return the sums and numbers of `metrics`, which are means over trained tokens:
+        """Return for each of `metrics` its numerator and its denominator, sums over trained tokens, (metrics, 2):
 
         clip/low, clip/high: whether the ratio is clipped at its lower bound, or at its upper bound or the cap.
         ratio: p. kl: k3 without its ratio, the divergence from the reference model.
@@ -211,23 +214,24 @@ class PolicyGradient(PolicyOptions, TokenObjective):
         import torch
 
         tokens = self._tokens(log_probs.detach(), batch, sums)
-        trained = tokens.trained
+        mask = tokens.mask
         low, high = self._clipped(tokens.ratio, batch["advantages"])
-        nothing = torch.zeros_like(trained)
-        exists = {name: trained if name in batch else nothing for name in ("reference_log_probs", "sampler_log_probs")}
-        reference, sampled = exists.values()
+        nothing = torch.zeros_like(mask)
+        # Masks of the trained tokens that have log-probs of the reference model, and of the sampler.
+        reference_mask = mask if "reference_log_probs" in batch else nothing
+        sampler_mask = mask if "sampler_log_probs" in batch else nothing
         gap = _reference_gap(tokens, batch) if "reference_log_probs" in batch else nothing
-        ahead = tokens.old - batch["sampler_log_probs"] if "sampler_log_probs" in batch else nothing
-        clips = nothing if self.clip == "none" else trained
+        mismatch = tokens.old - batch["sampler_log_probs"] if "sampler_log_probs" in batch else nothing
+        clip_mask = nothing if self.clip == "none" else mask
         table = [
-            (low * clips, clips),
-            (high * clips, clips),
-            (tokens.ratio * trained, trained),
-            ((gap.exp() - gap - 1) * reference, reference),
-            (ahead.abs() * sampled, sampled),
-            ((ahead.exp() - ahead - 1) * sampled, sampled),
-            (sampled, (2 * ahead).exp() * sampled),
-            ((tokens.weights == 0) * sampled, sampled),
+            (low * clip_mask, clip_mask),
+            (high * clip_mask, clip_mask),
+            (tokens.ratio * mask, mask),
+            ((gap.exp() - gap - 1) * reference_mask, reference_mask),
+            (mismatch.abs() * sampler_mask, sampler_mask),
+            ((mismatch.exp() - mismatch - 1) * sampler_mask, sampler_mask),
+            (sampler_mask, (2 * mismatch).exp() * sampler_mask),
+            ((tokens.weights == 0) * sampler_mask, sampler_mask),
         ]
         return _totals(torch.stack([column for pair in table for column in pair]), sums).view(-1, 2)
 

@@ -8,7 +8,7 @@ from kumi.errors import ConfigError
 from kumi.objectives.options import check_not_negative, check_option, check_positive
 from kumi.spec.field_docs import described
 
-# Those that give each token its own advantage; the others compare the replies to a prompt.
+# Advantages that differ between the tokens of a reply; the others compare the replies to a prompt.
 TOKEN_ADVANTAGES = ("teacher", "gae")
 ADVANTAGES = ("group_std", "group", "batch_std", "leave_one_out", "mean", *TOKEN_ADVANTAGES)
 RATIOS = ("token", "sequence", "sequence_sum", "none")
@@ -138,8 +138,8 @@ class PolicyOptions:
         return self.ratio in ("sequence", "sequence_sum")
 
     @property
-    def needs_reference(self) -> bool:
-        """Return True if the log-probs of a reference model enter the loss or the reward."""
+    def has_kl(self) -> bool:
+        """Return True if a divergence from a reference model enters the loss or the reward."""
         return self.kl != "none"
 
     def _check_kl(self) -> None:
@@ -149,7 +149,7 @@ class PolicyOptions:
                 "expectation, and would not keep the policy near the reference; use 'k3' or 'k2', or 'reward', which "
                 "subtracts it from the reward"
             )
-        if self.needs_reference != (self.beta > 0):
+        if self.has_kl != (self.beta > 0):
             raise ConfigError(
                 f"objective.beta={self.beta:g} does not go with objective.kl={self.kl!r}: beta is the weight of the "
                 "divergence, so set it above 0 with kl = 'reward', 'k2' or 'k3', and not with 'none'"
@@ -193,11 +193,11 @@ class PolicyOptions:
             )
 
     def _check_correction(self) -> None:
-        masks = self.weighting in ("mask", "sequence_mask")
-        self._check_used("correction_low", masks, "correction='mask' and 'sequence_mask' have it")
+        is_mask = self.weighting in ("mask", "sequence_mask")
+        self._check_used("correction_low", is_mask, "correction='mask' and 'sequence_mask' have it")
         self._check_used("correction_high", self.weighting != "none", "every correction but 'none' has it")
         low, high = self.bounds
-        if masks and low >= high:
+        if is_mask and low >= high:
             raise ConfigError(
                 f"objective.correction_low={low:g} is not below objective.correction_high={high:g}: every weight would "
                 "be 0; lower it"

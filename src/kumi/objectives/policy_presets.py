@@ -1,7 +1,8 @@
 """Policy gradients by name: settings of `PolicyGradient`, which a run file may change one by one.
 
-None needs a reference model but RLOO and PPO, whose rewards have the divergence from it; the others use one if `kl` and
-`beta` say so. Learning rates and corrections of the sampler's log-probs are those of `PolicyGradient`.
+By default, only RLOO and PPO need a reference model, because their rewards contain the divergence from it, and
+distillation, whose teacher it is. The others use one if `kl` and `beta` say so. Learning rates and corrections of the
+sampler's log-probs are those of `PolicyGradient`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class DrGrpo(PolicyGradient):
 
 @dataclass(frozen=True)
 class Dapo(PolicyGradient):
-    """DAPO, Yu et al., 2025, arXiv:2503.14476, eq. 8. Its sampling and its rewards of long replies are no loss."""
+    """DAPO, Yu et al., 2025, arXiv:2503.14476, eq. 8. Its sampling and its length reward are not part of a
+    loss."""
 
     unit: ClassVar[str] = "tokens"
 

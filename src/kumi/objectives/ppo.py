@@ -7,9 +7,10 @@ that token. With r_t the reward of a token, and t + 1 the next trained token of 
     A_t       = d_t + gamma lambda A_(t+1)          Schulman et al., 2016, arXiv:1506.02438, eq. 16
     return_t  = A_t + V_t
 
-The reward of a reply is that of its last token, and every token has -beta k1 of the divergence from the reference model
-(Ziegler et al., 2019, arXiv:1909.08593, eq. 2). Tokens that are not trained, such as observations between two turns and
-padding at the end, are no step: the values and advantages after them count for the token before them.
+The reward of a reply is given at its last token, and every token has the reward -beta k1 for the divergence from the
+reference model (Ziegler et al., 2019, arXiv:1909.08593, eq. 2). Tokens that are not trained, such as observations
+between two turns and padding at the end, are no steps: the sums go from the trained token before them to the one after
+them.
 
 The loss of the policy is `PolicyGradient(advantage="gae")` on whitened advantages, that of the critic `ValueLoss`. A
 reply that could not be scored has no returns, and no loss.
@@ -65,22 +66,22 @@ def gae(rewards: Array, values: Array, trained: Mask, gamma: float, lam: float) 
 def moments(advantages: Array, trained: Mask) -> Array:
     """Return the number of trained tokens, the sum of their advantages and the sum of the squares, (3,).
 
-    Those of a step are the sum over its ranks.
+    The moments of a step are the sum of those of its ranks.
     """
     chosen = advantages[trained]
     return np.array([len(chosen), chosen.sum(), (chosen**2).sum()], np.float64)
 
 
 def whitened(advantages: Array, trained: Mask, step: Array) -> Array:
-    """Return `advantages` with mean 0 and variance 1 over the trained tokens of the step, whose `moments` are `step`.
+    """Return `advantages` with mean 0 and variance 1 over the trained tokens of the step. `step`: its `moments`.
 
     The variance has n - 1 in the denominator. A step of a single token keeps its advantage.
     """
-    number, total, squares = step
-    if number < 2:
+    count, total, squares = step
+    if count < 2:
         return advantages
-    mean = total / number
-    variance = max(squares - number * mean**2, 0.0) / (number - 1)
+    mean = total / count
+    variance = max(squares - count * mean**2, 0.0) / (count - 1)
     return np.where(trained, (advantages - mean) / np.sqrt(variance + _VARIANCE_EPS), 0.0)
 
 
