@@ -21,11 +21,11 @@ from kumi.rewards.sandbox.program_run import ProgramLimits, RunProgram
 from kumi.rewards.sandbox.sandbox_service import check_service, open_service
 from kumi.rewards.text_rewards import RewardFunction, RowError
 
-# A fence of three or more backticks or tildes at the beginning of a line, up to one that is as long.
+# A fence of three or more backticks or tildes at the beginning of a line, up to one that is at least as long.
 _BLOCK = re.compile(r"^[ ]{0,3}(`{3,}|~{3,})[^\n`]*\n(.*?)^[ ]{0,3}\1[`~]*[ \t]*$", re.DOTALL | re.MULTILINE)
 
-# Runs code, then one statement after the other, and prints the number of each that passes, after a secret word: the
-# code may print, too, or end the process before. Nothing else that it prints gets out.
+# Runs the code of a reply, then one test after the other, and prints the index of each test that passes, after a secret
+# word: the code, which does not know the word, can then not report that a test passes. What the code prints is dropped.
 _ASSERT_RUNNER = """
 import json, os, sys
 job = json.loads(sys.stdin.read())

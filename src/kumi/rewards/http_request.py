@@ -16,10 +16,12 @@ from kumi.errors import ConfigError
 from kumi.files import untrusted
 from kumi.remote.retries import explain_failure
 
+# Bytes: of the largest answer, and of one read.
 _LARGEST_ANSWER = 16 * 2**20
 _BLOCK = 1 << 16
+# Seconds between attempts: the first pause, which doubles with each attempt, and the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
-# Answers that another attempt may change: a timeout, too many requests, an error of the server.
+# Status codes that may be gone at another attempt: a timeout, too many requests, an error of the server.
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 
@@ -36,7 +38,7 @@ class RequestTimeoutError(RequestError):
 
 
 def bearer(variable: str, where: str) -> Mapping[str, str]:
-    """Return the header with the key in the environment variable `variable`; none for "".
+    """Return the header with the key in the environment variable `variable`; {} if `variable` is "".
 
     Raise ConfigError if it is not set, or is not a key. The value is never shown.
     """
@@ -46,7 +48,7 @@ def bearer(variable: str, where: str) -> Mapping[str, str]:
     if not key:
         raise ConfigError(f"{where}: the environment variable {variable} is not set; set it to the key of the service")
     if not (key.isascii() and key.isprintable()) or " " in key:
-        raise ConfigError(f"{where}: the value of {variable} is not a key: it has white space or other characters")
+        raise ConfigError(f"{where}: the value of {variable} is not a key: it has white space or is not in ASCII")
     return {"Authorization": f"Bearer {key}"}
 
 

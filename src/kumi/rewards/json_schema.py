@@ -20,7 +20,7 @@ Resolve = Callable[[str], Schema]
 _ANNOTATIONS = frozenset(
     {"$schema", "$id", "$comment", "$defs", "definitions", "$anchor", "title", "description", "default", "examples"}
     | {"deprecated", "readOnly", "writeOnly", "format", "contentEncoding", "contentMediaType", "contentSchema"}
-    # Their keywords read these: `if` and `contains`.
+    # The keywords `if` and `contains` read these.
     | {"then", "else", "minContains", "maxContains"}
 )
 _TYPES: dict[str, Callable[[Any], bool]] = {
@@ -107,7 +107,8 @@ def _same(left: Any, right: Any) -> bool:
     return bool(left == right) if type(left) is type(right) or (_is_number(left) and _is_number(right)) else False
 
 
-# (value, value of the keyword, its schema, validator of values inside) -> whether the value is valid.
+# (value, argument of the keyword, the schema with the keyword, `below`) -> whether the value is valid. `below`
+# validates a value inside of it under a schema inside of the schema.
 Keyword = Callable[[Any, Any, Mapping[str, Any], Callable[[Any, Any], bool]], bool]
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from kumi.rewards.reward_spec import LengthReward
 
-# DAPO: the last 4,096 of 20,480 tokens.
+# By default, the reward falls over the last fifth of the tokens: in DAPO, the last 4,096 of 20,480.
 _SOFT_SHARE = 5
 
 
 def length_bounds(spec: LengthReward, max_new_tokens: int) -> tuple[int, int]:
-    """Return the tokens up to which the reward is 0, and those from which it is -1.
+    """Return the number of tokens up to which the reward is 0, and the number from which it is -1.
 
-    `max_new_tokens`: the tokens that a reply may have. Raise ConfigError if no reply can reach the second.
+    `max_new_tokens`: the tokens that a reply may have. Raise ConfigError if no reply can reach the second number, or if
+    the first one would be below 0.
     """
     longest = max_new_tokens if spec.max_tokens is None else spec.max_tokens
     soft = max(1, longest // _SOFT_SHARE) if spec.soft_tokens is None else spec.soft_tokens

@@ -59,8 +59,8 @@ def last_number(text: str) -> WrittenNumber | None:
     return last
 
 
-# A unit: letters with an exponent, as in cm, km/h, m^2, apples. A letter alone is one only behind a space, where it is
-# no variable.
+# A unit: letters with an exponent, as in cm, km/h, m^2, apples. A single letter is a unit only if it is one of
+# `_LETTERS` behind a space: elsewhere it is a variable. The names of `_CONSTANTS` are numbers, and no units.
 _UNIT = re.compile(r"\s*(?:°\s*[CF]?|(?:[^\W\d_]|[/µ ])*[^\W\d_](?:\^\{?-?\d\}?)?)")
 _LETTERS = frozenset("mgshlLNJWVAKCF")
 _CONSTANTS = frozenset({"pi", "tau", "e", "i", "inf", "infty", "infinity"})
@@ -202,6 +202,7 @@ def _elements(text: str) -> Sequence[str]:
     return text.split(",")
 
 
+# Braces, and the beginnings of boxes. Escaped braces match so that they do not count as braces.
 _BRACES = re.compile(r"\\[{}]|\\(?:boxed|fbox)\s*\{|[{}]")
 
 

@@ -75,7 +75,7 @@ def build(spec: RewardSpec, folder: Path, sandbox: BwrapSandbox | None) -> Rewar
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     jobs, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # A user's function, and programs that it starts, may read and print: not jobs and answers.
+    # A user's function, and programs that it starts, may read and print, but must not read jobs or print answers.
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

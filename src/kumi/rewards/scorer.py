@@ -22,7 +22,7 @@ from kumi.rewards.reward_spec import CodeReward, JudgeReward, LengthReward, Mode
 from kumi.rewards.sandbox.control_groups import PREFIX, remove_left_groups
 from kumi.rewards.timed_workers import Job, TimedWorkers
 
-# Seconds beyond the deadline of a reward that keeps it itself, after which its worker is ended.
+# Seconds after its deadline at which the worker of a reward is ended that should have ended by itself at the deadline.
 _GRACE_S = 30.0
 
 
@@ -163,14 +163,14 @@ class RewardScorer:
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         """Return the rewards of the replies of one step, in their order.
 
-        Raise KumiError if a reward failed for every reply that it was asked for, at least half of the step, or if no
-        reply can be scored because of failures and missing columns.
+        Raise KumiError if a reward failed for every reply that it was asked for, if these are at least half of the
+        step, or if no reply can be scored because of failures and missing columns.
         """
         if not requests:
             return []
         parts = self._parts(requests)
         for spec in self._rewards:
-            self._count(spec, requests, parts[spec.name])
+            self._count_faults(spec, requests, parts[spec.name])
         for spec in self._rewards:
             self._check(spec, parts[spec.name])
         results = [self._result({name: column[row] for name, column in parts.items()}) for row in range(len(requests))]
@@ -203,13 +203,13 @@ class RewardScorer:
         parts: dict[str, list[_Part]] = {}
         jobs: list[Job] = []
         places: list[tuple[str, int]] = []
-        for number, spec in enumerate(self._in_workers):
+        for index, spec in enumerate(self._in_workers):
             parts[spec.name] = [_missing(spec, request) or _Part(None) for request in requests]
             # Programs in a sandbox end at their own deadline: a reply whose program takes too long scores 0.
             timeout_s = spec.timeout_s + (_GRACE_S if isinstance(spec, CodeReward) else 0.0)
             for row, request in enumerate(requests):
                 if not parts[spec.name][row].fault:
-                    jobs.append(Job({"reward": number, **_content(spec, request)}, timeout_s))
+                    jobs.append(Job({"reward": index, **_content(spec, request)}, timeout_s))
                     places.append((spec.name, row))
         answers = self._workers.run(jobs) if self._workers is not None and jobs else []
         for (name, row), answer in zip(places, answers, strict=True):
@@ -236,7 +236,7 @@ class RewardScorer:
         except RequestError as error:
             return _Part(None, "exceptions", str(error))
 
-    def _count(self, spec: RewardSpec, requests: Sequence[RewardRequest], parts: Sequence[_Part]) -> None:
+    def _count_faults(self, spec: RewardSpec, requests: Sequence[RewardRequest], parts: Sequence[_Part]) -> None:
         for request, part in zip(requests, parts, strict=True):
             if not part.fault:
                 continue
@@ -249,7 +249,8 @@ class RewardScorer:
             self._faults[spec.name] = replace(faults, **changes)
 
     def _check(self, spec: RewardSpec, parts: Sequence[_Part]) -> None:
-        """Raise KumiError if the reward `spec` failed for all replies that it was asked for, at least half of them."""
+        """Raise KumiError if the reward `spec` failed for all replies that it was asked for, if these are at least half
+        of the step."""
         asked = [part for part in parts if part.fault != "missing"]
         if 2 * len(asked) >= len(parts) and all(part.failed for part in asked):
             faults = self._faults[spec.name]

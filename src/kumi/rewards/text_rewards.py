@@ -19,6 +19,7 @@ from kumi.rewards.reward_spec import BoxedReward, ExactReward, JsonSchemaReward,
 # (prompt, reply, row) -> the reward; None if the reply cannot be scored.
 RewardFunction = Callable[[str, str, Mapping[str, Any]], float | None]
 
+# A reply that is a single code block.
 _FENCED = re.compile(r"```[^\n]*\n(.*)```", re.DOTALL)
 
 
@@ -39,9 +40,9 @@ def number_reward(spec: NumberReward) -> RewardFunction:
 
     def reward(prompt: str, reply: str, row: Mapping[str, Any]) -> float:
         answers = [(answer, last_number(answer)) for answer in _answers(row, spec.column)]
-        without = next((answer for answer, number in answers if number is None), None)
-        if without is not None:
-            raise RowError(f"column {spec.column!r} is {brief(without)}, which has no number")
+        invalid = next((answer for answer, number in answers if number is None), None)
+        if invalid is not None:
+            raise RowError(f"column {spec.column!r} is {brief(invalid)}, which has no number")
         number = last_number(text_after(reply, spec.after) or "")
         return float(
             number is not None
@@ -66,7 +67,8 @@ def boxed_reward(spec: BoxedReward) -> RewardFunction:
 
 
 def _algebraic() -> Callable[[str, str, float], bool]:
-    """Return the comparison of math-verify, after kumi's own. Raise ConfigError unless it is installed."""
+    """Return a comparison by kumi's own rules, then by math-verify. Raise ConfigError unless math-verify is
+    installed."""
     try:
         from math_verify import parse, verify
     except ImportError:
@@ -133,7 +135,14 @@ def _parsed(text: str, column: str) -> Any:
 def _schema(path: Path, spec: JsonSchemaReward) -> Any:
     try:
         schema = untrusted.strict_json(untrusted.read_regular(path, untrusted.CONFIG.size, follow=True))
-        examples: list[Any] = [None, True, 0, "", [], {}]  # each reads other keywords
+        examples: list[Any] = [
+            None,
+            True,
+            0,
+            "",
+            [],
+            {},
+        ]  # a value of each type, because a keyword is read for values of its type only
         for example in examples:
             is_valid(example, schema)
     except FileNotFoundError:

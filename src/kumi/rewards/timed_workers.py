@@ -24,7 +24,7 @@ class Job(NamedTuple):
 
 @dataclass
 class _Worker:
-    """A worker with the number of its job, if it has one, and the time at which it is ended."""
+    """A worker with the index of its job, None without one, and the time at which it is ended if it is not done."""
 
     process: JsonWorker
     deadline: float
@@ -134,10 +134,10 @@ class TimedWorkers:
         """Give `worker` the next job, if it is free and there is one."""
         if not worker.ready or worker.job is not None:
             return
-        number = next(pending, None)
-        if number is not None:
-            worker.job, worker.deadline = number, time.monotonic() + jobs[number].timeout_s
-            worker.process.send(jobs[number].content)
+        index = next(pending, None)
+        if index is not None:
+            worker.job, worker.deadline = index, time.monotonic() + jobs[index].timeout_s
+            worker.process.send(jobs[index].content)
 
     def _stop_all(self) -> None:
         for worker in self._workers:

@@ -5,8 +5,8 @@ It has an unprivileged uid, no capability and no way to another namespace (`sysc
 processes end with it.
 
 Memory and processes are bounded by a control group of the program's own. Without one, resource limits bound them: the
-address space of each process and the number of processes, which bound the product. As root, the kernel does not count
-processes of a uid, so that a control group is required.
+address space of each process and the number of processes, whose product then bounds the memory. As root, the kernel
+does not count processes of a uid, so that a control group is required.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ from kumi.rewards.sandbox.syscall_filter import filter_program
 NOBODY = 65534
 # Processes of bwrap itself: the one outside, and the first of the new namespace.
 _OWN_PROCESSES = 2
+# Files that a process may have open.
 _OPEN_FILES = 64
 # Seconds for the pipes of a killed program to close.
 _END_S = 10.0
 _SERVICE = "name your own sandbox service with the key `service`"
 
-# Enter control groups, then become the command: $1 files, then the command.
+# A shell script that enters control groups, then becomes a command. Its arguments: the number of files to write to,
+# these files, and the words of the command.
 _ENTER = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo 0 > "$1" || exit 125; shift; n=$((n - 1)); done; exec "$@"'
 
 
@@ -100,8 +102,8 @@ class BwrapSandbox:
         root = os.geteuid() == 0
         yield from (self.bwrap, "--die-with-parent", "--new-session", "--clearenv")
         yield from ("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")
-        # Without root's rights only a user namespace allows the others. With them there is none: the program changes
-        # to another uid, which it could not in a namespace that knows one.
+        # Without root's rights, only a user namespace allows the other namespaces. With root's rights there is no user
+        # namespace: the program changes to another uid, which a user namespace with a single uid does not allow.
         yield from () if root else ("--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY))
         variables = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
         for name, value in variables.items():

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 _GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# Groups of all runs begin with this; then comes the number of the run's process.
+# The name of every group begins with this and the id of the run's process.
 PREFIX = "kumi-reward-"
 # Seconds for the processes of a group to disappear after they were killed.
 _END_S = 10.0

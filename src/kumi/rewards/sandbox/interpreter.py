@@ -26,9 +26,9 @@ class Interpreter:
 
 
 def interpreter_at(path: str) -> Interpreter:
-    """Return the interpreter at `path`, or for "" the one below this process's virtual environment.
+    """Return the interpreter at `path`, or for "" the one on which this process's virtual environment is based.
 
-    Raise ConfigError if it does not run, or if its folder has a home folder in it.
+    Raise ConfigError if it does not run, or if a folder that it needs contains the home folder.
     """
     path = os.path.abspath(os.path.expanduser(path)) if path else getattr(sys, "_base_executable", sys.executable)
     try:

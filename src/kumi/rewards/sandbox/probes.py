@@ -49,8 +49,8 @@ def check_isolation(sandbox: BwrapSandbox) -> None:
             )
 
 
-def _ran(outcome: Outcome) -> str | None:
-    """Return the reason that a probe says nothing, if it did not run to its end."""
+def _incomplete(outcome: Outcome) -> str | None:
+    """Return why a probe shows nothing if it did not run to its end; None if it did."""
     if b"done" in outcome.output:
         return None
     return f"ended with code {outcome.code}, so that nothing is known about it: {last_line(outcome.errors)}"
@@ -81,7 +81,7 @@ print("done")
         arrived, _, _ = select.select([port, local], [], [], 0)
     if arrived or _ESCAPED in outcome.output:
         return "connects to a listener outside of it"
-    return _ran(outcome)
+    return _incomplete(outcome)
 
 
 def _files(sandbox: BwrapSandbox) -> str | None:
@@ -112,7 +112,7 @@ print("done")
         written = any(canary.with_name("canary-written").exists() for canary in canaries)
     if token.encode() in outcome.output:
         return "reads a file outside of it"
-    return "writes a file outside of it" if written else _ran(outcome)
+    return "writes a file outside of it" if written else _incomplete(outcome)
 
 
 def _canary_folders() -> Iterator[AbstractContextManager[Path]]:
@@ -160,7 +160,7 @@ print("done")
             child.kill()
     if _ESCAPED in outcome.output:
         return f"{'sees' if b'sees' in outcome.output else 'signals'} a process outside of it"
-    return _ran(outcome)
+    return _incomplete(outcome)
 
 
 def _privileges(sandbox: BwrapSandbox) -> str | None:
@@ -178,7 +178,7 @@ print("done")
         b"",
         _TIMEOUT_S,
     )
-    return "has privileges" if _ESCAPED in outcome.output else _ran(outcome)
+    return "has privileges" if _ESCAPED in outcome.output else _incomplete(outcome)
 
 
 def _forks(sandbox: BwrapSandbox) -> str | None:
@@ -203,7 +203,7 @@ print("escaped" if forks >= {limit} else "held", "done")
     )
     if _ESCAPED in outcome.output:
         return f"starts more than {limit} processes"
-    return "is not ended with its processes" if outcome.ended else _ran(outcome)
+    return "is not ended with its processes" if outcome.ended else _incomplete(outcome)
 
 
 def _memory(sandbox: BwrapSandbox) -> str | None:
@@ -244,7 +244,11 @@ print("done")
         b"",
         _TIMEOUT_S,
     )
-    return f"writes more than {sandbox.limits.files} bytes of files" if _ESCAPED in outcome.output else _ran(outcome)
+    return (
+        f"writes more than {sandbox.limits.files} bytes of files"
+        if _ESCAPED in outcome.output
+        else _incomplete(outcome)
+    )
 
 
 def _printed(sandbox: BwrapSandbox) -> str | None:
@@ -274,7 +278,7 @@ print("done")
         b"",
         _TIMEOUT_S,
     )
-    return "leaves a process behind" if outcome.ended else _ran(outcome)
+    return "leaves a process behind" if outcome.ended else _incomplete(outcome)
 
 
 # What a probe reaches for -> the probe: it returns how it got out, as a phrase after "a program", or None.

@@ -66,11 +66,13 @@ _REFUSED = {
     "syslog": (103, 116),
     "vmsplice": (278, 75),
 }
-# It has its flags in memory, where a filter cannot read them: C libraries call `clone` where it does not exist.
+# clone3 has its flags in memory, where a filter cannot read them. It is answered as if it did not exist, and C
+# libraries then call clone, whose flags are its first argument.
 _CLONE3, _CLONE = (435, 435), (56, 220)
 # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
 _NAMESPACES = 0x20000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 
+# Codes of BPF instructions, offsets in struct seccomp_data, actions that a filter returns, and numbers of errors.
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 _KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
