@@ -35,8 +35,9 @@ class CriticSection(Section):
     )
 
     @property
-    def given(self) -> bool:
-        """Return True if a key has another value than by default: a run's stored configuration has all keys."""
+    def is_set(self) -> bool:
+        """Return True if a key differs from its default. The stored configuration of a run gives all keys, so that a
+        key that is given says nothing."""
         return self != CriticSection()
 
     def rate(self, of_policy: float) -> float:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from kumi.config.section import Fraction, NotNegative, Number, Positive, Section, Switch, Text, spec_key
 from kumi.spec.data_source import FORMATS, ROW_KINDS, TURNS, ChatOptions, Source
 
-# Keys with listed values, which the modules that implement them define.
+# Types of keys with listed values. The modules that implement the values define the lists.
 if TYPE_CHECKING:
     SourceFormat: TypeAlias = str
     RowKind: TypeAlias = str
@@ -92,11 +92,11 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _check_epochs(self) -> DataSection:
-        numbers = [source.epochs for source in self.sources]
-        given = sum(number is not None for number in numbers)
-        if 0 < given < len(numbers):
+        epochs = [source.epochs for source in self.sources]
+        given = sum(each is not None for each in epochs)
+        if 0 < given < len(epochs):
             raise ValueError(
-                f"epochs is set for {given} of {len(numbers)} sources, so the shares of the others are not known; set "
+                f"epochs is set for {given} of {len(epochs)} sources, so the shares of the others are not known; set "
                 f"it for all sources, or give all of them a weight instead"
             )
         if given:

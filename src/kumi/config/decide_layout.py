@@ -60,8 +60,8 @@ def _reason_to_change(job: Job, pinned: Pins, stored: RunPlan) -> str:
     changed = [f"layout.{name}={value}" for name, value in pinned.items() if getattr(stored.layout, name) != value]
     if changed:
         return f"{' and '.join(changed)} {'is' if len(changed) == 1 else 'are'} pinned now"
-    same = made_for(job) == stored.made_for
-    reasons = training_problems(job, stored.layout, memory=not same)
+    is_same_job = made_for(job) == stored.made_for
+    reasons = training_problems(job, stored.layout, memory=not is_same_job)
     return reasons[0].partition("; ")[0] if reasons else ""
 
 

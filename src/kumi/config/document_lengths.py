@@ -48,7 +48,7 @@ def document_span(config: PlanConfig) -> float | None:
 
 
 def _prepared_span(config: PlanConfig) -> float | None:
-    """Return the span of the documents in the prepared data; None if there is none that can be read."""
+    """Return the span of the documents in the prepared data; None if no prepared data can be read."""
     store = prepared_store(config)
     try:
         return None if store is None else store.document_span(config.batch.seq_len, config.objective.rows)
@@ -57,7 +57,7 @@ def _prepared_span(config: PlanConfig) -> float | None:
 
 
 def prepared_store(config: PlanConfig) -> Store | None:
-    """Return the prepared data of `config`; None if there is none that can be read, or it has other sources."""
+    """Return the prepared data of `config`; None if it cannot be read or has another number of sources."""
     folder = data_folder(config)
     if config.data is None or folder is None or not (folder / "tokens" / "meta.json").is_file():
         return None

@@ -75,7 +75,7 @@ def check_task_names(tasks: Sequence[TaskSection]) -> None:
 
 
 def is_task_metric(metric: str, section: EvalSection) -> bool:
-    """Return True if `metric`, without the prefix "eval/", can only be one of a task of `section`."""
+    """Return True if `metric`, without the prefix "eval/", can only be that of a task of `section`."""
     return section.has_tasks and metric_head(metric) not in HELD_OUT_METRICS
 
 

@@ -12,8 +12,8 @@ from kumi.units import format_bytes
 
 
 def check_generating_run(config: RunConfig, job: Job, layout: Layout) -> None:
-    """Raise ConfigError if the model has no log-probs for the tasks of `config`; raise LayoutError if samples or
-    replies of tasks are generated during training, and `layout` or its memory does not allow it.
+    """Raise ConfigError if the model has no log-probs for the tasks of `config`, or none at the temperature of its
+    rollouts. Raise LayoutError if texts are generated during training, and `layout` or its memory does not allow it.
 
     Scores of tasks are computed by the forward pass of training, on every layout.
     """
@@ -36,7 +36,7 @@ def check_generating_run(config: RunConfig, job: Job, layout: Layout) -> None:
 
 
 def generating_keys(config: PlanConfig) -> list[tuple[str, str]]:
-    """Return what generates texts during training, in words for messages, each with the way to leave it out."""
+    """Return what generates texts during training, in words for messages, each with a remedy if it does not fit."""
     sample, keys = config.sample, []
     if config.rollout is not None:
         keys.append(("[rollout]", "train with a smaller model or adapters"))

@@ -61,10 +61,10 @@ nvme_bandwidth = "4 GB/s" # per device
 A device describes one type of GPU, in any machine. Optional keys of a device: `memory_bandwidth`, `stream` (the share
 of it that element-wise kernels reach), `read` (the share of it at which matmuls of few rows read their weights, by
 dtype, for plans of generation), `matmul` (the share of the peak that large matmuls reach, by dtype, `other` for
-the remaining dtypes), `attention` (the share of the peak that fused attention reaches in long documents, and in its
-list `by_length` the speed in documents of so many `tokens`, `forward` and `backward`, relative to that), `processors`
-(multiprocessors, over which a matmul's tiles are distributed), `launch` (the time between two kernel launches),
-`reserved` (memory outside the allocator), `watts`.
+the remaining dtypes), `attention` (the share of the peak that fused attention reaches in long documents; each entry of
+its list `by_length` has a document's length in `tokens`, and the speeds `forward` and `backward` at this length,
+relative to those in long documents), `processors` (multiprocessors, over which a matmul's tiles are distributed),
+`launch` (the time between two kernel launches), `reserved` (memory outside the allocator), `watts`.
 
 ## What comes with kumi
 

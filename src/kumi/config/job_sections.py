@@ -21,7 +21,7 @@ from kumi.spec.schedules import SCHEDULES
 # Default share of a run for the warm-up of the learning rate: see docs/decisions/warmup.md.
 WARMUP_RATIO = 0.03
 
-# Keys with listed values, which the modules that implement them define.
+# Types of keys with listed values. The modules that implement the values define the lists.
 if TYPE_CHECKING:
     Recompute: TypeAlias = str
     Schedule: TypeAlias = str

@@ -83,7 +83,7 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
 
 
 def loss_passes(config: PlanConfig) -> LossPasses:
-    """Return the passes of the loss of `config` in a step."""
+    """Return which passes of the model and of its head the loss of `config` adds to a step."""
     objective = OBJECTIVES[config.objective.kind]
     rows = 2 if objective.rows.mismatched else 1
     # Mismatched rows are computed once a step, and the reference of all rows too unless it is stored.
@@ -94,8 +94,8 @@ def loss_passes(config: PlanConfig) -> LossPasses:
         needs_old = config.rollout.passes > 1 or config.objective.needs_old_log_probs
         forwards = int(config.objective.reads_reference) + int(needs_old)
         later = int(config.rollout.updates > 1 and not needs_old)
-    again = objective.head == "lm" and not issubclass(objective, LinearObjective)
-    return LossPasses(again, forwards, later)
+    repeats_head = objective.head == "lm" and not issubclass(objective, LinearObjective)
+    return LossPasses(repeats_head, forwards, later)
 
 
 def lora_spec(section: LoraSection) -> Lora:

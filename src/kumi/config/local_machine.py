@@ -19,12 +19,13 @@ from kumi.process_limits import usable_cores
 from kumi.spec.cluster import ClusterSpec
 from kumi.units import write_bandwidth, write_bytes, write_flops
 
-# Assumptions about an unmeasured CPU core, conservative for a server: float32 operations per cycle with vectors of at
-# least 256 bits and with narrower vectors, speed of bfloat16 relative to float32, cycles per second, bytes per second.
+# Assumptions about an unmeasured CPU core, conservative for a server.
+# Float32 operations per cycle, with vectors of at least 256 bits and with narrower ones.
 _WIDE_FLOPS, _NARROW_FLOPS = 32, 8
+# Feature of the CPU -> speed of bfloat16 relative to float32.
 _BFLOAT16_SPEEDUP = {"amx_bf16": 8, "avx512_bf16": 2, "bf16": 2}
 _CYCLES_PER_SECOND = 2.5e9
-_CORE_BANDWIDTH = 8e9
+_CORE_BANDWIDTH = 8e9  # bytes per second
 # Communication between processes of one machine over gloo.
 _LOOPBACK: dict[str, Any] = {"bandwidth": "1 GB/s", "latency": "50 us", "efficiency": 0.8}
 
@@ -42,13 +43,14 @@ def this_machine(section: ClusterSection) -> ClusterSpec:
 
 
 def this_node(devices: int, gpus: Sequence[DeviceFile] | None = None) -> NodeFile:
-    """Return this machine as a node of `devices` GPUs, or of as many shares of its CPU; `gpus`: those listed before."""
+    """Return this machine as a node of `devices` GPUs, or of as many shares of its CPU. `gpus`: the machine's GPUs, if
+    they are listed already."""
     gpus = _gpus() if gpus is None else gpus
     return _gpu_node(gpus[0], devices) if gpus else cpu_node(devices)
 
 
 def _gpu_node(gpu: DeviceFile, count: int) -> NodeFile:
-    """Return a node with `count` of the device `gpu`, or with all of the preset that it is built like.
+    """Return a node with `count` devices `gpu`, or with as many as the preset has that is built like it.
 
     The node has the links, network and host of the preset with the same device; without such a preset, these are
     unknown.

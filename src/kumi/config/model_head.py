@@ -44,7 +44,7 @@ def with_objective_head(config: PlanConfig, hf_config: Mapping[str, Any]) -> dic
 def read_model(config: PlanConfig, hf_config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that `config` trains, given the config.json that it names; errors as in `with_objective_head`.
 
-    A score head in place of the `lm_head` of `hf_config` is one of its notes.
+    If a score head replaces the `lm_head` of `hf_config`, one of the model's notes says so.
     """
     trained = with_objective_head(config, hf_config)
     model = families.from_hf(trained)
@@ -60,7 +60,8 @@ def read_model(config: PlanConfig, hf_config: Mapping[str, Any]) -> ModelSpec:
 def read_critic(hf_config: Mapping[str, Any], lora: Lora | None) -> ModelSpec:
     """Return the critic of a policy with this config.json and these adapters: the same model with a score head.
 
-    It is trained in full, or has adapters where the policy has them. Raise ConfigError if its family has none.
+    It is trained in full, or has adapters where the policy has them. Raise ConfigError if its family has no score
+    heads.
     """
     try:
         critic = families.from_hf(families.with_score_head(hf_config))

@@ -38,7 +38,7 @@ def local_folder(source: str) -> Path:
 
 @functools.cache
 def _fetch_small(url: str) -> Path:
-    from kumi.remote.fetched_files import fetch_folder  # 25 ms, for URLs only
+    from kumi.remote.fetched_files import fetch_folder  # imported here: it takes 25 ms, and only URLs need it
 
     return fetch_folder(url, "model", lambda name: "/" not in name and name.endswith(hub.SMALL_SUFFIXES))
 

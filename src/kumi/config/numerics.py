@@ -1,7 +1,7 @@
 """The numerics of a CPU or a GPU, a choice among kernels (`kumi.spec.numerics`), and the cache of measured choices.
 
     precision.numerics = "auto":  from the run folder, else $KUMI_NUMERICS, else this machine's cache, else None
-    precision.kernels = "auto":   the same of a GPU
+    precision.kernels = "auto":   the same for a GPU
     ~/.cache/kumi/numerics/<key>.json   one measurement: of a CPU, with a version of torch and a number of threads;
                                         or of a GPU, with the versions of torch and of packages of kernels
 
@@ -89,7 +89,7 @@ def this_processor(ranks: int) -> Processor:
 
 
 def choose_numerics(config: PlanConfig, cluster: ClusterSpec) -> Numerics | None:
-    """Return the numerics of the CPUs of `cluster`, or None if they have not been measured yet.
+    """Return the numerics of the CPUs or GPUs of `cluster`, or None if they have not been measured yet.
 
     A measured precision is valid for this machine only, not for a cluster that a file describes. Raise ConfigError if
     KUMI_NUMERICS has a value that precision.numerics could not have.
@@ -109,7 +109,8 @@ def _choose_kernels(config: PlanConfig, cluster: ClusterSpec) -> Numerics | None
     numerics = numerics_from_environment()
     if numerics is not None:
         return Numerics(kernels=numerics.kernels)
-    # No kernel is taken on trust: the GPUs of a cluster that a file describes, or other devices, have PyTorch's.
+    # No kernel is taken on trust: the GPUs of a cluster that a file describes, or other devices, use PyTorch's
+    # operations.
     if not cluster.device.is_gpu or config.cluster.source != "auto":
         return REFERENCE
     return chosen_of(read_cached_numerics(this_gpu(cluster.device.name)), asked_settings(config))

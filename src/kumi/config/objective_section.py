@@ -55,7 +55,7 @@ class ObjectiveKindSection(KindSection):
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Return True if the objective needs the policy's log-probs before the updates with every rollout batch."""
+        """Return True if the objective needs log-probs by the policy that began a rollout batch even for one update."""
         return self.build().needs_old_log_probs
 
     @property
@@ -87,8 +87,8 @@ class ReferenceSection(Section):
     )
 
     @property
-    def given(self) -> bool:
-        """Return True if a key is set."""
+    def is_set(self) -> bool:
+        """Return True if a key differs from its default."""
         return self.kind != "stored" or self.model is not None
 
 

@@ -49,7 +49,8 @@ class ResolvedRun:
     `config`: the run file with every choice pinned, as stored in the run folder.
     `hf_config`: the model's config.json, unchanged unless the model gets a score head.
     `source`: the folder of the model, None for an inline config. It may be a hub snapshot without weights.
-    `job`, `estimate`: model, cluster, batch, precision and optimizer; the layout with its estimate.
+    `job`: model, cluster, batch, precision and optimizer.
+    `estimate`: the layout with its estimate.
     `snapshots`: snapshots of hub repositories, by the run-file key that names them.
     `pinned`: the layout fields that the run file pins.
     `planned_steps`: the number of steps; None while they follow from data that is not prepared.
@@ -146,12 +147,14 @@ class ResolvedRun:
 
     @property
     def reference_folder(self) -> Path | None:
-        """The folder of another reference model than the policy before its first step; None without one."""
+        """The folder of the model that reference.model names; None if the policy before its first step is the
+        reference."""
         return self._folder_of("reference.model", self.config.reference.model)
 
     @property
     def critic_folder(self) -> Path | None:
-        """The folder of the model from which a critic begins; None for the policy before its first step."""
+        """The folder of the model that critic.model names; None if a critic begins from the policy before its first
+        step."""
         return self._folder_of("critic.model", self.config.critic.model)
 
     def _folder_of(self, key: str, named: str | None) -> Path | None:
@@ -274,7 +277,7 @@ def with_plan(run: ResolvedRun, plan: RunPlan) -> ResolvedRun:
 
 
 def with_prepared_data(run: ResolvedRun) -> ResolvedRun:
-    """Return `run` with its steps and its layout's estimate for its data, which have been prepared.
+    """Return `run` with the steps and the estimate that follow from its data, which has been prepared.
 
     Raise ConfigError if the steps follow from the data, and the data has too few rows.
     """

@@ -46,7 +46,7 @@ def _annotation(key: Field[Any]) -> Any:
     if choices:
         return Literal[choices]
     kinds = {str: str, int: _Count, float: Number}
-    # A count without a default is None.
+    # Keys whose default is None are counts.
     return kinds.get(type(key.default), _Count)
 
 

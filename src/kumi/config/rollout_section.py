@@ -107,8 +107,8 @@ def check_rewards(rewards: Sequence[RewardKindSection], objective: ObjectiveKind
 def check_objective(
     rollout: RolloutSection | None, objective: ObjectiveKindSection, has_rewards: bool, reference: ReferenceSection
 ) -> None:
-    """Raise ValueError unless a run has a [rollout] exactly if its objective trains on replies of the model, and all
-    that the advantages are made of."""
+    """Raise ValueError unless a run has [rollout] if and only if its objective trains on replies of the model, and has
+    what its advantages follow from: rewards or a teacher, and groups of several replies for those that compare them."""
     if not objective.rows.generates:
         if rollout is not None:
             raise ValueError(

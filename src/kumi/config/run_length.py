@@ -48,7 +48,8 @@ def sequences_of_epochs(config: PlanConfig, store: Store) -> int:
 
 
 def run_mixture(config: PlanConfig, store: Store, references: References | None = None) -> Mixture:
-    """Return the training sequences of `config` in `store`, in the shares that its sources have; prompts for rollouts.
+    """Return the training sequences of `config` in `store`, in the shares of its sources; the prompts of a run with
+    rollouts.
 
     `references`: the reference model's log-probs, for an objective that compares with it.
     """
@@ -77,7 +78,7 @@ def source_epochs(config: PlanConfig) -> tuple[float, ...] | None:
 
 
 def unknown_steps() -> ConfigError:
-    """Return the error of a question for the steps of a run whose data is not prepared."""
+    """Return the error that the steps of a run are not known, because its data is not prepared."""
     return ConfigError("train.epochs: the steps follow from the data, which is not prepared; run kumi data prepare")
 
 

@@ -93,7 +93,7 @@ def estimate_figures(estimate: Estimate, *, speed_known: bool) -> dict[str, Any]
 
 
 def read_plan(out: Path) -> RunPlan | None:
-    """Return the plan of the run in the folder `out`; None for a folder of a version without plans.
+    """Return the plan of the run in the folder `out`; None if a version without plans wrote the folder.
 
     Raise RefusedError if the file is damaged.
     """

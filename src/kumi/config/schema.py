@@ -71,7 +71,7 @@ class PlanConfig(Section):
 
     @property
     def off_adapters_are_reference(self) -> bool:
-        """True if the policy of a run with rollouts computes its reference's log-probs when its adapters are off."""
+        """True if the reference of a run with rollouts is the policy with its adapters switched off."""
         if self.reference.kind == "adapters-off":
             return True
         lora = self.lora
@@ -84,7 +84,7 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check_reference(self) -> PlanConfig:
-        if not self.reference.given:
+        if not self.reference.is_set:
             return self
         if not self.objective.reads_reference:
             raise ValueError(
@@ -113,7 +113,7 @@ class PlanConfig(Section):
     def _check_rollout(self) -> PlanConfig:
         check_rewards(self.rewards, self.objective)
         check_objective(self.rollout, self.objective, bool(self.rewards), self.reference)
-        if self.critic.given and not self.objective.trains_critic:
+        if self.critic.is_set and not self.objective.trains_critic:
             raise ValueError(
                 f"critic: objective.kind={self.objective.kind!r} trains no critic; remove [critic], or set "
                 f"objective.kind='ppo'"

@@ -63,5 +63,6 @@ def spec_key(spec: type[Any], name: str, default: Any = MISSING, examples: Seque
 
 
 class Section(BaseModel):
-    # Build a validator when it is first used: a command needs that of RunConfig or of PlanConfig, and few of sections.
+    # Build a validator when it is first used: a command needs that of RunConfig or of PlanConfig, and
+    # those of few other sections.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)

@@ -13,7 +13,7 @@ from kumi.config.section import Positive, Section, Switch, Text
 from kumi.rewards.reward_spec import GymReward
 from kumi.spec.data_source import is_gym
 
-# What the reward of the same keys says of them.
+# Descriptions of the keys that the reward of reasoning-gym has, too.
 _TEXTS = {key.name: key.metadata["text"] for key in fields(GymReward)}
 TASK_KINDS = ("perplexity", "multiple_choice", "exact_match", "reasoning_gym")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from kumi.objectives import OBJECTIVES
 
+# The usual rate of adapters, relative to that of all weights.
 _ADAPTERS = 10
 
 
@@ -23,7 +24,7 @@ def usual_rate(kind: str, init: str, *, adapters: bool) -> float | None:
 
 def with_usual_rate(written: Any) -> Any:
     """Return the sections `written` of a run file with `optim.lr`, where it is missing and the objective has a usual
-    rate; unchanged if they are not as a run file has them, which their validation tells."""
+    rate. Sections that are not valid are returned unchanged: their validation reports the mistake."""
     if not isinstance(written, Mapping):
         return written
     objective, model, optim = (written.get(name, {}) for name in ("objective", "model", "optim"))
