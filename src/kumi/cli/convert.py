@@ -30,7 +30,7 @@ def add(verbs: Any) -> None:
         help="the format to write; default: hf, or adapter (PEFT's) for a run that trains adapters",
     )
     add_checkpoint_flag(parser)
-    parser.add_argument("--critic", action="store_true", help="of a run with a critic (PPO): write it, not the model")
+    parser.add_argument("--critic", action="store_true", help="write the critic of a run (PPO) instead of its model")
     parser.add_argument("--config", metavar="FILE", help="the config.json of a Megatron checkpoint that has none")
     parser.add_argument("--base", metavar="FOLDER", help="the base model of adapters to merge, if it has moved")
     parser.add_argument(
@@ -113,7 +113,7 @@ def _convert(arguments: Namespace) -> tuple[str, str, str]:
 
 
 def _folder(arguments: Namespace) -> Path:
-    """Return the local folder of the source, which is fetched if it is a URL; a hub id as a path."""
+    """Return the local folder of the source, which is fetched if it is a URL; a hub id is returned as a path."""
     from kumi.convert.hf.publish import model_folder_of
 
     if is_url(arguments.source):

@@ -109,8 +109,8 @@ def run(arguments: Namespace) -> int:
 
 
 def _check(arguments: Namespace) -> bool:
-    """Return whether to chat, which is so without prompts in a terminal. Raise ConfigError for flags that exclude each
-    other."""
+    """Return True if the command chats: without prompts, and in a terminal. Raise ConfigError for flags that exclude
+    each other."""
     if arguments.prompts is not None and arguments.prompt:
         raise ConfigError(
             "generate: --prompt and --prompts are both set; put all prompts into the file, or repeat --prompt"

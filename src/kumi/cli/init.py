@@ -91,7 +91,7 @@ def _write(texts: dict[str, str]) -> None:
     for name in texts:
         if Path(name).exists() or Path(name).is_symlink():
             raise RefusedError(
-                f"init: {name} exists and is not overwritten; remove it, or use another folder or with --out FILE.toml"
+                f"init: {name} exists and is not overwritten; remove it, use another folder, or set another --out"
             )
     for name, text in texts.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)

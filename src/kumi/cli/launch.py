@@ -115,7 +115,8 @@ def _job(
 
 
 def _print_plan(config: RunConfig) -> None:
-    """Print, on standard error, the layout and the time that the run will need; raise what would end it at once."""
+    """Print, on standard error, the layout and the time that the run will need. Raise an error that would end the run
+    when it starts."""
     from kumi.config import open_run
     from kumi.units import format_seconds
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 def write_files(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
     """Write every requested file and yield its path."""
-    files, saved = _files(arguments, report), _saved(arguments, config, report)
-    yield from chain(files, saved, _exported(arguments, config, report), _trace(arguments, report))
+    pictures, run_file = _write_pictures(arguments, report), _write_run_file(arguments, config, report)
+    export = _write_export(arguments, config, report)
+    yield from chain(pictures, run_file, export, _write_trace(arguments, report))
 
 
 def check_output_paths(arguments: Namespace) -> None:
@@ -46,8 +47,8 @@ def _folder(arguments: Namespace) -> str:
     return str(arguments.out or arguments.export)
 
 
-def _files(arguments: Namespace, report: Report) -> Iterator[Path]:
-    """Write the page and the pictures, over existing ones."""
+def _write_pictures(arguments: Namespace, report: Report) -> Iterator[Path]:
+    """Write the page and the pictures. They replace existing files."""
     if arguments.html:
         from kumi.report.page import page
 
@@ -59,7 +60,7 @@ def _files(arguments: Namespace, report: Report) -> Iterator[Path]:
             yield _write(Path(arguments.svg) / f"{name}.svg", picture)
 
 
-def _trace(arguments: Namespace, report: Report) -> Iterator[Path]:
+def _write_trace(arguments: Namespace, report: Report) -> Iterator[Path]:
     """Write the pipeline's timeline. This is the last file, since the plan may have no timeline."""
     if arguments.trace:
         if report.timeline is None and report.best.layout.pp == 1:
@@ -74,7 +75,7 @@ def _trace(arguments: Namespace, report: Report) -> Iterator[Path]:
         yield _write(Path(arguments.trace), json.dumps(trace(report.timeline)))
 
 
-def _saved(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
+def _write_run_file(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
     """Write the run file with the chosen layout pinned."""
     if arguments.save:
         from kumi.config import dump, pin_layout
@@ -82,7 +83,7 @@ def _saved(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator
         yield _write(Path(arguments.save), dump(pin_layout(config, report.best.layout)))
 
 
-def _exported(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
+def _write_export(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
     if arguments.export:
         from kumi.config.optim_section import choose_optim
         from kumi.config.run_length import run_steps

@@ -24,6 +24,7 @@ _TRAINING_FLAGS = (
     "days",
     "calibrate",
 )
+# Flags that need --inference; those after "prompts" need --prompts, too.
 _INFERENCE_FLAGS = ("batch_size", "context", "prompts", "prompt_tokens", "reply_tokens", "reply_p99")
 
 
@@ -61,7 +62,7 @@ def refuse_inference_flags(arguments: Namespace) -> None:
     for name in _TRAINING_FLAGS if arguments.inference else ():
         if getattr(arguments, name):
             raise ConfigError(f"plan: --{name} is about training, which --inference does not plan; remove one of them")
-    for name in _INFERENCE_FLAGS[3:] if arguments.prompts is None else ():
+    for name in _INFERENCE_FLAGS[_INFERENCE_FLAGS.index("prompts") + 1 :] if arguments.prompts is None else ():
         if getattr(arguments, name) is not None:
             flag = name.replace("_", "-")
             raise ConfigError(f"plan: --{flag} has no effect without --prompts; add --prompts N, or remove --{flag}")

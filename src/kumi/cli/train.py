@@ -30,7 +30,8 @@ def add(verbs: Any) -> None:
         "--rank", metavar="R", help="with --dry-run: the rank, or all-stages; default: a rank with the most memory"
     )
     nodes = parser.add_argument_group(
-        "several nodes", "start this command on every node; without these options, the environment says where it is"
+        "several nodes",
+        "start this command on every node; without these options, the environment says which node it is",
     )
     nodes.add_argument("--node", type=not_negative, metavar="N", help="number of this node, from 0")
     nodes.add_argument("--nodes", type=positive, metavar="N", help="number of nodes")
@@ -60,7 +61,7 @@ def _train(arguments: Namespace) -> int:
     standing = find_standing(os.environ, node=arguments.node, nodes=arguments.nodes, head=arguments.head)
     if arguments.end_with_stdin:
         hang_up_with_stdin()
-    with telling_others_of_errors(standing):  # also of a module that cannot be imported here
+    with telling_others_of_errors(standing):  # if this fails, also at an import
         from kumi.config import load
         from kumi.train.run_summary import train_output
         from kumi.train.start import start

@@ -33,8 +33,8 @@ def add(verbs: Any) -> None:
         "--init",
         choices=["pieces", "weighted", "mean"],
         default="pieces",
-        help="initial row of a new token: mean of the old tokens that spell it, mean weighted by their bytes, or mean "
-        "of all tokens; special tokens: mean of all",
+        help="initial row of a new token. pieces: the mean of the old tokens that spell it; weighted: weighted by "
+        "their bytes; mean: the mean of all tokens, which special tokens always get",
     )
     parser.add_argument(
         "--pad-to-multiple-of", type=positive, default=1, metavar="M", help="make vocab_size a multiple of M"
