@@ -60,7 +60,7 @@ def _summary(measured: Measurements, node: NodeFile) -> Table:
         table.add_row("attention", f"{attention.forward:.1%} of the peak forward, {attention.backward:.1%} backward")
         if attention.by_length:
             speeds = (f"{item.tokens:,} {item.forward:.0%} and {item.backward:.0%}" for item in attention.by_length)
-            table.add_row("", f"by tokens of a document, of these: {', '.join(speeds)}")
+            table.add_row("", f"relative to these, by tokens of a document: {', '.join(speeds)}")
     if device.stream and device.memory_bandwidth and device.launch:
         table.add_row(
             "memory", f"{device.memory_bandwidth / 1e9:.4g} GB/s, element-wise operations reach {device.stream:.1%}"

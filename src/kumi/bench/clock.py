@@ -13,7 +13,7 @@ from kumi.accelerator import is_gpu
 Work = Callable[[], object]
 
 # The minimum duration of a sample, in seconds. If ranks outnumber cores, the scheduler gives a core to one of them for
-# a few milliseconds at a time: a shorter sample would have the core all the time or never, a longer one has its part.
+# a few milliseconds at a time: a shorter sample would have the core all the time or never, a longer one has its share.
 SAMPLE_S = 0.03
 _MIN_SAMPLES = 3
 

@@ -10,6 +10,7 @@ from kumi.config.cluster_file import NodeFile
 from kumi.errors import RefusedError
 from kumi.units import write_bandwidth, write_bytes, write_duration, write_flops
 
+# Key of a quantity -> the function that writes it with its unit.
 _WRITE = {
     "memory": write_bytes,
     "reserved": write_bytes,

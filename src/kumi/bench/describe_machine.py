@@ -20,15 +20,15 @@ from kumi.units import write_bandwidth, write_bytes, write_duration, write_flops
 # fewer bytes than the planner counts.
 STREAMED = {"cpu": ("add", "gate", "norm", "rope", "logits"), "cuda": ("add", "gate")}
 
-# The passes of attention, with which the names of their timings begin.
+# The passes of attention. The `what` of a timing begins with its pass.
 _DIRECTIONS = ("forward", "backward")
 
 
 def node_of(measured: Measurements, base: Device, ranks: int) -> NodeFile:
     """Return a node of `ranks` devices like `base`, with measured numbers.
 
-    Numbers of `base` from a data sheet stay: memory, and of a known GPU the peak and the bandwidth. Measured fractions
-    are relative to these.
+    The memory of `base` stays, and the peak and the bandwidth of a GPU with a data sheet. Measured fractions are
+    relative to these.
     """
     device = _device(measured, base, ranks)
     links = [_link(measured, base.kind, ranks)] if ranks > 1 else []

@@ -42,7 +42,7 @@ class Measurements:
     `reserved`: bytes of a rank before it allocates a tensor.
     `processors`: multiprocessors of the device, 0 on a CPU.
     `threads`: CPU threads of a rank.
-    `torch`: version.
+    `torch`: the version of torch.
     `numerics`: how a CPU computed (see `kumi.spec.numerics`), empty on a GPU.
     """
 

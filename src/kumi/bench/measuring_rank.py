@@ -22,7 +22,8 @@ from kumi.spec.layout import Layout
 from kumi.spec.numerics import Numerics
 from kumi.train.process_memory import baseline_memory
 
-# Seconds per measurement; allocation, first calls and long samples take about as much again.
+# Seconds per measurement, and per measurement of a quick bench; allocation, first calls and long samples take about as
+# much again.
 BUDGET, QUICK_BUDGET = 0.3, 0.1
 # Attention over long documents is left out on a device on which a call would take longer than this, in seconds.
 LONGEST_S = 1.5
@@ -34,7 +35,7 @@ class BenchRequest:
 
     `device_type`: cpu or cuda.
     `dtypes`: the dtypes to measure.
-    `main`: the one of them in which training computes.
+    `main`: the dtype among these in which training computes.
     `quick`: measure fewer shapes and sizes.
     `numerics`: how a CPU computes.
     """

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 AnyLink = TypeVar("AnyLink", LinkFile, NetworkFile)
 
+# The fewest measured steps of which a median is taken.
 MIN_STEPS = 10
 # The name of the new cluster file in the first run folder.
 DEFAULT_OUT = "calibrated.toml"
@@ -163,7 +164,7 @@ def _check_same_machine(folder: Path, kind: str, section: ClusterSection, cluste
 
 def refit_node(node: NodeFile, calibration: Calibration) -> NodeFile:
     """Return `node` with the constants that `calibration` changed and their provenance."""
-    # Constants of devices are replaced; `device.reserved` may have been 0.
+    # Constants of devices are replaced, not multiplied: `device.reserved` may have been 0.
     factors = {
         name: after / before for name, (before, after) in calibration.moved.items() if not name.startswith("device.")
     }

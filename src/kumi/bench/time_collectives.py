@@ -18,7 +18,9 @@ from kumi.spec.divisibility import divisors
 # Bytes of the full tensor. The smallest is dominated by latency, the largest by bandwidth.
 _MIN_BYTES, _MAX_BYTES = 2**12, {"cpu": 2**25, "cuda": 2**30}
 # The largest and the smallest number of consecutive calls per sample; ranks may be out of step in the first call.
-_MAX_CALLS, _MIN_CALLS, _SAMPLES = 100, 2, 3
+_MAX_CALLS, _MIN_CALLS = 100, 2
+# Samples of a case, of which the median is taken.
+_SAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class CollectiveCase:
 
 
 def cases(world_size: int, device_type: str, *, quick: bool) -> Iterator[CollectiveCase]:
-    """Yield the collectives to time: per group size, `_MIN_BYTES` times powers of 4 (16 if `quick`) up to
-    `_MAX_BYTES`."""
+    """Yield the collectives to time: for each group size, `_MIN_BYTES` times powers of 4 (16 if `quick`) up to
+    `_MAX_BYTES`. If `quick`, leave out the group sizes between 2 and `world_size`."""
     for degree in divisors(world_size)[1:]:
         if quick and 2 < degree < world_size:
             continue

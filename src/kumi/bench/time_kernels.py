@@ -297,6 +297,7 @@ def _logits(device: torch.device, dtype: str, tokens: int, vocab: int) -> Kernel
     return Kernel("element-wise", dtype, f"logits {tokens}x{vocab}", amount, prepare)
 
 
+# Width of the hidden states in `_logits`.
 _NARROW = 8
 
 
