@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from kumi.plan.estimates import Estimate
 from kumi.plan.report import Report, StandardLayout
 from kumi.report import phrases
-from kumi.report.bottleneck import links_apart
+from kumi.report.bottleneck import bandwidth_ratio
 from kumi.report.quantities import Gap, gap, savings_needed, seconds_spent
 from kumi.spec.checks import unsupported_by_trainer
 from kumi.spec.layout import Layout
@@ -73,13 +74,13 @@ def same_sharding(first: Layout, second: Layout) -> bool:
     )
 
 
-def _plain(item: StandardLayout) -> bool:
+def _is_replicated(item: StandardLayout) -> bool:
     """Return True if every device holds a full replica of the model and its states."""
     layout = item.layout
     return layout.pp * layout.tp * layout.cp * layout.ep == 1 and layout.zero == 0 and layout.offload == "none"
 
 
-def _sharded(item: StandardLayout) -> bool:
+def _is_fsdp(item: StandardLayout) -> bool:
     """Return True if the layout is FSDP (ZeRO-3) over all devices, without offloading."""
     layout = item.layout
     return layout.zero == 3 and layout.dp_shard == layout.world_size and layout.offload == "none"
@@ -91,22 +92,22 @@ def _find(report: Report, accepts: Callable[[StandardLayout], bool]) -> Estimate
 
 def _fit(report: Report) -> Iterator[str]:
     """Say whether a full replica of the model and its states fits on one device."""
-    plain = _find(report, _plain)
-    if plain is None:
+    replicated = _find(report, _is_replicated)
+    if replicated is None:
         return
-    need, have = format_bytes(plain.peak_memory), format_bytes(plain.usable)
+    need, have = format_bytes(replicated.peak_memory), format_bytes(replicated.usable)
     replica = "A full replica of the model and its states"
-    if plain.fits:
+    if replicated.fits:
         yield f"{replica} fits on one device ({need} of {have} usable): memory does not require sharding."
         return
     remedy = "offloaded to the host" if report.job.cluster.devices == 1 else "sharded"
-    factor = phrases.times(plain.peak_memory / plain.usable)
+    factor = phrases.times(replicated.peak_memory / replicated.usable)
     yield f"{replica} needs {need} per device, {factor} the {have} usable: the states must be {remedy}."
 
 
 def _links(report: Report) -> Iterator[str]:
     """State the bandwidth of the links, and whether they are fast enough for FSDP over all devices."""
-    cluster, sharded = report.job.cluster, _find(report, _sharded)
+    cluster, fsdp = report.job.cluster, _find(report, _is_fsdp)
     if not cluster.links or cluster.devices == 1:
         return
     inner, outer = cluster.links[0], cluster.links[-1]
@@ -115,12 +116,12 @@ def _links(report: Report) -> Iterator[str]:
         bandwidth = (
             f"Each device has {phrases.rate(inner.bandwidth)} inside its node ({inner.name}) and "
             f"{phrases.rate(outer.bandwidth)} to the most distant devices ({outer.name}), "
-            f"{phrases.times(links_apart(cluster))} less"
+            f"{phrases.times(bandwidth_ratio(cluster))} less"
         )
-    if sharded is None:
+    if fsdp is None:
         yield f"{bandwidth}."
         return
-    exposed = seconds_spent(sharded, "dp") / sharded.step_seconds
+    exposed = seconds_spent(fsdp, "dp") / fsdp.step_seconds
     speed = "slow" if exposed > SLOW else "fast enough"
     wait = (
         f"would wait for communication for {phrases.percent(exposed)} of the step"
@@ -151,9 +152,8 @@ def _size(report: Report) -> Iterator[str]:
     count = num_params(report.job.model)
     if report.job.cluster.devices == 1 or 70e9 < count <= 100e9:
         return
-    name, accepts = (
-        ("DDP", _plain) if count <= 10e9 else ("FSDP", _sharded) if count <= 70e9 else ("3D parallelism", _three_d)
-    )
+    sizes = ((10e9, "DDP", _is_replicated), (70e9, "FSDP", _is_fsdp), (math.inf, "3D parallelism", _is_three_d))
+    name, accepts = next((name, accepts) for most, name, accepts in sizes if count <= most)
     item = next((item for item in report.expected if accepts(item)), None)
     if item is not None:
         yield (
@@ -162,7 +162,7 @@ def _size(report: Report) -> Iterator[str]:
         )
 
 
-def _three_d(item: StandardLayout) -> bool:
+def _is_three_d(item: StandardLayout) -> bool:
     """Return True if the layout has tensor or pipeline parallelism and at most ZeRO-1."""
     return item.layout.tp * item.layout.pp > 1 and item.layout.zero <= 1
 

@@ -18,7 +18,7 @@ MORE = 0.1
 FULL = 0.9
 # Memory is also a limit if a layout that does not fit would save at least this share of a step.
 GAIN = 0.03
-# A layout that needs more than this many times the memory is no advice: hardly a device has more than twice another's.
+# A layout that needs more than this multiple of the memory is not advised: hardly any device has that much more.
 MEMORY_FACTOR = 2.0
 # The share from which on compute is the bottleneck of a step, or one kind is "most" of the memory.
 HALF = 0.5
@@ -102,13 +102,14 @@ def faster_with_memory(report: Report) -> Estimate | None:
     """Return the smallest layout that does not fit and would save more than `GAIN` of a step; None if there is none.
 
     Layouts that would not fit with `MEMORY_FACTOR` times the memory are left out.
-    Searched and standard layouts are compared. A standard layout that the requested trainer lacks is left out.
+    Searched and standard layouts are compared. A standard layout that the requested trainer does not support
+    is left out.
     """
     standard = (item.estimate for item in report.expected if item.estimate is not None and not item.problems)
     limit = (1 - GAIN) * report.best.step_seconds
     candidates = [item for item in (*report.lacking, *standard) if not item.fits and item.step_seconds < limit]
-    too_large = [item for item in candidates if item.peak_memory <= MEMORY_FACTOR * item.usable]
-    return min(too_large, key=lambda item: item.peak_memory, default=None)
+    reachable = [item for item in candidates if item.peak_memory <= MEMORY_FACTOR * item.usable]
+    return min(reachable, key=lambda item: item.peak_memory, default=None)
 
 
 def levers(report: Report) -> list[Lever]:
@@ -126,7 +127,8 @@ def _compute(best: Estimate) -> Iterator[Lever]:
 
 
 def _links(report: Report) -> Iterator[Lever]:
-    """Yield the saving of more bandwidth on each link: its exposed seconds, at most those that its bytes take less."""
+    """Yield the saving of more bandwidth on each link: the seconds that its bytes take less, at most the exposed
+    ones."""
     rows, amplification = traffic(report.job, report.best), _bubble_amplification(report.best)
     for link in dict.fromkeys(row.link for row in rows):
         on_link = [row for row in rows if row.link == link]
@@ -158,7 +160,7 @@ def _bubble_amplification(best: Estimate) -> float:
 
 
 def _batch(report: Report) -> Iterator[Lever]:
-    """Yield the saving of twice the tokens per step, for the tokens of one step now.
+    """Yield the saving of twice the tokens per step, counted for as many tokens as a step has now.
 
     It halves, per token, the costs paid once per step: pipeline fill and drain, the optimizer update with its
     messages and transfers, and the gradient reduction of DDP and ZeRO-1.
@@ -172,7 +174,7 @@ def _batch(report: Report) -> Iterator[Lever]:
     yield Lever(phrases.TWICE_THE_TOKENS, once / 2, "costs paid once per step, per token")
 
 
-def links_apart(cluster: ClusterSpec) -> float:
+def bandwidth_ratio(cluster: ClusterSpec) -> float:
     """Return the bandwidth inside a node divided by that between nodes; 1 with at most one link."""
     if len(cluster.links) < 2:
         return 1.0

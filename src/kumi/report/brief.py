@@ -117,7 +117,8 @@ def _unexplained(errors: Uncertainty) -> str:
     """Say that the machines' figures do not explain the runs that they were refitted to, and what that means."""
     return (
         f"{phrases.plural(errors.machine_runs, 'run')} on these machines took {phrases.longer(errors.machine_error)} "
-        f"than their refitted figures explain, so these intervals cover steps with and without that; find its cause"
+        f"than their refitted figures explain, so these intervals cover steps with and without this error; find the "
+        f"cause"
     )
 
 

@@ -69,8 +69,10 @@ REGIMES = {
     "experts": "models with experts",
     "communication-bound": "communication-bound runs",
 }
+# Kinds of time: of computation, and of exposed communication by axis.
 COMPUTE, TRAFFIC = ("forward", "backward"), ("tp", "cp", "ep", "pp", "dp")
-# Fields that `layout_toml` always writes. It leaves out others at their defaults: a search over them finds those again.
+# Fields that `layout_toml` always writes. It writes others only if they differ from their defaults, which a search over
+# the other fields finds again.
 CORE = ("pp", "dp_replicate", "dp_shard", "tp", "zero", "microbatch", "recompute")
 TWICE_THE_TOKENS = "twice the tokens per step"
 NO_LINKS = "the cluster describes no links, so communication is estimated as free"

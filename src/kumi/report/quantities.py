@@ -127,7 +127,7 @@ def traffic(job: Job, estimate: Estimate) -> tuple[Traffic, ...]:
             continue
         sent = [_link_bytes(job, estimate.layout, item) for item in items]
         speeds = [group_bandwidth(job.cluster, estimate.layout, axis, link, item.degree, {item.kind}) for item in items]
-        # Groups along one axis may differ: those of the experts have other distances, and a ring has more cards.
+        # Groups along one axis may differ: those of the experts have other strides, and a ring uses more network cards.
         at_peak = sum(size / bandwidth for size, (bandwidth, _) in zip(sent, speeds, strict=True) if bandwidth)
         rows.append(
             Traffic(

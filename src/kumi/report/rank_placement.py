@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from kumi.spec.cluster import ClusterSpec
     from kumi.spec.layout import Layout
 
-# Up to NODES nodes are drawn, of more only the first FIRST; of a node, up to RANKS ranks.
-_NODES, _FIRST, _RANKS = 8, 4, 64
-# Ranks per line of a box, and the most members of a group that are all listed.
-_ACROSS, _MEMBERS = 8, 6
+# A cluster of up to _NODES nodes is drawn in full, of a larger one the first _FIRST nodes.
+_NODES, _FIRST = 8, 4
+# The most ranks of a node that are drawn, and ranks per line of its box.
+_RANKS, _ACROSS = 64, 8
+# The most members of a group that are all listed.
+_MEMBERS = 6
 # Axes whose exposed communication carries the activations of every layer.
 _HEAVY = ("tp", "expert_tp")
 # Axes with sends or all-to-alls instead of ring collectives.
@@ -34,10 +36,11 @@ class AxisPlace:
 
     `stride`: the difference in rank between neighbours.
     `group`: the ranks of rank 0's group.
-    `spans_nodes`: True if its groups span several nodes.
-    `link`: the slowest link that they cross, None if unknown.
+    `leaves_node`: True if its groups span several nodes.
+    `link`: the slowest link that the groups cross, None if unknown.
     `bandwidth`: bytes/s of each device over that link, None if unknown.
-    `ring`: bytes/s of a ring collective, over the network cards of all its ranks in a node; None if no ring is used.
+    `ring`: bytes/s of a ring collective, over the network cards of all ranks of a group in a node; None if the axis
+    uses no ring.
     """
 
     axis: str
@@ -62,7 +65,7 @@ def placement(layout: Layout, cluster: ClusterSpec, *, experts: bool) -> dict[st
     return {
         "nodes": cluster.nodes,
         "ranks_per_node": size,
-        "axes": [asdict(_placed(cluster, item)) for item in axes],
+        "axes": [asdict(_axis_place(cluster, item)) for item in axes],
         "rules": _rules(axes, size),
         "drawn": [
             {
@@ -87,8 +90,8 @@ def _axes(layout: Layout, *, experts: bool) -> Iterator[Axis]:
         yield from (axis(layout, name) for name in EXPERT_AXES)
 
 
-def _placed(cluster: ClusterSpec, item: Axis) -> AxisPlace:
-    """Return the link and the bandwidth of an axis."""
+def _axis_place(cluster: ClusterSpec, item: Axis) -> AxisPlace:
+    """Return the group of rank 0 along an axis, and the link that the axis crosses."""
     import numpy as np
 
     name = bandwidth = ring_bandwidth = None

@@ -34,7 +34,8 @@ def describe_reading(run: ResolvedRun, store: Store) -> dict[str, Any]:
 
 
 def reading_lines(reading: dict[str, Any]) -> list[str]:
-    """Return the lines that show `reading`, a result of `describe_reading`: one a source, and one on the last step."""
+    """Return the lines that show `reading`, a result of `describe_reading`: one for each source, and one on
+    the last step of a run in epochs."""
     word = reading["by"]
     unit = "tokens" if word == "tokens" else "units"
     lines = [

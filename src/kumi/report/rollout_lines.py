@@ -12,7 +12,7 @@ from kumi.report import phrases
 from kumi.spec.job import Job
 from kumi.units import format_bytes, format_count
 
-# What a number of tokens is, by where it comes from.
+# Where a number of tokens comes from -> the words for it.
 _PROMPTS = {
     "assumed": "assumed, as many as a row leaves beside the longest reply",
     "run file": "rollout.prompt_tokens",

@@ -221,8 +221,9 @@ def bubble(job: Job, estimate: Estimate) -> Rule | None:
 
 
 def _textbook() -> list[str]:
-    """Return the schedules that idle (p - 1) / (m + p - 1): a stage a rank, and full backwards."""
-    return [name for name, one in SCHEDULES.items() if one.stages == 1 and not one.splits_backward]
+    """Return the schedules that idle (p - 1) / (m + p - 1) of the step: one stage per rank, and unsplit backward
+    passes."""
+    return [name for name, schedule in SCHEDULES.items() if schedule.stages == 1 and not schedule.splits_backward]
 
 
 def _bubble_reason(estimate: Estimate) -> str:

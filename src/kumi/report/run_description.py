@@ -176,7 +176,8 @@ def _critic(config: PlanConfig, job: Job) -> dict[str, Any]:
 
 
 def _own_reference(config: PlanConfig, *, stored: bool) -> str:
-    """Return what the reference is that no key names. `stored`: its log-probs are stored before the first step."""
+    """Return in words what the reference is where reference.model is unset. `stored`: its log-probs are stored before
+    the first step."""
     if stored:
         return "the policy"
     if config.rollout is None or config.off_adapters_are_reference:
@@ -297,7 +298,7 @@ def _computes_head_again(job: Job, layout: Layout) -> bool:
 
 def _objective_rows(objective: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of an objective other than language modelling."""
-    own = (
+    not_options = (
         "kind",
         "reference",
         "reference_seconds",
@@ -308,7 +309,7 @@ def _objective_rows(objective: dict[str, Any]) -> list[tuple[str, str]]:
         "rollout",
         "critic",
     )
-    options = ", ".join(f"{name} {value}" for name, value in objective.items() if name not in own)
+    options = ", ".join(f"{name} {value}" for name, value in objective.items() if name not in not_options)
     if objective["kind"] == "lm":
         return []
     work = ["the head's logits twice"] if objective["head_again"] else []

@@ -80,8 +80,8 @@ def _difference(unit: dict[str, Any], colour: bool) -> Text:
         if position >= len(unit["stock"]):
             text.append("the row is not in the files any more\n")
             continue
-        trained = "".join(run["text"] for message in sequence["messages"] for run in message["runs"])
-        stock, ours = (visible(words).splitlines() for words in (unit["stock"][position], trained))
+        rendered = "".join(run["text"] for message in sequence["messages"] for run in message["runs"])
+        stock, ours = (visible(words).splitlines() for words in (unit["stock"][position], rendered))
         lines = list(unified_diff(stock, ours, "whole conversation by the template", "as trained", n=1, lineterm=""))
         for line in lines or ["the same text as the template's over the whole conversation"]:
             style = {"+": GREEN, "-": ORANGE}.get(line[:1], "") if colour else ""
