@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from kumi.errors import ConfigError
+from kumi.validation import random_run
 from kumi.validation.fitting_case import StepCase, estimated_bytes, fitted
 from kumi.validation.model_shapes import LLAMA_1B, LLAMA_8B, QWEN_30B_A3B
 
@@ -32,6 +36,25 @@ def test_every_shape_fits_every_card(name, card):
 
 def test_a_large_card_takes_the_case_as_it_is():
     assert fitted(CASES["8b"], 1000 * GIB) == CASES["8b"]
+
+
+def test_a_gpu_that_the_driver_does_not_list_is_as_pytorch_sees_it(monkeypatch):
+    """A GPU of AMD, or a partition: the run that is measured has its memory, and no figures of a data sheet."""
+
+    def unlisted(section):
+        raise ConfigError("not listed")
+
+    card = SimpleNamespace(name="AMD Instinct MI300X", total_memory=192 * GIB)
+    monkeypatch.setattr(random_run, "cluster_spec", unlisted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: card)
+    random_run.this_cluster.cache_clear()
+    try:
+        device = random_run.this_cluster().device
+        assert (device.name, device.is_gpu, device.memory) == ("AMD Instinct MI300X", True, 192 * GIB)
+        assert estimated_bytes(CASES["8b"]) < 192 * GIB
+    finally:
+        random_run.this_cluster.cache_clear()
 
 
 def test_nothing_fits_no_memory():

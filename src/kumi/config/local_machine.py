@@ -137,7 +137,8 @@ def _refuse_rocm() -> None:
     if "rocm" in built and os.environ.get("HIP_VISIBLE_DEVICES", "0"):
         raise ConfigError(
             f"cluster.source='auto': torch {built} is for AMD's GPUs, which kumi cannot list; set cluster.source to a "
-            f"file that describes them, such as one with the preset 'mi300x' (docs/hardware.md)"
+            f"file that describes them, such as one with the preset 'mi300x' (docs/hardware.md), or set the variable "
+            f"HIP_VISIBLE_DEVICES to nothing, to use the CPU"
         )
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
+from kumi.accelerator import GPU
 from kumi.config import ResolvedRun, from_dict
+from kumi.config.assemble import assemble_cluster
+from kumi.config.cluster_file import DeviceFile, NodeFile
 from kumi.config.cluster_source import cluster_spec
+from kumi.config.job_sections import ClusterSection
 from kumi.config.optim_section import choose_optim
 from kumi.data import Batch
+from kumi.errors import ConfigError
 from kumi.parallel.build import build
 from kumi.parallel.mesh import RankInfo, build_mesh, init_distributed
 from kumi.parallel.optim.adamw import init_adamw
@@ -20,6 +26,7 @@ from kumi.plan.estimate import estimate
 from kumi.plan.search.select import with_peak_flops
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
+from kumi.spec.cluster import ClusterSpec
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed_names
@@ -27,6 +34,7 @@ from kumi.spec.lora import Lora
 from kumi.spec.peft import with_adapters
 from kumi.spec.precision import PRECISIONS
 from kumi.train.train_state import RankState
+from kumi.units import write_bytes
 
 SINGLE_DEVICE = Layout()
 
@@ -60,7 +68,7 @@ def make_run(
             "train": {"steps": 1, "out": "unused", "compile": compile},
         }
     )
-    cluster = replace(cluster_spec(written.cluster), devices_per_node=layout.world_size)
+    cluster = replace(this_cluster(), devices_per_node=layout.world_size)
     optim = choose_optim(written.optim, 1)
     model = families.from_hf(config)
     adapted = model if lora is None else with_adapters(model, lora)
@@ -69,6 +77,29 @@ def make_run(
     layout = replace(layout, microbatch=microbatch, recompute=recompute)
     estimated = estimate(replace(job, cluster=replace(cluster, device=device)), layout)
     return ResolvedRun(written, config, None, job, estimated)
+
+
+@cache
+def this_cluster() -> ClusterSpec:
+    """Return this machine, whose GPU is as PyTorch sees it if the driver does not list it: AMD's, or a partition."""
+    section = ClusterSection(source="auto")
+    try:
+        return cluster_spec(section)
+    except ConfigError:
+        if not torch.cuda.is_available():
+            raise
+    properties = torch.cuda.get_device_properties(0)
+    device = DeviceFile.model_validate(
+        {
+            "name": properties.name,
+            "kind": GPU,
+            "memory": write_bytes(properties.total_memory),
+            "dtypes": ("float32", "bfloat16", "float16"),
+        }
+    )
+    return assemble_cluster(
+        section.model_copy(update={"devices_per_node": 1}), NodeFile(device=device, devices_per_node=1), "auto"
+    )
 
 
 def make_rank_state(config: dict[str, Any], device: torch.device, **options: Any) -> RankState:

@@ -133,7 +133,7 @@ def _variables(environ: Mapping[str, str], setting: Setting, folder: str) -> dic
     """Return the variables of a part's process: those of a rank, with this kumi's code and a folder of its own."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if setting.device == "cpu" else {}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} if setting.device == "cpu" else {}
     environ = without_launcher(environ)
     return {**rank_environment(1, environ), **environ, "PYTHONPATH": path, "TMPDIR": folder, **hidden}
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from kumi.accelerator import is_gpu
 from kumi.bench.clock import synchronize
-from kumi.config.cluster_source import cluster_spec
-from kumi.config.job_sections import ClusterSection
 from kumi.spec import ledger
 from kumi.train.process_memory import is_out_of_memory
 from kumi.train.step import StepBatch, train_step
@@ -25,7 +23,7 @@ from kumi.train.train_state import RankState, TrainState
 from kumi.validation.fitting_case import StepCase
 from kumi.validation.part import Row, Setting, Skipped, Value
 from kumi.validation.plain_llama import make_plain_step
-from kumi.validation.random_run import make_rank_state, synthetic
+from kumi.validation.random_run import make_rank_state, synthetic, this_cluster
 
 GROUPS = 3
 Step = Callable[[], Tensor]
@@ -112,7 +110,7 @@ def memory_peaks(device: torch.device) -> dict[str, int | None]:
 
 def peak_flops() -> float | None:
     """Return the data sheet's FLOP/s of this machine's device in bfloat16; None if no preset has them."""
-    return cluster_spec(ClusterSection()).device.peak_flops("bfloat16")
+    return this_cluster().device.peak_flops("bfloat16")
 
 
 @contextmanager
