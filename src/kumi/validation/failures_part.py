@@ -126,6 +126,9 @@ tokens_per_step = 512
 tokenizer = { vocab_size = 512 }
 sources = [{ path = "text.txt" }]
 validation = 0
+[optim]
+schedule = "constant"
+warmup_steps = 0
 [train]
 steps = 400
 out = "run"
