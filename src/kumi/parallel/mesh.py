@@ -139,12 +139,12 @@ def _check_local_rank(rank: int, world_size: int) -> None:
     if named is None:
         raise LayoutError(
             f"rank {rank} of {world_size} does not know its GPU: the environment has neither LOCAL_RANK nor srun's "
-            f"SLURM_LOCALID nor mpirun's OMPI_COMM_WORLD_LOCAL_RANK; set LOCAL_RANK to its number on its node"
+            f"SLURM_LOCALID nor mpirun's OMPI_COMM_WORLD_LOCAL_RANK; set LOCAL_RANK to the rank's number on its node"
         )
     if int(named) >= (count := torch.cuda.device_count()):
         raise LayoutError(
-            f"LOCAL_RANK={named} and this machine shows {count} GPUs: start at most {count} ranks on it, or show it "
-            f"more (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}, srun's --gpus-per-node)"
+            f"LOCAL_RANK={named} and this machine shows {count} GPUs: start at most {count} ranks on it, or make more "
+            f"visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}, srun's --gpus-per-node)"
         )
 
 
