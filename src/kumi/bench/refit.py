@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 AnyLink = TypeVar("AnyLink", LinkFile, NetworkFile)
 
-# The fewest measured steps of which a median is taken.
+# The fewest measured steps that give a usable median.
 MIN_STEPS = 10
 # The name of the new cluster file in the first run folder.
 DEFAULT_OUT = "calibrated.toml"

@@ -19,7 +19,7 @@ from kumi.spec.divisibility import divisors
 _MIN_BYTES, _MAX_BYTES = 2**12, {"cpu": 2**25, "cuda": 2**30}
 # The largest and the smallest number of consecutive calls per sample; ranks may be out of step in the first call.
 _MAX_CALLS, _MIN_CALLS = 100, 2
-# Samples of a case, of which the median is taken.
+# Samples of a case; the median counts.
 _SAMPLES = 3
 
 
