@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # PyTorch's name of the devices of NVIDIA and AMD.
 GPU = "cuda"
@@ -55,6 +56,8 @@ def is_gpu(device: torch.device) -> bool:
 
 def is_rocm() -> bool:
     """Return True if PyTorch was built for AMD's GPUs."""
+    import torch
+
     return torch.version.hip is not None
 
 
@@ -75,6 +78,8 @@ def refuse(capability: str, *, refused: bool) -> None:
 
 
 def _compute_capability(device: torch.device) -> tuple[int, int]:
+    import torch
+
     return torch.cuda.get_device_capability(device)
 
 
@@ -83,6 +88,8 @@ def driver_has_started() -> bool:
 
     Libraries may have started CUDA without PyTorch. The driver of AMD cannot be asked.
     """
+    import torch
+
     if is_rocm() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return True
     try:

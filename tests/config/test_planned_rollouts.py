@@ -73,7 +73,9 @@ def test_a_reference_is_a_second_model_unless_adapters_are_switched_off():
 
 def test_log_probs_are_those_that_the_batches_need():
     assert _input().job.passes.forwards == 0
-    assert _input(rollout__updates=2).job.passes.forwards == 1
+    # Two updates with a batch, one after the other: the first has the old log-probs itself.
+    assert _input(rollout__updates=2).job.passes.mean_forwards(2) == 0.5
+    assert _input(rollout__passes=2).job.passes.forwards == 1
     assert _input(objective={"kind": "grpo", "kl": "reward", "beta": 0.01}).job.passes.forwards == 2
 
 

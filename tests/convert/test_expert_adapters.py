@@ -153,8 +153,8 @@ def test_the_configuration_names_parameters_as_peft_does(saved, tmp_path):
     [
         (Lora(4, 6.0, ("experts",), dropout=0.1), r"lora.dropout=0.1 with 'experts' .* set lora.dropout = 0"),
         (Lora(4, 6.0, ("experts.down_proj",), use_dora=True), "lora.use_dora=true with 'experts.down_proj'"),
-        (Lora(4, 6.0, ("gate_up_proj",)), "name 'experts.gate_up_proj'"),
-        (Lora(4, 6.0, ("down_proj",)), "name 'experts.down_proj'"),
+        (Lora(4, 6.0, ("gate_up_proj",)), "selected by 'experts.gate_up_proj'"),
+        (Lora(4, 6.0, ("down_proj",)), "selected by 'experts.down_proj'"),
         (Lora(4, 6.0, ("experts.gate_proj",)), "have experts.gate_up_proj, experts.down_proj"),
     ],
 )

@@ -221,13 +221,13 @@ def test_the_epsilon_of_norms_has_had_two_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"swiglu": False}, "swiglu=False, which no model"),
+        ({"swiglu": False}, "swiglu=False, unlike all models"),
         ({"normalization": None}, r"normalization=None"),
         ({"num_layers": None}, "lack num_layers"),
         ({"moe_layer_freq": "1"}, "moe_layer_freq='1', which does not fit 2 layers"),
         ({"num_experts": 4, "moe_router_topk": 2, "moe_router_score_function": "sigmoid"}, "sigmoid scores"),
         ({"window_size": (3, 0), "qk_layernorm": True}, "window_size"),
-        ({"glu_linear_offset": 1.0}, "glu_linear_offset=1.0, which no model"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset=1.0, unlike all models"),
         ({"attention_output_gate": True}, "attention_output_gate=True"),
     ],
 )

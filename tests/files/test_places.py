@@ -75,7 +75,7 @@ REASONS: dict[str, list[str]] = {
     ],
     "a message from a process that kumi started, by its pipe or the store of the launch": [
         "launch/rendezvous.py _failure",
-        "train/start.py _follow",
+        "train/start.py _join",
         "data/bpe.py _main",
         "json_worker.py read",
         "rewards/reward_worker.py _main",
@@ -124,7 +124,7 @@ REASONS: dict[str, list[str]] = {
         "convert/megatron/write_megatron.py write_megatron_folder _write_json",
         "convert/kumi_checkpoint.py write_model",
         "convert/files/safetensors_write.py create put sync",
-        "convert/files/stream.py _opened",
+        "convert/files/stream.py _open_for_writing",
         "rewards/sandbox/probes.py _files",
     ],
     "a rank's log, opened with O_NOFOLLOW": ["launch/rank_process.py run_rank"],
@@ -140,7 +140,7 @@ REASONS: dict[str, list[str]] = {
     "kumi's own data in a value of a configuration": ["spec/families/_shared/vision_language.py to_hf"],
     "tool arguments of a row that the door opened": ["data/chat/as_generated.py _check_text"],
     "a copy of what is in memory": [
-        "convert/vocab/edit.py _data",
+        "convert/vocab/edit.py _tokenizer_json",
         "storage/checkpoint.py save",
         "data/row_path.py _encoder",
         "rewards/scorer.py _content",

@@ -198,7 +198,7 @@ def test_ledger_counts_the_activations_that_are_kept(name):
     listed = sum(prod(dim.size for dim in act.dims) * sizes[act.dtype] for op in ops for act in op.saved) * tokens
     listed -= blocks.statistics
     # Whatever the number of tokens: the gradient of the head, formed in the forward pass, its scale, and how many rows
-    # every expert has.
-    once = 4 * decoder.head_weight.numel() + 4 + 8 * sum(op.target.size for op in ops if op.kind == "router")
+    # every expert has (int64) and at which row they end (int32).
+    once = 4 * decoder.head_weight.numel() + 4 + (8 + 4) * sum(op.target.size for op in ops if op.kind == "router")
     assert sum(saved.values()) == listed + once
     total.backward()
