@@ -151,10 +151,10 @@ def test_the_other_ranks_of_a_launcher_compute_as_rank_0_says(folder, monkeypatc
         run = measure_numerics.with_numerics(resolve(load("run.toml")), own) if own else resolve(load("run.toml"))
         numerics = Numerics("bf16", "onednn", ("bf16-long",))
         rank_0 = measure_numerics.with_numerics(run, numerics)
-        word = {"finished": False, "start": "", "numerics": str(numerics), "plan": rank_0.plan.plain()}
-        assert start._follow(run, Meeting(json.dumps(word))) == 0
+        word = {"finished": False, "folder_mark": "", "numerics": str(numerics), "plan": rank_0.plan.plain()}
+        assert start._join(run, Meeting(json.dumps(word))) == 0
         assert (launched[-1].numerics, launched[-1].precision.compute) == (numerics, "bfloat16")
-    assert start._follow(run, Meeting(json.dumps(word | {"finished": True}))) == 0
+    assert start._join(run, Meeting(json.dumps(word | {"finished": True}))) == 0
     assert len(launched) == 2
 
 

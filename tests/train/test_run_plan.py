@@ -140,7 +140,7 @@ def test_other_ranks_take_the_layout_of_rank_0_unless_they_pin_another(folder, m
     plan = replace(run.plan, layout=replace(run.layout, microbatch=4)).plain()
     for pins in ({}, {"layout.microbatch": 2}):
         mine = open_run(load("run.toml", pins))
-        start._follow(mine, Meeting(finished=False, start="", numerics=str(run.numerics), plan=plan))
+        start._join(mine, Meeting(finished=False, folder_mark="", numerics=str(run.numerics), plan=plan))
     assert launched == ["microbatch=4", "microbatch=2"]
 
 
