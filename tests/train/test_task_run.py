@@ -292,7 +292,7 @@ def test_directions_of_metrics_of_tasks():
     assert (best.step, best.value, best.since) == (2, 8.0, 0)
     best = BestSoFar("texts/bits_per_byte", [*entries, {"step": 3, "eval/loss": 0.5}])
     assert (best.step, best.since) == (2, 0)
-    with pytest.raises(ConfigError, match="needs held-out data, but the share"):
+    with pytest.raises(ConfigError, match="needs held-out data, but the data is so small"):
         check_metric("eval/loss", OBJECTIVES["lm"](), [])
 
 
