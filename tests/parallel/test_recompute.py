@@ -8,12 +8,13 @@ from itertools import product
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from allocation import count_allocated
 from grids import sampled
-from kumi.parallel import build, build_mesh
+from kumi.parallel import build, build_mesh, host_values
 from kumi.parallel.mesh import RankInfo
-from kumi.parallel.recompute import Recompute, is_saved
+from kumi.parallel.recompute import Recompute, _policy, is_saved
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import params
 from kumi.spec.precision import PRECISIONS
@@ -105,3 +106,30 @@ def test_a_step_leaves_no_tensors_to_the_garbage_collector(how):
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_the_host_reads_numbers_of_a_layer_once(how, monkeypatch):
+    """A read makes the host wait for a GPU: a replay takes what its forward has read, also if others ran between."""
+    reads = []
+    monkeypatch.setattr(host_values, "_to_host", lambda values: reads.append(1) or values.tolist())
+    seen = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        sizes = host_values.read_once(x.detach().abs().sum(0).round())
+        seen.append(sizes)
+        return torch.sin(x) * sizes[0]
+
+    wrapper = Recompute(how)
+    first, second = (torch.full((2, 3), value, requires_grad=True) for value in (1.0, 2.0))
+    (wrapper(layer, first).sum() + wrapper(layer, second).sum()).backward()
+    assert len(reads) == 2
+    assert sorted(seen) == [[2.0] * 3] * 2 + [[4.0] * 3] * 2
+    assert host_values.read_once(first.detach()) == [[1.0] * 3] * 2  # outside of a layer
+
+
+def test_compiled_layers_keep_the_scales_of_float8():
+    aten = torch.ops.aten
+    operators = (aten.max.default, aten.amax.default, aten.mul.Tensor)
+    policies = [_policy(None, operator) for operator in operators]
+    assert [policy == CheckpointPolicy.MUST_SAVE for policy in policies] == [True, True, False]

@@ -22,6 +22,7 @@ from kumi.compat import group_by_name
 from kumi.nn.decoder import Decoder
 from kumi.nn.moe import MoE, gather_weighted, sorted_places, spread
 from kumi.nn.router import Routing, rows_per_expert
+from kumi.parallel.host_values import read_once
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.token_collectives import (
     all_gather,
@@ -113,7 +114,7 @@ class ExpertExchange:
         assert self.ep is not None
         sent = counts.view(self.ep.size(), -1)
         received: Tensor = EXCHANGE_COUNTS(sent, self.ep.group_name)
-        sizes = torch.stack((sent.sum(1), received.sum(1))).tolist()  # the host needs the message sizes
+        sizes = read_once(torch.stack((sent.sum(1), received.sum(1))))  # the host needs the message sizes
         return sizes[0], sizes[1], received
 
 

@@ -10,7 +10,8 @@ arXiv:2205.05198, recompute the attention core. Flash attention keeps no scores,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from kumi.nn.grouped_gemm import GROUPED_MATMUL
 from kumi.nn.mamba_scan import SCAN
 from kumi.parallel.async_tp import ALL_GATHER_MATMULS, MATMUL_REDUCE_SCATTER
 from kumi.parallel.expert_parallel import EXCHANGE_COUNTS, EXCHANGE_ROWS
+from kumi.parallel.host_values import HostValues
 from kumi.parallel.ring_attention import RING_ATTENTION
 from kumi.parallel.tensor_parallel import COLUMN_LINEARS, ROW_LINEAR
 from kumi.parallel.token_collectives import ALL_REDUCE, REDUCE_SCATTER
@@ -60,6 +62,8 @@ SAVED_OPS = (
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 )
+# Reductions by which float8 layers, which are compiled, find their scales. Their results are small.
+_SCALES = (_aten.max.default, _aten.amax.default)
 # Operators by name: importing the module that defines them takes longer than the other imports together.
 SAVED_OP_NAMES = (VARLEN_ATTENTION, "flex_attention")
 
@@ -84,8 +88,10 @@ class Recompute:
         self.not_replayed = NotReplayed()
         # A decoder draws no random numbers from PyTorch's generators.
         self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        if mode == "selective":
-            self.options["context_fn"] = _compiled_contexts if compiled else partial(_contexts, self.not_replayed)
+        if not compiled:
+            self.options["context_fn"] = partial(_contexts, mode, self.not_replayed)
+        elif mode == "selective":
+            self.options["context_fn"] = _compiled_contexts
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -148,10 +154,20 @@ class _ReuseResults(_Mode):  # type: ignore[no-untyped-call]
         return out
 
 
-def _contexts(not_replayed: NotReplayed) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the modes of the forward and of the replay of one selective checkpoint."""
+def _contexts(mode: str, not_replayed: NotReplayed) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of the forward and of the replay of one checkpoint of a layer that is not compiled."""
+    host = HostValues()
+    if mode != "selective":
+        return host.recorded(), host.repeated()
     results: deque[tuple[Any, Any]] = deque()
-    return _SaveResults(results, not_replayed), _ReuseResults(results, not_replayed)
+    forward, replay = _SaveResults(results, not_replayed), _ReuseResults(results, not_replayed)
+    return _both(forward, host.recorded()), _both(replay, host.repeated())
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _compiled_contexts() -> tuple[Any, Any]:
@@ -161,7 +177,7 @@ def _compiled_contexts() -> tuple[Any, Any]:
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_saved(op) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in _SCALES or is_saved(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def is_saved(op: Any) -> bool:
