@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kumi.objectives import OBJECTIVES
-from kumi.parallel import build
+from kumi.parallel import build, run_microbatches
 from kumi.parallel.mesh import RankInfo, build_mesh
 from kumi.parallel.run_microbatches import decoder_inputs, shard_batch
 from kumi.spec.layout import Layout
@@ -49,3 +49,13 @@ def test_losses_are_those_of_boundaries_read_from_the_ids(family):
     inputs = decoder_inputs(sharded(PACKED, "cpu"))
     without = {name: value for name, value in inputs.items() if name != "cu_seqlens"}
     assert torch.equal(decoder(**inputs), decoder(**without))
+
+
+def test_columns_go_to_a_gpu_from_pinned_memory(monkeypatch):
+    pinned, column = [], torch.arange(3)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    assert run_microbatches._to_device(column, torch.device("cpu")) is column
+    assert pinned == []
+    monkeypatch.setattr(run_microbatches, "is_gpu", lambda device: True)
+    run_microbatches._to_device(column, torch.device("meta"))
+    assert pinned == [column]

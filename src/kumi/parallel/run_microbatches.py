@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kumi.accelerator import is_gpu
 from kumi.nn.attention.attention_context import document_bounds
 from kumi.nn.lora import without_adapters
 from kumi.objectives import (
@@ -185,9 +186,14 @@ def shard_batch(
                 sharded = {**sharded, "head_positions": positions}
             result |= {prefix + name: column for name, column in sharded.items()}
     return {
-        name: column if name.endswith(_CU_SEQLENS) else column.to(mesh.device, non_blocking=True)
+        name: column if name.endswith(_CU_SEQLENS) else _to_device(column, mesh.device)
         for name, column in result.items()
     }
+
+
+def _to_device(column: Tensor, device: torch.device) -> Tensor:
+    """Return `column` on `device`. From pinned memory the copy to a GPU does not make the host wait."""
+    return (column.pin_memory() if is_gpu(device) else column).to(device, non_blocking=True)
 
 
 def _with_bounds(columns: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
