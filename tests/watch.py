@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from kumi.parallel import tensor_scatter
+
 # Function -> kind of message.
 KINDS = {
     "all_reduce": "all_reduce",
@@ -18,6 +20,7 @@ KINDS = {
     "all_gather_single": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter": "reduce_scatter",
     "all_to_all_single": "all_to_all",
     "isend": "send",
     "send": "send",
@@ -39,12 +42,16 @@ class Sent:
     def __enter__(self) -> Sent:
         for name in KINDS:
             if hasattr(distributed_c10d, name):
-                watched = self._watched(name, getattr(distributed_c10d, name))
-                for module in (dist, distributed_c10d):
-                    patch = mock.patch.object(module, name, watched)
-                    patch.start()
-                    self.patches.append(patch)
+                self._patch(name, dist, distributed_c10d)
+        self._patch("reduce_scatter", tensor_scatter)
         return self
+
+    def _patch(self, name: str, *modules: Any) -> None:
+        watched = self._watched(name, getattr(modules[-1], name))
+        for module in modules:
+            patch = mock.patch.object(module, name, watched)
+            patch.start()
+            self.patches.append(patch)
 
     def __exit__(self, *_: object) -> None:
         while self.patches:

@@ -243,7 +243,7 @@ def test_missing_and_malformed_files_are_refused_before_the_run(refused):
     assert "tasks.toml (looked for from " in error
     assert "task quiz: quiz.jsonl (looked for from " in refused(prepare=lambda folder: (folder / "quiz.jsonl").unlink())
     error = refused(prepare=lambda folder: (folder / "quiz.jsonl").write_text('{"question": "a", "choices": ["b"]}\n'))
-    assert "task quiz: quiz.jsonl:1: column 'choices' is ['b'], not a list of two or more texts; correct the row" in error
+    assert "task quiz: quiz.jsonl:1: column 'choices' is ['b'], not a list of two or more texts; correct" in error
     assert "stride: unknown key" in refused(TASKS + "stride = 3\n")
     error = refused(TASKS + REPLIES + "chat = true\n")
     assert "the tokenizer has no chat template" in error
