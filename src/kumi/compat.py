@@ -93,8 +93,8 @@ def reshards_after_forward(module: nn.Module) -> bool:
 def free_gather_buffer(module: nn.Module) -> None:
     """Free the buffer of FSDP2's last all-gather, whose parameters are copied out of it already.
 
-    `module` is the root of an FSDP2 model, in its forward pass. As after that pass, the streams of later all-gathers
-    wait for the copy.
+    `module` is the root of an FSDP2 model, in its forward pass. FSDP2 frees the buffer at the end of that pass. As
+    there, the streams of later all-gathers wait for the copy.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -179,8 +179,8 @@ def varlen_attention(
     window: tokens of a sliding window, or None.
     scale: factor of the scores; None is 1 / sqrt(E).
 
-    2.12 added `enable_gqa`; before 2.12, repeat the key and value heads. Scale the queries for a kernel without
-    `scale`.
+    Before PyTorch 2.12, which added `enable_gqa`, the key and value heads are repeated here. For a kernel without
+    `scale` the queries are scaled here.
     """
     # Imported late: it imports torch's compiler, which takes longer than the rest of torch.
     from torch.nn.attention.varlen import varlen_attn

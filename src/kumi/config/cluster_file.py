@@ -9,7 +9,7 @@ names one or more figures, separated by commas, and its value is the source of t
     links = ["nvlink-4"]         links between the devices, innermost first: presets, or [[links]] tables (LinkFile)
     network = "ib-ndr"           default network between such nodes: a preset, or a [network] table (NetworkFile)
     [host] memory = "2 TiB", device_bandwidth = "50 GB/s"                                                  (HostFile)
-    [measured] runs = 2, time_ratio = 1.01, memory_ratio = 0.98      runs that it was refitted to      (MeasuredFile)
+    [measured] runs = 2, time_ratio = 1.01, memory_ratio = 0.98      runs that set its figures         (MeasuredFile)
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class DeviceFile(SourcedFigures):
     """One accelerator, as in `kumi.spec.cluster.Device`; missing figures have the defaults of that class.
 
     `name` is the name that the driver reports, by which a machine is recognised. `matmul` has shares of the peak by
-    dtype, "other" for the remaining dtypes; `read` has shares of the bandwidth by dtype.
+    dtype, "other" for the remaining dtypes. `stream` is the share of `memory_bandwidth` that element-wise operations
+    reach, and `read` the share that a decode step reaches while it reads weights, by dtype.
     """
 
     name: Text = Field(examples=["NVIDIA H100 80GB HBM3"])

@@ -59,10 +59,13 @@ def problem_rows(task: str, config: Mapping[str, Any], seed: int, size: int, spl
     its split, so that no problem of "test" is in "train", whatever the seeds. Raise ConfigError for a task or a key
     that the package lacks, and for a task with fewer problems.
     """
-    # Most tasks make any problem when it is asked for; some make all of them at once, and have no further ones.
+    # Problems of the other split and repeated ones are left out, so more are made than asked for. Most tasks could make
+    # further ones later; some make all of them at once.
     made = (2 if split == "train" else 2 * _TEST_SHARE) * size + 100
     dataset = _dataset(task, _frozen(config), seed, made)
-    is_safe = evaluating_function(task) is None  # else not even the answer is scored here
+    is_safe = (
+        evaluating_function(task) is None
+    )  # else the task's own answer is not scored, because its scorer evaluates code
     questions, repeated, number = set[str](), 0, 0
     while len(questions) < size:
         problem = _problem(task, dataset, number) if repeated < _MOST_REPEATED else None

@@ -68,7 +68,7 @@ class PromptRows:
         return self.source.tokens_of(unit).ids.astype(np.int64).tolist(), self.source.extra_of(unit)
 
     def mean_document_span(self) -> float:
-        """Return the mean over tokens of the number of tokens of a token's prompt."""
+        """Return the mean length of prompts, each weighted by its length: the mean over all tokens."""
         lengths = np.array(self.source.columns["tokens"], np.float64)[self._row_units]
         return float((lengths**2).sum() / lengths.sum())
 

@@ -28,8 +28,9 @@ class PromptEncoder:
     stop_ids: ids that end a reply. The attribute also has the token that ends a turn in the template.
     system: a message that begins each conversation without one of its own.
 
-    With a template, spellings of control tokens in messages stay text: nobody's message ends its turn. Plain text may
-    spell them. Raise ConfigError for a system message without a template, and for a template that cannot be used.
+    With a template, a message that spells a control token, such as "<|im_end|>", is encoded as text, so that it does
+    not end its turn. In plain text such a spelling is the control token. Raise ConfigError for a system message
+    without a template, and for a template that cannot be used.
     """
 
     def __init__(

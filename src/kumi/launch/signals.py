@@ -1,4 +1,4 @@
-"""Stop requests by signals: the first signal sets a flag that the loop polls, the second ends the process at once.
+"""Stop requests by signals: the first sets a flag that the loop polls, the second raises SystemExit, the third exits.
 
 flag = signals.install()
 for step in ...:

@@ -71,8 +71,8 @@ REGIMES = {
 }
 # Kinds of time: of computation, and of exposed communication by axis.
 COMPUTE, TRAFFIC = ("forward", "backward"), ("tp", "cp", "ep", "pp", "dp")
-# Fields that `layout_toml` always writes. It writes others only if they differ from their defaults, which a search over
-# the other fields finds again.
+# Fields that `layout_toml` always writes. It leaves out other fields with their default values, which are those of a
+# layout that is read from the text.
 CORE = ("pp", "dp_replicate", "dp_shard", "tp", "zero", "microbatch", "recompute")
 TWICE_THE_TOKENS = "twice the tokens per step"
 NO_LINKS = "the cluster describes no links, so communication is estimated as free"
@@ -92,7 +92,7 @@ def assumed_documents(job: Job) -> str:
         return ""
     return (
         "assumed: every row is one document; with shorter ones, which training keeps apart, attention takes less time "
-        "(batch.mean_document_tokens, or the data once it is prepared)"
+        "(set batch.mean_document_tokens, or prepare the data)"
     )
 
 

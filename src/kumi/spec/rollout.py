@@ -8,8 +8,8 @@ from typing import Literal
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 
-# Replies that one call of the engine generates, divided by the sequences that a data-parallel rank decodes at once. At
-# the end of a call, all ranks wait for the longest reply.
+# How often one call of the engine fills the slots of a data-parallel rank: the replies of the call on a rank, divided
+# by the sequences that it decodes at once. All ranks wait for the longest reply only at the end of a call.
 FILLS = 8
 
 # Where a number of tokens comes from: nothing but its bound, a key of the run file, the prepared data, or finished

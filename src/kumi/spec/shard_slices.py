@@ -180,6 +180,7 @@ def _sees_part(op: Op, layout: Layout) -> bool:
     if layout.sequence_parallel or tp_style(op) == "column":
         return True
     if op.kind == "lora":
-        # For a sharded matrix, A and B work on the rank's rows or columns.
+        # Beside a sharded matrix one factor has only the rank's rows or columns, so the other, which every rank has
+        # whole, gets a part of its gradient on each.
         return "tp" in (DIM_TO_AXIS.get(op.source.name), DIM_TO_AXIS.get(op.target.name))
     return op.kind == "norm" and DIM_TO_AXIS.get(op.source.name) == "tp"

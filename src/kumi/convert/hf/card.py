@@ -57,7 +57,7 @@ def model_card(
     """Return a model card in Markdown with the YAML header that model hubs read; `facts` become rows of its table.
 
     Base model, relation, datasets and licence come from `origin`, unless given explicitly. `evaluation` is the
-    Markdown of a section. All other texts are shown as they are.
+    Markdown of a section. All other texts are escaped, so that readers see them as they are.
     """
     base = base_model or origin.base_model
     is_reward = model.head == "score"

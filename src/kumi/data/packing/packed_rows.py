@@ -30,7 +30,8 @@ class PackedRows:
 
     reference: the reference model's log-probs, float64, one for each sequence of the source; None for an objective
         without a reference.
-    mismatched_reference: log-probs of the mismatched sequences (see `mismatched_of`), one for each unit.
+    mismatched_reference: log-probs of the mismatched sequences, from which KTO estimates its KL divergence (see
+        `mismatched_of`), one for each unit.
     """
 
     source: Units

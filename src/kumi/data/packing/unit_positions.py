@@ -57,8 +57,9 @@ def positions_of(units: Units, form: RowForm = LM_ROWS) -> Array:
     """Return the positions of a row that each unit takes, int32 (units,).
 
     The last token of a sequence is a label only, never an input, so a sequence of n tokens takes n - 1 positions. The
-    tokens of a prompt are all inputs: a model continues it. So are those of a sequence that is scored. A unit with a
-    mismatched sequence has the same positions in two rows, so it takes those of the longer one.
+    tokens of a prompt are all inputs: a model continues it. So are those of a sequence that is scored. For an
+    objective with mismatched sequences (KTO), the unit's sequence and the mismatched one, its prompt with the reply of
+    the unit before, have the same positions of two rows: those of the longer sequence.
     """
     tokens = np.array(units.columns["tokens"], np.int32)
     if units.kind == "prompt" or form.scored:
@@ -77,7 +78,9 @@ def mean_sequence_span(units: Units, seq_len: int, form: RowForm = LM_ROWS) -> f
     The mean is `seq_len` if nothing fits.
     """
     fits = positions_of(units, form) <= seq_len
-    lengths = np.array(units.file.lengths[: int(units.columns["documents"].sum(dtype=np.int64))], np.float64) - 1
+    lengths = np.array(units.file.lengths[: int(units.columns["documents"].sum(dtype=np.int64))], np.float64)
+    if units.kind != "prompt" and not form.scored:
+        lengths -= 1  # the last token takes no position
     lengths = lengths[np.repeat(fits, units.columns["documents"])]
     total = float(lengths.sum())
     return float((lengths**2).sum()) / total if total else float(seq_len)

@@ -74,7 +74,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return the result (B, S, H, E) and the log-sum-exp (T * H,), in the order of the kernel's calls."""
+    """Return the result (B, S, H, E) and the log-sum-exp (T * H,), by call, document, head and position."""
     tokens = list(map(_tokens, (q, k, v)))
     parts = [_forward_kernel(*map(run.documents, tokens), 0.0, True, scale=scale) for run in _runs(cu_seqlens)]
     outs = [out.transpose(1, 2).flatten(0, 1) for out, _ in parts]

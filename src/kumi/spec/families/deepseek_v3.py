@@ -1,6 +1,7 @@
 """DeepSeek-V3 and R1 (arXiv:2412.19437).
 
 Multi-token-prediction layers are passthrough tensors: not trained, and copied from the model's files into its exports.
+`Weights.passthrough` has one prefix of names for each of these layers.
 
 The router's load-balancing bias is a buffer: the optimizer does not update it.
 """
