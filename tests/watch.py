@@ -20,7 +20,7 @@ KINDS = {
     "all_gather_single": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter": "reduce_scatter",
+    "scatter_sum": "reduce_scatter",
     "all_to_all_single": "all_to_all",
     "isend": "send",
     "send": "send",
@@ -43,7 +43,7 @@ class Sent:
         for name in KINDS:
             if hasattr(distributed_c10d, name):
                 self._patch(name, dist, distributed_c10d)
-        self._patch("reduce_scatter", tensor_scatter)
+        self._patch("scatter_sum", tensor_scatter)
         return self
 
     def _patch(self, name: str, *modules: Any) -> None:

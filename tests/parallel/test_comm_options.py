@@ -79,10 +79,7 @@ def _messages(layout, comm, microbatches):
     model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=0, comm=comm)
     forward_backward(model, mesh, 0, microbatches)
     begun, counts = [], []
-    originals = {
-        (dist, "all_reduce"): dist.all_reduce,
-        (tensor_scatter, "reduce_scatter"): tensor_scatter.reduce_scatter,
-    }
+    originals = {(dist, "all_reduce"): dist.all_reduce, (tensor_scatter, "scatter_sum"): tensor_scatter.scatter_sum}
 
     def counted(function):
         def run(*args, **kwargs):

@@ -18,11 +18,11 @@ def _sums(dtype, rows, columns):
     x = torch.randn(size * rows, columns, generator=random).to(dtype)
     ours, theirs = (torch.full((rows, columns), 7, dtype=dtype) for _ in range(2))
     before = x.clone()
-    tensor_scatter.reduce_scatter(ours, x, dist.group.WORLD)
+    tensor_scatter.scatter_sum(ours, x, dist.group.WORLD)
     assert torch.equal(x, before)
     single_tensor_collectives()[1](theirs, x, group=dist.group.WORLD)
     with Sent() as watch:
-        tensor_scatter.reduce_scatter(ours, x, dist.group.WORLD)
+        tensor_scatter.scatter_sum(ours, x, dist.group.WORLD)
     return ours, theirs, dict(watch.seen)
 
 

@@ -87,7 +87,7 @@ def _all_gather(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:
 
 def _reduce_scatter(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:
     full, shard = _full_and_shard(size, group, mesh)
-    return lambda: tensor_scatter.reduce_scatter(shard, full, group)
+    return lambda: tensor_scatter.scatter_sum(shard, full, group)
 
 
 def _all_to_all(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kumi.compat import single_tensor_collectives
 
 
-def reduce_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+def scatter_sum(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
     """Write this rank's rows (N, ..) of the sum of `x` (n N, ..) over the n ranks of `group` to `out`.
 
     Both are contiguous. Over gloo, the ranks' terms are added in the order of ranks. On two ranks, the sums are bitwise
@@ -46,4 +46,4 @@ class FsdpReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        reduce_scatter(output_tensor, input_tensor, group)
+        scatter_sum(output_tensor, input_tensor, group)

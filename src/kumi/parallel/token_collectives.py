@@ -53,7 +53,7 @@ def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     out = _empty_rows(x, x.shape[0] // size)
-    tensor_scatter.reduce_scatter(out, x.contiguous(), group_by_name(group))
+    tensor_scatter.scatter_sum(out, x.contiguous(), group_by_name(group))
     return out
 
 
