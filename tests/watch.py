@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from kumi.parallel import tensor_scatter
-
 # Function -> kind of message.
 KINDS = {
     "all_reduce": "all_reduce",
@@ -20,7 +18,6 @@ KINDS = {
     "all_gather_single": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
-    "scatter_sum": "reduce_scatter",
     "all_to_all_single": "all_to_all",
     "isend": "send",
     "send": "send",
@@ -42,16 +39,12 @@ class Sent:
     def __enter__(self) -> Sent:
         for name in KINDS:
             if hasattr(distributed_c10d, name):
-                self._patch(name, dist, distributed_c10d)
-        self._patch("scatter_sum", tensor_scatter)
+                watched = self._watched(name, getattr(distributed_c10d, name))
+                for module in (dist, distributed_c10d):
+                    patch = mock.patch.object(module, name, watched)
+                    patch.start()
+                    self.patches.append(patch)
         return self
-
-    def _patch(self, name: str, *modules: Any) -> None:
-        watched = self._watched(name, getattr(modules[-1], name))
-        for module in modules:
-            patch = mock.patch.object(module, name, watched)
-            patch.start()
-            self.patches.append(patch)
 
     def __exit__(self, *_: object) -> None:
         while self.patches:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from grids import sampled
 from kumi.errors import LayoutError
-from kumi.parallel import Mesh, RankInfo, async_tp, build, tensor_scatter, unwrap
+from kumi.parallel import Mesh, RankInfo, async_tp, build, unwrap
 from kumi.parallel.stage_modules import local_shard
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.comm import DEFAULT_COMM, Comm, illegal_comm, reduce_precision
@@ -78,8 +78,8 @@ def _messages(layout, comm, microbatches):
     mesh = mesh_of(layout)
     model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=0, comm=comm)
     forward_backward(model, mesh, 0, microbatches)
-    begun, counts = [], []
-    originals = {(dist, "all_reduce"): dist.all_reduce, (tensor_scatter, "scatter_sum"): tensor_scatter.scatter_sum}
+    begun, counts, names = [], [], ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
 
     def counted(function):
         def run(*args, **kwargs):
@@ -88,14 +88,14 @@ def _messages(layout, comm, microbatches):
 
         return run
 
-    for place, function in originals.items():
-        setattr(*place, counted(function))
+    for name, function in originals.items():
+        setattr(dist, name, counted(function))
     try:
         unwrap(model).register_forward_pre_hook(lambda *_: counts.append(len(begun)))
         forward_backward(model, mesh, 1, microbatches)
     finally:
-        for place, function in originals.items():
-            setattr(*place, function)
+        for name, function in originals.items():
+            setattr(dist, name, function)
     return counts, len(begun)
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kumi.bench.clock import Work, elapsed_seconds
 from kumi.compat import single_tensor_collectives
-from kumi.parallel import tensor_scatter
 from kumi.parallel.mesh import Mesh, all_reduce_max, barrier
 from kumi.spec.divisibility import divisors
 
@@ -87,7 +86,8 @@ def _all_gather(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:
 
 def _reduce_scatter(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:
     full, shard = _full_and_shard(size, group, mesh)
-    return lambda: tensor_scatter.scatter_sum(shard, full, group)
+    _, scatter = single_tensor_collectives()
+    return lambda: scatter(shard, full, group=group)
 
 
 def _all_to_all(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:

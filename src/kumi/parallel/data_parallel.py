@@ -41,7 +41,6 @@ from kumi.parallel.mlp_tiling import tile_sharded_weights
 from kumi.parallel.powersgd import powersgd_hook, powersgd_state
 from kumi.parallel.recompute import Recompute
 from kumi.parallel.stage_modules import params_by_name
-from kumi.parallel.tensor_scatter import FsdpReduceScatter
 from kumi.spec.comm import DEFAULT_COMM, Comm
 from kumi.spec.layout import Layout
 from kumi.spec.precision import Precision
@@ -129,8 +128,6 @@ def apply_fsdp(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = 
             # Sum without averaging, by plain sums: gloo has no pre-multiplied sums.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-            if mesh.device.type == "cpu":
-                module.set_custom_reduce_scatter(FsdpReduceScatter())  # type: ignore[arg-type]
     if decoder.has_head:
         # FSDP2 would keep the buffer of the last all-gather beside the logits, to the end of the forward pass.
         decoder.model.norm.register_forward_hook(lambda *_: free_gather_buffer(decoder))

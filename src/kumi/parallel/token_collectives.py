@@ -24,7 +24,6 @@ from torch import Tensor
 
 from kumi.compat import group_by_name, single_tensor_collectives
 from kumi.nn import custom_ops
-from kumi.parallel import tensor_scatter
 
 
 def all_gather_no_grad(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -53,7 +52,7 @@ def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     out = _empty_rows(x, x.shape[0] // size)
-    tensor_scatter.scatter_sum(out, x.contiguous(), group_by_name(group))
+    single_tensor_collectives()[1](out, x.contiguous(), group=group_by_name(group))
     return out
 
 
