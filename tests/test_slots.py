@@ -21,7 +21,6 @@ SLOTS = {
     "MLP": {"function"},
     "Embedding": {"lookup"},
     "Linear": {"multiply"},
-    "HeadLinear": {"multiply"},
 }
 LAYOUTS = [
     Layout(),

@@ -26,13 +26,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from kumi.accelerator import is_gpu
-from kumi.compat import (
-    ddp_without_buffer_sync,
-    free_gather_buffer,
-    keep_integers_in_fsdp,
-    rerun_fsdp_post_backward,
-    reshards_after_forward,
-)
+from kumi.compat import ddp_without_buffer_sync, keep_integers_in_fsdp, rerun_fsdp_post_backward, reshards_after_forward
 from kumi.nn.decoder import Decoder, DecoderLayer, Embedding
 from kumi.nn.moe import MoE
 from kumi.nn.nf4 import packed_matrices
@@ -90,9 +84,8 @@ def _sum_bucket(state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket
 def apply_fsdp(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> None:
     """Shard the parameters of `decoder` over dp_shard, in place, in the units of `kumi.spec.sharding.fsdp_units`.
 
-    The root unit is the decoder itself: it is all-gathered first and stays unsharded until the backward ends. It has
-    the token table if that is the head, too, and hardly a parameter otherwise. Shards are in `precision.param`,
-    all-gathered parameters in `precision.compute`.
+    The root unit is the decoder itself: it is all-gathered first and stays unsharded until the backward ends. Shards
+    are in `precision.param`, all-gathered parameters in `precision.compute`.
     """
     # Imported here: it imports sympy, half a second of CPU time that a single process does not need.
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -112,12 +105,10 @@ def apply_fsdp(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = 
         keep_integers_in_fsdp()
     else:
         ignored |= set(packed)  # nothing in them is trained: no state to shard
-    outer = [*units_by_name["embedding"], *units_by_name["layer"], *units_by_name["head"]]
+    outer = [*units_by_name["embedding"], *units_by_name["layer"]]
     for unit in outer:
-        # The backward begins with the head and the last layer: resharding them after the forward would only cost
-        # another all-gather.
-        last = unit[0] in layers[-1:] or unit in units_by_name["head"]
-        free = mesh.layout.zero == 3 and not last and not getattr(unit[0], "shared", False)
+        # The backward begins with the last layer: resharding it after the forward would only cost another all-gather.
+        free = mesh.layout.zero == 3 and unit[0] not in layers[-1:] and not getattr(unit[0], "shared", False)
         modules: Any = unit if len(unit) > 1 else unit[0]
         fully_shard(modules, mesh=axes, reshard_after_forward=free, ignored_params=ignored, **options)
     fully_shard(decoder, mesh=axes, reshard_after_forward=False, ignored_params=ignored, **options)
@@ -128,16 +119,13 @@ def apply_fsdp(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = 
             # Sum without averaging, by plain sums: gloo has no pre-multiplied sums.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-    if decoder.has_head:
-        # FSDP2 would keep the buffer of the last all-gather beside the logits, to the end of the forward pass.
-        decoder.model.norm.register_forward_hook(lambda *_: free_gather_buffer(decoder))
     if comm.prefetch is not None:
         _set_prefetch([unit[0] for unit in outer], comm.prefetch)
 
 
 def _unit_modules(decoder: Decoder) -> dict[str, list[list[nn.Module]]]:
     """Return the modules of each FSDP unit of `decoder`, in forward order, by the unit's name."""
-    modules: dict[str, list[list[nn.Module]]] = {"embedding": [], "layer": [], "experts": [], "head": [], "root": []}
+    modules: dict[str, list[list[nn.Module]]] = {"embedding": [], "layer": [], "experts": [], "root": []}
     ops = stage_ops(
         decoder.spec, map(int, decoder.model.layers), embedding=decoder.has_embedding, head=decoder.has_head
     )
