@@ -1,5 +1,5 @@
-"""kumi and the bare loop on one GPU: the GPU tests, then speed and memory of Llama-3.2-1B and Llama-3.1-8B shapes and
-of experts like Qwen3-30B-A3B's; layouts where there are several GPUs.
+"""kumi, the bare loop and torchtitan on one GPU: the GPU tests, then speed and memory of Llama-3.2-1B and Llama-3.1-8B
+shapes and of experts like Qwen3-30B-A3B's; layouts where there are several GPUs.
 
     python benchmarks/gpu.py [--budget 460] [--out FILE] [--only TEXT] [--device cpu --tiny]
 
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -58,8 +59,21 @@ def check_packages() -> dict[str, str]:
     if absent:
         packages = " ".join(name.replace("_", "-") for name in absent)
         raise SystemExit(f"kumi needs packages that are not installed here: pip install {packages}")
-    without = {} if find_spec("transformers") else {"bare": "transformers is not installed: pip install transformers"}
-    return {"amp": without["bare"], "bf16": without["bare"]} if without else {}
+    reasons = {
+        ("amp", "bf16"): None if find_spec("transformers") else "transformers not installed: pip install transformers",
+        ("titan", "titan-fsdp"): why_no_titan(),
+    }
+    return {system: reason for systems, reason in reasons.items() if reason for system in systems}
+
+
+def why_no_titan() -> str | None:
+    """Return why torchtitan cannot be measured here; None if it can."""
+    install = "pip install torchtitan==0.2.2"
+    absent = [name for name in ("torchtitan", "torchdata", "tyro") if find_spec(name) is None]
+    if absent:
+        return f"{', '.join(absent)} not installed: {install}"
+    installed = version("torchtitan")
+    return None if installed.startswith("0.2.") else f"written for torchtitan 0.2, and {installed} is here: {install}"
 
 
 def python(*args: str, limit: float, ranks: int = 1) -> subprocess.CompletedProcess[str]:

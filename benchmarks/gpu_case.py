@@ -21,6 +21,7 @@ from gpu_cases import Case
 from kumi.spec import families, ledger
 from kumi.spec.layout import Layout
 from kumi.validation.fitting_case import SHARE, StepCase, fitted, free_bytes
+from kumi.validation.random_run import synthetic
 from kumi.validation.timed_step import memory_peaks, prepared, timed
 
 
@@ -86,6 +87,24 @@ def bare_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tens
     return (lambda: bare_loop.train_step(args, model, optimizer, batch)), None
 
 
+def titan_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], None]:
+    """Return torchtitan's train step on random weights and the tokens of kumi's step."""
+    from titan_step import TitanStep
+
+    config = case.config()
+    batch = synthetic(case.microbatch, case.seq_len, config["vocab_size"], documents=1)
+    tokens = torch.from_numpy(batch["input_ids"]), torch.from_numpy(batch["labels"])
+    fsdp = case.system == "titan-fsdp"
+    return TitanStep(config, tokens, device, recompute=case.recompute, compile=case.compile, fsdp=fsdp), None
+
+
+def make_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], int | None]:
+    """Return the train step of the case's system, and kumi's estimate of its memory if it is kumi."""
+    if case.system == "kumi":
+        return kumi_step(case, device)
+    return titan_step(case, device) if case.system.startswith("titan") else bare_step(case, device)
+
+
 def max_over_ranks(steps: int) -> int:
     """Return the largest value of all ranks, so that they run equally many steps."""
     if torch.distributed.is_initialized():
@@ -116,7 +135,7 @@ def run(case: Case, device: torch.device, seconds: float = 3.0) -> dict:
     }
     try:
         began = time.perf_counter()
-        step, result["estimated_bytes"] = (kumi_step if case.system == "kumi" else bare_step)(case, device)
+        step, result["estimated_bytes"] = make_step(case, device)
         result["build_s"] = time.perf_counter() - began
         result |= timed(step, device, seconds, max_over_ranks)
         result |= {"tokens_per_s": tokens / result["step_s"], "flops_per_s": flops / result["step_s"]}

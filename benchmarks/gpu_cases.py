@@ -23,9 +23,10 @@ class Case:
 
     `system` is "kumi" (bf16 compute, float32 master weights and states), "amp" (the bare loop under bf16 autocast, with
     float32 weights and states) or "bf16" (the bare loop with weights and states in bf16, which is half the memory and
-    another numeric result). `layers` and `vocabulary` cut a model; the
-    script cuts further what does not fit the card. With `documents` > 1 every sequence
-    has that many documents without attention between them; the bare loop does not support that. `layout` has fields
+    another numeric result). "titan" is torchtitan as it is on one device (float32 weights and states, bf16 autocast),
+    "titan-fsdp" with the mixed precision that it has on several. `layers` and `vocabulary` cut a model; the script cuts
+    further what does not fit the card. With `documents` > 1 every sequence has that many documents without attention
+    between them; the bare loop and torchtitan's do not support that. `layout` has fields
     of kumi's Layout; a rank then has `microbatches` a step, and with `async_tp` overlaps matmuls with messages.
     """
 
@@ -52,6 +53,7 @@ class Case:
         """A readable name that is different for different cases."""
         parts = [self.system, self.shape if self.layers is None else f"{self.shape}/{self.layers} layers"]
         parts += [f"mb {self.microbatch}", f"recompute {self.recompute}"]
+        parts += [f"seq {self.seq_len}"] * (self.seq_len != 4096)
         parts += ["compile"] * self.compile
         parts += [f"{self.documents} documents"] if self.documents > 1 else []
         parts += [" ".join(f"{key} {value}" for key, value in self.layout.items())] if self.layout else []
@@ -73,6 +75,7 @@ def all_cases() -> list[Case]:
         *_pair(Case("kumi", "1b", 4, compile=True)),
         *_pair(Case("kumi", "8b", 1, "full", layers=24)),
         *_pair(Case("kumi", "8b", 2, "full", layers=24, compile=True)),
+        *beside_titan(),
         Case("kumi", "1b", 4, "selective"),
         *_pair(Case("kumi", "1b", 4, "full")),
         Case("kumi", "1b", 4, documents=8),
@@ -90,6 +93,23 @@ def all_cases() -> list[Case]:
         Case("bf16", "1b", 4, compile=True),
         *_pair(Case("kumi", "1b", 16, "full", compile=True)),
         *_pair(Case("kumi", "1b", 4)),
+    ]
+
+
+def beside_titan() -> list[Case]:
+    """Return cases of torchtitan beside kumi's and the bare loop's.
+
+    Those of the 8B shape have the 8192 tokens of torchtitan's published figures, and so few layers that its complete
+    logits fit 80 GB, too.
+    """
+    large = Case("kumi", "8b", 1, layers=8, seq_len=8192, compile=True)
+    full, selective = replace(large, recompute="full"), replace(large, recompute="selective")
+    return [
+        *(replace(Case("titan", "1b", 4), compile=compiled) for compiled in (False, True)),
+        *_pair(full),
+        *(replace(full, system=system) for system in ("titan", "titan-fsdp")),
+        selective,
+        *(replace(selective, system=system) for system in ("titan", "titan-fsdp")),
     ]
 
 

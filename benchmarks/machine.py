@@ -8,7 +8,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-PACKAGES = ("kumi", "torch", "transformers", "accelerate", "tokenizers", "numpy", "safetensors", "triton")
+PACKAGES = ("kumi", "torch", "transformers", "accelerate", "tokenizers", "numpy", "safetensors", "triton", "torchtitan")
 
 
 def describe() -> dict:

@@ -7,29 +7,12 @@ needs a tokenizer and a data set, is left out: `TitanStep` makes the same calls 
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-PACKAGES = ("torchtitan", "torchdata", "tyro")
-
-
-def why_not() -> str | None:
-    """Return why torchtitan cannot be measured here, as a sentence; None if it can."""
-    absent = [name for name in PACKAGES if find_spec(name) is None]
-    if absent:
-        return f"{', '.join(absent)} not installed: pip install torchtitan==0.2.2"
-    try:
-        installed = version("torchtitan")
-    except PackageNotFoundError:
-        return "torchtitan without its metadata: pip install torchtitan==0.2.2"
-    if not installed.startswith("0.2."):
-        return f"torchtitan {installed} is not 0.2, for which the case is written: pip install torchtitan==0.2.2"
-    return None
 
 
 def _import_llama3() -> ModuleType:
