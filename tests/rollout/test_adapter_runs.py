@@ -115,7 +115,7 @@ def loaded(source, kind):
     """The model in `source`, without layouts, with matrices in four bits if those of the run are."""
     decoder = load_decoder(source, dtype=torch.float64).eval()
     if "quantize" in KINDS[kind][1]:
-        quantize_linears(decoder)
+        quantize_linears(decoder, torch.float64)
     return decoder
 
 

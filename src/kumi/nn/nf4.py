@@ -117,11 +117,15 @@ def use_packed_weights(decoder: Decoder) -> None:
         _take_weight(layer)
 
 
-def quantize_linears(decoder: Decoder) -> None:
-    """Pack the loaded matrices of the layers of `decoder`."""
+def quantize_linears(decoder: Decoder, dtype: torch.dtype) -> None:
+    """Pack the loaded matrices of the layers of `decoder`, as a run that computes in `dtype` packs them.
+
+    Such a run rounds its frozen matrices to `dtype` before it packs them, which changes some codes.
+    """
     for layer in linears(decoder.model.layers):
         weight, packed = _take_weight(layer)
-        codes, scales = pack_blocks(weight.to(packed.dtype).flatten())
+        packed.dtype = unpacked_dtype(dtype)
+        codes, scales = pack_blocks(weight.to(dtype).to(packed.dtype).flatten())
         packed.codes.data, packed.scales.data = codes, scales
 
 

@@ -80,7 +80,7 @@ def _finish_adapters(run: ResolvedRun, store: Store, *, just_trained: bool) -> D
     )
     decoder = merge.unmerged_decoder(merge.open_unmerged(unverified, str(run.source)))
     if run.model.lora is not None and run.model.lora.quantize:
-        quantize_linears(decoder)
+        quantize_linears(decoder, getattr(torch, run.precision.compute))
     difference = _compare(decoder, run, unverified)
     if unverified != folder:
         mark_verified(unverified, f"logits within {difference:.1e} of the trained model's")
