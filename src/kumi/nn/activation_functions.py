@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kumi.nn.traced import traced
+
 _aten = torch.ops.aten
 # The factor a of quick GELU, x * sigmoid(a x), which approximates GELU.
 _QUICK = 1.702
@@ -142,7 +144,7 @@ class _ApplyGate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, how: Gate) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.how = how
-        return how.value(gate, up)
+        return traced(how.value(gate, up))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -156,7 +158,7 @@ class _ApplyGateToHalves(torch.autograd.Function):
         ctx.save_for_backward(halves)
         ctx.how = how
         gate, up = halves.chunk(2, dim=-1)
-        return how.value(gate, up)
+        return traced(how.value(gate, up))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -173,7 +175,7 @@ class _Activate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.name = name
-        return ACTIVATIONS[name].value(x)
+        return traced(ACTIVATIONS[name].value(x))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -21,6 +21,7 @@ from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
 from kumi.nn.mamba_scan import ScanInputs, scan
 from kumi.nn.tp_block import UNSHARDED
+from kumi.nn.traced import traced
 from kumi.spec import model
 
 # Largest number of elements of a convolution that are computed at once: (on other devices, on a CPU).
@@ -227,7 +228,7 @@ class _GatedNorm(torch.autograd.Function):
         scale = torch.linalg.vector_norm(gated, dim=-1, keepdim=True).square_().mul_(1 / size).add_(eps).rsqrt_()
         ctx.save_for_backward(x, gate, weight, scale)
         out: Tensor = gated.mul_(scale).flatten(-2).mul_(weight).to(x.dtype)
-        return out
+        return traced(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

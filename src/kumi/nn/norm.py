@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kumi.compat import fused_rms_norm, fused_rms_norm_backward
 from kumi.nn.dtypes import wide
+from kumi.nn.traced import traced
 from kumi.spec.model import ModelSpec
 
 # (x, weight, eps, zero_centered) -> the normalised x.
@@ -104,7 +105,7 @@ class _RMSNorm(torch.autograd.Function):
         normed, scale = _normalized(x, weight, eps, zero_centered)
         ctx.save_for_backward(x, weight, scale)
         ctx.zero_centered = zero_centered
-        return normed
+        return traced(normed)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:

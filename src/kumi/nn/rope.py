@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kumi.nn.dtypes import wide
 from kumi.nn.numerics import kernel
+from kumi.nn.traced import traced
 from kumi.spec.model import Rope
 
 
@@ -62,7 +63,7 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleave = interleave
-        return _rotated(x, cos, sin, interleave)
+        return traced(_rotated(x, cos, sin, interleave))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
