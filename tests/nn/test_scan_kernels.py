@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kumi.nn.mamba_scan import ScanInputs, scan
@@ -12,7 +13,7 @@ KERNEL = (("scan", "triton"),)
 # Largest difference from the plain path, of the largest value. Sums are in another order: the largest differences are
 # in the gradient of a_log, whose terms nearly cancel. And where a GPU rounds to bfloat16 to nearest, the interpreter
 # cuts off, up to 2^-7.
-TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 2**-6}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6}
 # (sequences, positions, heads, channels, groups, state, chunk): one position; rows shorter than a chunk; a shorter
 # last chunk; sizes that are no powers of two; chunks of several tiles of 64, the last one not full.
 SHAPES = [(1, 1, 1, 1, 1, 1, 4), (2, 5, 2, 3, 1, 5, 8), (2, 21, 6, 5, 3, 4, 8), (1, 150, 2, 8, 1, 20, 72)]
@@ -71,6 +72,30 @@ def test_strong_decay():
     use_kernels(KERNEL)
     for error, plain_error in zip(differences(both(given), exact), plain, strict=True):
         assert error <= 3 * plain_error + 1e-5
+
+
+@interpreted
+def test_sums_do_not_keep_the_rounding_of_products():
+    """The gradients of steps and rates are sums over a chunk whose terms nearly cancel.
+
+    On a GPU, products of bfloat16 inputs have operands in TF32, here in the interpreter as well. Their rounding must
+    cancel with the terms: on an H100 the gradient of a_log was once wrong by 20 % of its norm.
+    """
+    from triton.runtime import interpreter
+
+    def dot_in_tf32(self, a, b, accumulator, *precision):
+        a, b = ((value.data.astype(np.float32).view(np.uint32) & 0xFFFFE000).view(np.float32) for value in (a, b))
+        return interpreter.TensorHandle(a @ b + accumulator.data, accumulator.dtype.scalar)
+
+    given = inputs((1, 512, 4, 16, 1, 32, 256), torch.bfloat16, False)._replace(low=0.0, high=float("inf"))
+    exact = both(ScanInputs(*(value.detach().double().requires_grad_() for value in given[:7]), *given[7:]))
+    use_kernels(KERNEL)
+    interpreter.InterpreterBuilder.create_dot = dot_in_tf32
+    results = both(given)
+    for name in ("dt_bias", "a_log"):
+        index = 1 + ScanInputs._fields.index(name)
+        error = (results[index].double() - exact[index]).norm() / exact[index].norm()
+        assert error <= 1e-2, name
 
 
 @compiling

@@ -284,11 +284,13 @@ def key_gradients(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the gradients of x (B, length, heads, P) and b (B, length, groups, N), and three dot products.
+    """Write the gradients of x (B, length, heads, P) and b (B, length, groups, N), and four dot products.
 
     `grad_states` (B, M, heads, P, N): the gradient of the state after each chunk.
-    `dots` (3, B, M, CHUNK, heads), the three blocks `spacing` numbers apart: the gradient of step * x times x, what the
-    position adds to the state times the state's gradient, and y's gradient times x.
+    `dots` (4, B, M, CHUNK, heads), the four blocks `spacing` numbers apart: the gradient of step * x times x, what the
+    position adds to the state times the state's gradient, y's gradient times x, and what the position contributes to
+    the results of its chunk times their gradients. The last is a sum of the very products that `query_gradients` adds
+    up for each result: sums over many positions subtract one from the other, which would leave TF32's rounding.
     A program computes BLOCK positions of a chunk for all heads of a group.
     """
     group, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -313,20 +315,22 @@ def key_gradients(
         leaving = _state(grad_states, chunk * heads + head, P, N, P_LANES, N_LANES)
         written = tl.dot(keys, tl.trans(leaving), input_precision=PRECISION) * end
         total += tl.dot(values * step * end, leaving, input_precision=PRECISION)
-        stepped = written
+        stepped, passed = written, tl.zeros((BLOCK,), tl.float32)
         for start in range(tile * BLOCK, CHUNK, BLOCK):
             query = start + tl.arange(0, BLOCK)
             queries = _tile(c, query, length, group, groups, N, N_LANES, CHUNK, first)
             gradients = _tile(grad, query, length, head, heads, P, P_LANES, CHUNK, first)
             decays = tl.trans(_decays(sums_high, sums_low, documents, query, key, chunk, head, heads, CHUNK))
-            scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * decays
-            stepped += tl.dot(scores, gradients, input_precision=PRECISION)
+            products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+            stepped += tl.dot(products * decays, gradients, input_precision=PRECISION)
             grad_scores = tl.dot(values * step, tl.trans(gradients), input_precision=PRECISION) * decays
+            passed += tl.sum(grad_scores * products, 1)
             total += tl.dot(grad_scores, queries, input_precision=PRECISION)
         place = dots + (chunk * CHUNK + key) * heads + head
         tl.store(place, tl.sum(stepped * values, 1), mask=key < CHUNK)
         tl.store(place + spacing, tl.sum(written * values * step, 1), mask=key < CHUNK)
         tl.store(place + 2 * spacing, tl.sum(gradient * values, 1), mask=key < CHUNK)
+        tl.store(place + 3 * spacing, passed, mask=key < CHUNK)
         result = stepped * step + tl.load(d + head).to(tl.float32) * gradient
         targets = grad_x + ((first + key).to(tl.int64) * heads + head)[:, None] * P + p_lanes[None, :]
         tl.store(targets, result.to(grad_x.dtype.element_ty), mask=here[:, None] & (p_lanes < P)[None, :])
@@ -454,7 +458,7 @@ def scan_backward(grad: Tensor, inputs: ScanInputs) -> Sequence[Tensor]:
     states = _states(x, steps * decays.to_end, b, decays.through, constants, reverse=False)
     grad_states = _states(grad, decays.from_start, c, decays.through, constants, reverse=True)
     grad_x, grad_b, grad_c = torch.empty_like(x), torch.empty_like(b), torch.empty_like(c)
-    grad_sums, dots = torch.empty_like(steps), steps.new_empty(3, *steps.shape)
+    grad_sums, dots = torch.empty_like(steps), steps.new_empty(4, *steps.shape)
     constants["BLOCK"] = min(constants["BLOCK"], _GRADIENT_POSITIONS)
     grid, sizes = (_tiles(chunks, constants), groups, rows), (length, heads, groups, chunks)
     query_gradients[grid](
@@ -490,11 +494,11 @@ def scan_backward(grad: Tensor, inputs: ScanInputs) -> Sequence[Tensor]:
         dots.stride(0),
         **constants,
     )
-    grad_steps, written, skipped = dots
+    grad_steps, written, skipped, passed = dots
     # The gradient of the sum at a position: what its own result contributes, minus what other results get from the
     # position. The sum at the chunk's end gets what all positions and the state before the chunk contribute to the
     # state after it.
-    grad_sums -= grad_steps * steps
+    grad_sums -= passed + written
     carried = torch.linalg.vecdot(states.flatten(-2), grad_states.flatten(-2))
     grad_sums[:, :, -1] += written.sum(2) + decays.through * carried
     grad_products = grad_sums.flip(2).cumsum(2).flip(2)
