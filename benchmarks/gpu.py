@@ -197,9 +197,9 @@ def describe_device(device: str) -> dict:
     """Return the machine, and on CUDA the GPU with its data-sheet peak and the measured rate of a large bf16 matmul."""
     description = machine.describe() | {"device": "cpu"}
     if device == "cuda":
-        done = python("gpu_device", limit=60)
+        done = python("gpu_device", limit=120)
         if done.returncode != 0:
-            answer = "nothing within 60 s" if done.returncode == LATE else done.stderr[-1500:]
+            answer = "nothing within 120 s" if done.returncode == LATE else done.stderr[-1500:]
             raise SystemExit(f"no CUDA device answers (use --device cpu --tiny to try the script): {answer}")
         description |= json.loads(done.stdout.splitlines()[-1])
     return description

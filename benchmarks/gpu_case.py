@@ -82,7 +82,7 @@ def bare_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tens
     optimizer = bare_loop.make_optimizer(args, model)
     batch = bare_loop.Batches(args, case.config()["vocab_size"], rank=0, world=1)(0)
     if case.compile:  # layer by layer, as kumi does: compiling the model as one graph takes minutes
-        for layer in model.model.layers.values():
+        for layer in model.model.layers.children():
             layer.compile()
     return (lambda: bare_loop.train_step(args, model, optimizer, batch)), None
 

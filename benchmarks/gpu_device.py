@@ -1,4 +1,5 @@
-"""Print one JSON object: the GPU, its data-sheet peak, and the measured rates of large matmuls and copies."""
+"""Print one JSON object: the GPU, its data-sheet peak, the measured rates of large matmuls and copies, and the kernels
+that kumi chose for it by measurement, which are stored for the cases."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 
 from kumi.config.cluster_source import cluster_spec
 from kumi.config.job_sections import ClusterSection
+from kumi.train.measure_numerics import measure_gpu
 
 
 def matmul_flops(size: int = 8192, repeats: int = 20) -> float:
@@ -42,6 +44,7 @@ def copy_bytes_per_s(count: int = 2**31, repeats: int = 10) -> float:
 
 def main() -> None:
     properties = torch.cuda.get_device_properties(0)
+    measured = measure_gpu(properties.name)  # kumi's cases use what it chose
     print(
         json.dumps(
             {
@@ -50,6 +53,7 @@ def main() -> None:
                 "capability": f"{properties.major}.{properties.minor}",
                 "cuda": torch.version.cuda,
                 "devices": torch.cuda.device_count(),
+                "kernels": dict(measured.numerics.kernels),
                 "peak_flops": cluster_spec(ClusterSection()).device.peak_flops("bfloat16"),
                 "measured_matmul_flops": matmul_flops(),
                 "measured_copy_bytes_per_s": copy_bytes_per_s(),

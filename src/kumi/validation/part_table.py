@@ -29,6 +29,13 @@ PARTS: tuple[Part, ...] = (
         "Operations of a step for which the host waits for the device. There should be none.",
     ),
     Part(
+        "kernels",
+        f"{_HERE}.kernels_part:rows_of_kernels",
+        50.0,
+        "The kernels of `precision.kernels` beside PyTorch's operations, and which of them runs use. The steps below use "
+        "them, too.",
+    ),
+    Part(
         "profile",
         f"{_HERE}.audit_part:rows_of_profile",
         40.0,
@@ -52,12 +59,6 @@ PARTS: tuple[Part, ...] = (
         f"{_HERE}.attention_part:rows_of_attention",
         40.0,
         "Kinds of attention with one and with eight documents a row: time, and distance from the exact result.",
-    ),
-    Part(
-        "kernels",
-        f"{_HERE}.kernels_part:rows_of_kernels",
-        50.0,
-        "The kernels of `precision.kernels` beside PyTorch's operations, and which of them would be used.",
     ),
     Part("compile", f"{_HERE}.kernels_part:rows_of_compiled", 60.0, "Compiled layers beside uncompiled ones."),
     Part("fp8", f"{_HERE}.kernels_part:rows_of_fp8", 60.0, "Matrix products in float8 beside those in bfloat16."),

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kumi.accelerator import is_gpu
 from kumi.bench.clock import synchronize
+from kumi.config.numerics import chosen_of, read_cached_numerics, this_gpu
+from kumi.nn.numerics import use_kernels
 from kumi.spec import ledger
 from kumi.train.process_memory import is_out_of_memory
 from kumi.train.step import StepBatch, train_step
@@ -63,12 +65,20 @@ class PreparedStep:
 
 
 def prepared(case: StepCase, device: torch.device) -> PreparedStep:
-    """Return kumi's training step of `case` on random weights and tokens."""
+    """Return kumi's training step of `case` on random weights and tokens, with the kernels that runs use here."""
+    if is_gpu(device):
+        use_kernels(_kernels_of_runs(device))
     rank_state = make_rank_state(case.model, device, **case.run_options)
     rows = case.microbatch * case.microbatches
     batch = synthetic(rows, case.seq_len, case.model["vocab_size"], case.documents)
     tokens = int(np.count_nonzero(batch["labels"] >= 0)) * case.layout.dp
     return PreparedStep(case, rank_state, StepBatch(batch, tokens, tokens, None, 0.0), TrainState())
+
+
+def _kernels_of_runs(device: torch.device) -> tuple[tuple[str, str], ...]:
+    """Return the kernels that were chosen for this GPU by measurement; none if they have not been measured."""
+    chosen = chosen_of(read_cached_numerics(this_gpu(torch.cuda.get_device_name(device))), asked=())
+    return () if chosen is None else chosen.kernels
 
 
 def timed(step: Step, device: torch.device, seconds: float, agree: Callable[[int], int] = int) -> dict[str, Any]:
