@@ -32,8 +32,8 @@ PARTS: tuple[Part, ...] = (
         "kernels",
         f"{_HERE}.kernels_part:rows_of_kernels",
         50.0,
-        "The kernels of `precision.kernels` beside PyTorch's operations, and which of them runs use. The steps below use "
-        "them, too.",
+        "The kernels of `precision.kernels` beside PyTorch's operations, and which of them runs use. The steps below "
+        "use them, too.",
     ),
     Part(
         "profile",
