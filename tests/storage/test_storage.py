@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -246,6 +247,28 @@ def test_free_space_is_compared_before_anything_is_written(tmp_path):
     ):
         checkpoint.check_free_space(tmp_path / "not" / "yet", 2**60)
     assert not (tmp_path / "not").exists()
+
+
+def test_host_memory_is_allocated_before_the_first_save(tmp_path, monkeypatch):
+    """As on a GPU, whose first save would wait for it."""
+    allocate, pinned = torch.empty, []
+
+    def note_pinned(*args, pin_memory=False, **options):  # pinned memory needs a GPU
+        if pin_memory:
+            pinned.append(threading.current_thread().name)
+        return allocate(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "is_gpu", lambda device: True)
+    monkeypatch.setattr(torch, "empty", note_pinned)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    pieces = [Piece(name, (8,), (0,), torch.ones(8)) for name in "ab"]
+    saver = AsyncSaver()
+    saver.reserve(pieces)
+    saver.save(tmp_path / "step_000001", pieces, {})
+    saver.save(tmp_path / "step_000002", [*pieces, Piece("c", (8,), (0,), torch.ones(8))], {})
+    saver.wait()
+    assert pinned == ["kumi-reserve", "kumi-reserve", "MainThread"]
+    assert torch.equal(checkpoint.open(tmp_path / "step_000001").read("b"), torch.ones(8))
 
 
 def test_saving_in_the_background_keeps_what_was_there_at_the_call(tmp_path, monkeypatch):

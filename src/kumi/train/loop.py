@@ -112,6 +112,7 @@ def _train(
     saver = checkpoint.AsyncSaver(
         rank=mesh.rank, ranks=run.layout.world_size, attempt=attempt, timeout=run.config.train.timeout_s
     )
+    saver.reserve(checkpoint_pieces(rank_state))
     metrics = _open_metrics(run, state) if mesh.rank == 0 else None
     if listener is None or mesh.rank != 0:
         listener = Callbacks(run.config, ())
