@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kumi.parallel.weight_copies import add_weight_copies, refresh_weight_copies
 from kumi.spec.layout import Layout
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
+from kumi.validation.tiny_steps import TinyCase, tiny_steps
 from steps import SPECS, batch
 
 CPU = RankInfo(0, 1, 0, torch.device("cpu"))
@@ -59,6 +61,13 @@ def test_a_training_with_copies_has_the_same_bits(family, layout):
 
 def test_copies_that_are_not_refreshed_are_old_weights():
     assert _train("llama", Layout(), copies=True, refresh=False)[0] != _train("llama", Layout(), copies=False)[0]
+
+
+def test_the_validation_trains_with_copies_as_without():
+    case = TinyCase(Layout(), precision="bf16")
+    plain = tiny_steps(case, build_mesh(case.layout, CPU))
+    with mock.patch("kumi.parallel.build.uses_weight_copies", return_value=True):
+        assert tiny_steps(case, build_mesh(case.layout, CPU)) == plain
 
 
 @pytest.mark.parametrize(
