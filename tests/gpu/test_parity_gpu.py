@@ -8,11 +8,12 @@ import torch
 from kumi.nn import Decoder
 from kumi.nn.router import routers
 
-transformers = pytest.importorskip("transformers")  # the tiny models are written as its configs
+pytest.importorskip("transformers")  # the tiny models are written as its configs
+import transformers
 from tiny_models import CASES, build_pair
 
-# A gradient this small beside the model's largest has rounding errors as large as itself. That of a bias of keys without
-# RoPE is 0 but for rounding, because the bias adds the same to all scores of a query.
+# Gradients far smaller than this share of the model's largest have rounding errors as large as themselves. Without RoPE
+# that of a bias of keys is 0 but for rounding, because the bias adds the same to all scores of a query.
 SMALL = 1e-2
 
 

@@ -15,6 +15,7 @@ from kumi.parallel.weight_copies import add_weight_copies, refresh_weight_copies
 from kumi.spec.layout import Layout
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
+from kumi.validation.numbers_part import near
 from kumi.validation.tiny_steps import TinyCase, tiny_steps
 from steps import SPECS, batch
 
@@ -68,6 +69,8 @@ def test_the_validation_trains_with_copies_as_without():
     plain = tiny_steps(case, build_mesh(case.layout, CPU))
     with mock.patch("kumi.parallel.build.uses_weight_copies", return_value=True):
         assert tiny_steps(case, build_mesh(case.layout, CPU)) == plain
+        with mock.patch("kumi.validation.tiny_steps.refresh_weight_copies"):
+            assert not near(tiny_steps(case, build_mesh(case.layout, CPU)), plain, "bf16")
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,22 @@ def test_figures_and_sentences_stay():
     assert len(shareable("word " * 1000, private)) < 320
 
 
+def test_words_of_the_report_itself_stay():
+    values = {"MODE": "none", "KIND": "copy", "BACKEND": "cuda", "LIST": "profile:checkpoint", "TOKEN": "swordfish"}
+    private = Private(values, ["zaphod"])
+    for text in (
+        "There should be none.",
+        "copy within the device",
+        "CUDA",
+        "Steps while a checkpoint is written: how long training waits for the copy",
+        "nvjet_tst_320x128_64x3_1x2_h_bz_coopB_TNT",
+    ):
+        assert shareable(text, private) == text
+    assert shareable("Swordfish of zaphod at 0x7f3a", private) == "[removed] of [removed] at [removed]"
+    assert shareable("ptr=0xABC", private) == "ptr=[removed]"
+    assert shareable("none", Private({}, ["none"])) == "[removed]"  # a name is private whatever it is
+
+
 def test_places_are_those_of_packages():
     stack = (
         'File "/home/zaphod/kumi/src/kumi/nn/rope.py", line 62, in _turn\n'

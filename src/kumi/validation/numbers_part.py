@@ -12,9 +12,11 @@ from kumi.validation.part import Rows, Setting
 from kumi.validation.timed_step import validated_device
 from kumi.validation.tiny_steps import MODELS, TinyCase, tiny_steps
 
-# Relative differences of losses; sums are in another order, and in bfloat16 everything is rounded on the way. Norms may
-# differ by three times as much.
-TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
+# Relative differences of (losses, gradient norms) in the first step, and in later ones. Sums are in another order, and
+# in bfloat16 everything is rounded on the way: on a CPU the differences are at most (2e-5, 1.1e-3), and (5e-4, 3.6e-2)
+# in later steps, since AdamW's first updates are as large for gradients that are only rounding as for others. Steps with
+# the weights of the start, instead of those of the last update, differ by up to (3e-3, 0.8).
+TOLERANCE = {"fp32": ((1e-4, 3e-4), (1e-4, 3e-4)), "bf16": ((2e-4, 5e-3), (2e-3, 9e-2))}
 
 Steps = list[tuple[float, float]]
 
@@ -26,9 +28,8 @@ def rows_of_numbers(setting: Setting) -> Rows:
     for model in MODELS:
         for precision in TOLERANCE:
             for documents in (False, True):
-                steps = _on(device, model, precision, documents)
-                loss, norm = differences(steps, _on_cpu(model, documents))
-                allowed = TOLERANCE[precision]
+                steps, expected = _on(device, model, precision, documents), _on_cpu(model, documents)
+                loss, norm = differences(steps, expected)
                 yield {
                     "model": model,
                     "precision": precision,
@@ -36,7 +37,8 @@ def rows_of_numbers(setting: Setting) -> Rows:
                     "loss": steps[-1][0],
                     "difference of losses": loss,
                     "difference of norms": norm,
-                    "near": loss <= allowed and norm <= 3 * allowed,
+                    "difference of first norms": differences(steps[:1], expected[:1])[1],
+                    "near": near(steps, expected, precision),
                 }
 
 
@@ -48,6 +50,17 @@ def differences(steps: Steps, expected: Steps) -> tuple[float, float]:
     ]
     loss, norm = (torch.tensor(each).amax().item() for each in zip(*pairs, strict=True))
     return loss, norm
+
+
+def near(steps: Steps, expected: Steps, precision: str) -> bool:
+    """Return True if all losses and gradient norms differ by at most `TOLERANCE`."""
+    first, later = TOLERANCE[precision]
+    parts = ((steps[:1], expected[:1], first), (steps[1:], expected[1:], later))
+    return all(
+        difference <= allowed
+        for compared_steps, expected_steps, limits in parts
+        for difference, allowed in zip(differences(compared_steps, expected_steps), limits, strict=True)
+    )
 
 
 def _on(device: torch.device, model: str, precision: str, documents: bool) -> Steps:

@@ -22,7 +22,7 @@ from kumi.spec.comm import Comm
 from kumi.spec.layout import Layout
 from kumi.validation.fitting_case import SHARE, StepCase, estimated_bytes, free_bytes, tiny
 from kumi.validation.model_shapes import LLAMA_8B
-from kumi.validation.numbers_part import TOLERANCE, differences
+from kumi.validation.numbers_part import differences, near
 from kumi.validation.part import Row, Rows, Setting, Skipped, Value
 from kumi.validation.timed_step import fresh, prepared, timed
 from kumi.validation.tiny_steps import TinyCase, tiny_steps
@@ -99,11 +99,12 @@ def _measure_rank(case: TinyCase, setting: Setting, out: Path, timed_too: bool) 
     steps = tiny_steps(case, mesh)
     alone = replace(case, layout=Layout(), comm=Comm())
     own = RankInfo(0, 1, 0, place.device)
-    loss, norm = differences(steps, tiny_steps(alone, build_mesh(alone.layout, own)))
+    expected = tiny_steps(alone, build_mesh(alone.layout, own))
+    loss, norm = differences(steps, expected)
     row: dict[str, Value] = {
         "difference of losses": loss,
         "difference of norms": norm,
-        "near": loss <= TOLERANCE["fp32"] and norm <= 3 * TOLERANCE["fp32"],
+        "near": near(steps, expected, case.precision),
     }
     if timed_too and case.model == "dense":
         row |= _speed(case, setting, mesh)

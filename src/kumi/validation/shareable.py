@@ -2,11 +2,13 @@
 environment variables.
 
 Everything that a report has from outside of kumi's own code goes through `shareable`, such as the text of an exception,
-which may hold anything.
+which may hold anything. The value of a variable may be a word that kumi's own texts have, too, such as "none". It
+stays: a report has it on every machine, and its absence would tell the value.
 """
 
 from __future__ import annotations
 
+import ast
 import getpass
 import os
 import platform
@@ -17,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ _SHAPES = re.compile(
     | (?:[0-9a-f]{0,4}:){3,7}[0-9a-f]{0,4}                # an address of IPv6
     | \d{1,3}(?:\.\d{1,3}){3}(?::\d+)?                    # an address of IPv4
     | (?<![\w.])[0-9a-f]*\d[0-9a-f]{11,}(?![\w.])         # a serial number, a digest, a pointer
-    | 0x[0-9a-f]+
+    | (?<![0-9a-z])0x[0-9a-f]+                            # a pointer; not the tile 320x128 in the name of a kernel
     """,
     re.VERBOSE | re.IGNORECASE,
 )
@@ -81,10 +83,27 @@ def private_here(environ: Mapping[str, str]) -> Private:
 def _words_of(value: str) -> set[str]:
     """Return the parts of a variable's value that are looked for: the whole, and each long part of a list.
 
-    Plain numbers and versions are not private, and a report has them by itself.
+    Plain numbers, versions and words of kumi's own texts are not private: a report has them by itself.
     """
     parts = {value.strip()} | {part for part in re.split(r"[\s:;,=]+", value) if len(part) >= _PART}
-    return {part for part in parts if len(part) >= _VALUE and not part.isdecimal() and not _VERSION.fullmatch(part)}
+    return {part for part in parts if len(part) >= _VALUE and not _is_public(part)}
+
+
+def _is_public(part: str) -> bool:
+    return part.isdecimal() or _VERSION.fullmatch(part) is not None or part.lower() in own_words()
+
+
+@cache
+def own_words() -> frozenset[str]:
+    """Return the words, in lower case, of the texts in the code of this package, from which reports are written."""
+    words: set[str] = set()
+    for file in Path(__file__).parent.glob("*.py"):
+        tree = ast.parse(file.read_bytes())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                words.update(re.findall(r"[a-z]+", node.value.lower()))
+    return frozenset(words)
 
 
 def shareable(value: Any, private: Private) -> Any:
