@@ -10,6 +10,7 @@ from kumi.nn.router import routers
 
 pytest.importorskip("transformers")  # the tiny models are written as its configs
 import transformers
+
 from tiny_models import CASES, build_pair
 
 # Gradients far smaller than this share of the model's largest have rounding errors as large as themselves. Without RoPE

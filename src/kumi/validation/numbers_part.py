@@ -14,8 +14,8 @@ from kumi.validation.tiny_steps import MODELS, TinyCase, tiny_steps
 
 # Relative differences of (losses, gradient norms) in the first step, and in later ones. Sums are in another order, and
 # in bfloat16 everything is rounded on the way: on a CPU the differences are at most (2e-5, 1.1e-3), and (5e-4, 3.6e-2)
-# in later steps, since AdamW's first updates are as large for gradients that are only rounding as for others. Steps with
-# the weights of the start, instead of those of the last update, differ by up to (3e-3, 0.8).
+# in later steps, since AdamW's first updates are as large for gradients that are only rounding as for others.
+# Steps with the weights of the start, instead of those of the last update, differ by up to (3e-3, 0.8).
 TOLERANCE = {"fp32": ((1e-4, 3e-4), (1e-4, 3e-4)), "bf16": ((2e-4, 5e-3), (2e-3, 9e-2))}
 
 Steps = list[tuple[float, float]]
