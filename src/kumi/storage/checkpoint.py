@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,10 @@ def save(
         raise SaveError(f"{folder}: the checkpoint cannot be written: {error}") from error
 
 
+# How long to wait after an allocation of pinned memory, in times of its duration.
+_PAUSE = 4.0
+
+
 class AsyncSaver:
     """Background saver: copies the pieces to host memory and writes them in a thread, one checkpoint at a time.
 
@@ -98,13 +103,15 @@ class AsyncSaver:
         self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._reserving: threading.Thread | None = None
+        self._hurry = threading.Event()
         self._error: BaseException | None = None
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
         """Allocate the pinned host memory for pieces like `pieces` on a GPU, in the background.
 
         A host allocates some 2 GB of it a second (6 GB in 3.3 s beside an H100), which would stop training at the first
-        save.
+        save. The GPU's driver starts no kernel meanwhile, so this waits after each piece: kernels that were started
+        before have enough to do.
         """
         shapes = [
             ((piece.name, piece.start), piece.data.shape, piece.data.dtype)
@@ -112,6 +119,7 @@ class AsyncSaver:
             if is_gpu(piece.data.device)
         ]
         if shapes:
+            self._hurry.clear()
             self._reserving = threading.Thread(target=self._allocate, args=(shapes,), name="kumi-reserve", daemon=True)
             self._reserving.start()
 
@@ -121,7 +129,9 @@ class AsyncSaver:
         # Memory that the host lacks is for the first save to report.
         with contextlib.suppress(RuntimeError):
             for key, shape, dtype in shapes:
+                began = time.perf_counter()
                 self._buffers[key] = torch.empty(shape, dtype=dtype, pin_memory=True)
+                self._hurry.wait(_PAUSE * (time.perf_counter() - began))
 
     def save(
         self,
@@ -183,6 +193,7 @@ class AsyncSaver:
         import torch
 
         if self._reserving is not None:
+            self._hurry.set()
             self._reserving.join()
             self._reserving = None
         copies, device = [], None

@@ -61,7 +61,7 @@ def _kinds(device: torch.device, documents: int) -> Iterator[tuple[str, Callable
     for name, backend in _BACKENDS.items():
         if is_gpu(device) or name in ("SDPA, flash", "SDPA, plain"):
             yield name, partial(_sdpa, device, documents, backend)
-    if is_gpu(device):
+    if is_gpu(device) and documents > 1:  # each row's length is compiled anew, in some seconds
         yield "FlexAttention, compiled", partial(_flex, device, documents)
 
 

@@ -45,27 +45,27 @@ PARTS: tuple[Part, ...] = (
     Part(
         "1B steps",
         f"{_HERE}.steps_part:rows_of_1b",
-        60.0,
+        90.0,
         "Training steps of the shape of Llama-3.2-1B, beside a plain PyTorch loop of the same shape.",
     ),
     Part(
         "8B steps",
         f"{_HERE}.steps_part:rows_of_8b",
-        60.0,
+        90.0,
         "Training steps with the layers of Llama-3.1-8B, as many of them as fit, beside a plain PyTorch loop.",
     ),
     Part(
         "attention",
         f"{_HERE}.attention_part:rows_of_attention",
-        40.0,
+        60.0,
         "Kinds of attention with one and with eight documents a row: time, and distance from the exact result.",
     ),
-    Part("compile", f"{_HERE}.kernels_part:rows_of_compiled", 60.0, "Compiled layers beside uncompiled ones."),
-    Part("fp8", f"{_HERE}.kernels_part:rows_of_fp8", 60.0, "Matrix products in float8 beside those in bfloat16."),
+    Part("compile", f"{_HERE}.kernels_part:rows_of_compiled", 70.0, "Compiled layers beside uncompiled ones."),
+    Part("fp8", f"{_HERE}.kernels_part:rows_of_fp8", 90.0, "Matrix products in float8 beside those in bfloat16."),
     Part(
         "experts",
         f"{_HERE}.steps_part:rows_of_experts",
-        45.0,
+        60.0,
         "Training steps with layers of Qwen3-30B-A3B: routed experts.",
     ),
     Part(
