@@ -100,6 +100,22 @@ def test_half_precision_keeps_float32_statistics(dtype):
     torch.testing.assert_close(result.double(), exact, rtol=0, atol=2e-6)
 
 
+def test_a_gpu_adds_the_heads_gradient_to_float32_without_a_product_in_memory(monkeypatch):
+    hidden, weight, labels, token_weights = inputs(torch.bfloat16)
+    expected = torch.autograd.grad(logprob.weighted_sum(hidden, weight, labels, token_weights)[0], (hidden, weight))
+    sums = []
+
+    def add(total, left, right, dtype, out):
+        assert (total.dtype, left.dtype, dtype) == (torch.float32, torch.bfloat16, torch.float32)
+        sums.append(out.add_(left.float() @ right.float()))
+
+    monkeypatch.setattr(logit_chunks, "can", lambda device, what: what == "float32 results of 16-bit products")
+    monkeypatch.setattr(torch.ops.aten.addmm, "dtype_out", add)
+    grads = torch.autograd.grad(logprob.weighted_sum(hidden, weight, labels, token_weights)[0], (hidden, weight))
+    assert len(sums) == -(-TOKENS // 5), "one for each chunk"
+    torch.testing.assert_close(grads, expected, rtol=2**-6, atol=2**-6)
+
+
 def test_float16_gradients_survive_small_weights_and_loss_scaling():
     hidden, weight, labels, _ = inputs(torch.float16)
     master = weight.detach().float().requires_grad_()

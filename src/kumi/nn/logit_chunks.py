@@ -175,7 +175,9 @@ def chunks(
     product = hidden.new_empty(size, weight.shape[0])
     buffers: ChunkBuffers | KernelBuffers
     if loss is None:
-        logits = product.to(wide(hidden.dtype))
+        # Float32 logits are the product itself. A conversion would read memory that nothing has written.
+        same = product.dtype == wide(hidden.dtype)
+        logits = product if same else torch.empty_like(product, dtype=wide(hidden.dtype))
         buffers = ChunkBuffers(product, logits, torch.empty_like(logits))
     else:
         buffers = KernelBuffers(product, product.new_empty(4, size, dtype=torch.float32), loss)
@@ -323,7 +325,7 @@ def chunk_gradient(
         return torch.mm(buffers.probs, head.weight) * scale
     error = buffers.product.copy_(buffers.probs)
     if grad_weight is not None:
-        grad_weight += torch.mm(error.T, (hidden * scale).to(hidden.dtype))
+        add_product(grad_weight, error.T, (hidden * scale).to(hidden.dtype))
     return torch.mm(error, head.weight) * scale
 
 
