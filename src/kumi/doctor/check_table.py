@@ -1,4 +1,4 @@
-"""The table of checks, in the order of the lines. To add a check, write its function and add a line here.
+"""The table of checks, in the order of `kumi doctor`'s lines. To add a check, write its function and add a line here.
 
 Checks that nodes make together come last, in this order on all nodes. docs/doctor.md explains every line.
 """
@@ -39,8 +39,8 @@ from kumi.doctor.speed_checks import (
 from kumi.doctor.store_checks import store_access
 from kumi.units import format_bytes
 
-# Checks that must not have failed before nodes exchange more than facts.
-_NETWORK = ("kumi version", "interface", "open ports")
+# Devices of several nodes exchange tensors only if none of these checks has failed.
+_BEFORE_TENSORS = ("kumi version", "interface", "open ports")
 
 CHECKS: tuple[Check, ...] = (
     # software_checks.py
@@ -80,8 +80,8 @@ CHECKS: tuple[Check, ...] = (
         "free disk",
         free_disk,
         enough(format_bytes),
-        "free some space, lower checkpoint.keep, or set train.out to a larger disk, or if it is a URL, KUMI_CACHE and "
-        "KUMI_CACHE_LIMIT",
+        "free some space, lower checkpoint.keep, or set train.out to a folder on a larger disk; if train.out is a URL, "
+        "raise KUMI_CACHE_LIMIT, or set KUMI_CACHE to a folder on a larger disk",
     ),
     # network_checks.py
     Check(
@@ -95,7 +95,7 @@ CHECKS: tuple[Check, ...] = (
         "network variables",
         network_variables,
         same_variables,
-        "unset these variables, or set them to the same possible value on all nodes",
+        "unset these variables, or set them to the same valid value on all nodes",
     ),
     # From here on, nodes measure together.
     Check(
@@ -111,8 +111,8 @@ CHECKS: tuple[Check, ...] = (
         "shared folder",
         shared_folder,
         sound("one writable folder for all"),
-        "mount the same file system on all nodes, writable for this user, and set train.out to a folder on it, or if "
-        "train.out is a URL, KUMI_CACHE",
+        "mount the same file system on all nodes, writable for this user, and set train.out to a folder on it; if "
+        "train.out is a URL, set KUMI_CACHE instead",
         together=True,
         needs=("kumi version",),
         seconds=30.0,
@@ -123,7 +123,8 @@ CHECKS: tuple[Check, ...] = (
         store_access,
         sound("write, read and remove"),
         "set the credentials and the endpoint on the named node as the store's own tools want them (AWS_PROFILE, "
-        "AWS_ENDPOINT_URL), create the bucket, and allow them to write, read, list and remove below train.out",
+        "AWS_ENDPOINT_URL), create the bucket, and allow these credentials to write, read, list and remove below "
+        "train.out",
         together=True,
         needs=("kumi version",),
         seconds=120.0,
@@ -158,7 +159,7 @@ CHECKS: tuple[Check, ...] = (
         seconds=20.0,
         stops_run=False,
     ),
-    # gpu_checks.py: after the speed, during which nvidia-smi runs
+    # gpu_checks.py: after `device speed`, which runs nvidia-smi while the GPUs compute
     Check(
         "GPUs",
         gpu_count,
@@ -205,7 +206,7 @@ CHECKS: tuple[Check, ...] = (
         "look at the interface and the ports above; NCCL_DEBUG=INFO shows the connections; leave out a node whose sum "
         "is wrong, since its device or adapter computes or transfers wrongly",
         together=True,
-        needs=_NETWORK,
+        needs=_BEFORE_TENSORS,
         seconds=60.0,
     ),
     Check(
@@ -214,7 +215,7 @@ CHECKS: tuple[Check, ...] = (
         pairs_near_median,
         "look at the cables, adapters and switch ports of the named nodes (`ibstat`, `ethtool`), or leave them out",
         together=True,
-        needs=_NETWORK,
+        needs=_BEFORE_TENSORS,
         seconds=50.0,
         stops_run=False,
     ),

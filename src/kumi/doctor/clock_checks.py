@@ -9,7 +9,9 @@ from kumi.doctor.finding import Fleet, Judgement, Reading
 from kumi.doctor.fleet_rules import shorten
 from kumi.doctor.here import Here
 
+# The largest difference from the clock of node 0 that passes.
 SKEW_SECONDS = 1.0
+# Node 0 asks each node so many times, and waits so long for each answer.
 _TOPIC, _ROUNDS, _REPLY_SECONDS = "clock", 3, 5.0
 
 
@@ -21,8 +23,8 @@ def now() -> float:
 def clock_skew(here: Here) -> Reading:
     """On node 0, ask each node for its time; return the least possible difference in seconds, signed, by node.
 
-    The clock was read at some instant between question and answer, so half of that time may be no skew. The quickest
-    of a few answers counts.
+    A node's clock is read at some instant between question and answer, so a difference of up to half that time may be
+    no skew, and is left out. Of a few answers the quickest counts.
     """
     meeting = here.meeting
     if not here.several_nodes:

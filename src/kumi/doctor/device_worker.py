@@ -2,7 +2,8 @@
 
     python -m kumi.doctor.device_worker PARENT KIND DEVICE       KIND: cpu or cuda
 
-See `kumi.doctor.device_workers`. Every command of one line is answered by one line; an exception by {"error": ...}.
+PARENT is the number of the process with which this one ends. An exception is answered by {"error": ...}. See
+`kumi.doctor.device_workers`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ _WARM_UP_SECONDS = 0.3
 # Elements of the all-reduce. Element i of rank r is (i + r) % _MODULUS, so that float32 sums of up to 16,000 ranks are
 # exact, whatever the order of the summands.
 _ELEMENTS, _MODULUS = 2**20, 1000
-# A transfer between two nodes lasts about this long; the best of a few counts, fewer if they last longer.
+# After a first transfer between two nodes, which tells the speed, come _TRANSFERS whose sizes are chosen to last
+# _TRANSFER_SECONDS each; none begins after _PAIR_SECONDS. The fastest counts.
 _TRANSFER_SECONDS, _TRANSFERS, _PAIR_SECONDS = 0.1, 3, 0.6
+# The sizes of the first and of the largest transfer.
 _FIRST_BYTES, _MOST_BYTES = 2**19, 2**28
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -59,7 +62,10 @@ def versions(worker: Worker) -> Answer:
 
 
 def speed(worker: Worker, seconds: float) -> Answer:
-    """Multiply matrices for about `seconds`. Return FLOP/s, and the share of the time in which a CPU was available."""
+    """Multiply matrices for about `seconds`. Return FLOP/s, and the share of the time in which a CPU was available.
+
+    The share of a GPU's worker is 1.
+    """
     kind = worker.device.type
     side = _SIDE[kind]
     matrix = torch.randn(side, side, device=worker.device).to(_DTYPE[kind])
@@ -108,7 +114,10 @@ def join(worker: Worker, host: str, port: int, rank: int, world: int, seconds: f
 
 
 def all_reduce(worker: Worker) -> Answer:
-    """All-reduce numbers whose sum is exact. Return how many elements of the sum are wrong, and the best seconds."""
+    """All-reduce numbers whose sum is exact, a few times.
+
+    Return the largest number of wrong elements in a sum, the shortest time in seconds, and the bytes of the tensor.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     index = torch.arange(_ELEMENTS, device=worker.device)
     residues = torch.arange(_MODULUS, device=worker.device)
@@ -118,20 +127,20 @@ def all_reduce(worker: Worker) -> Answer:
     expected = sums[index % _MODULUS]
     wrong, times = 0, []
     for _ in range(_TRANSFERS):
-        numbers = ((index + rank) % _MODULUS).to(torch.float32)
+        values = ((index + rank) % _MODULUS).to(torch.float32)
         worker.synchronize()
         began = time.perf_counter()
-        dist.all_reduce(numbers)
+        dist.all_reduce(values)
         worker.synchronize()
         times.append(time.perf_counter() - began)
-        wrong = max(wrong, int((numbers != expected).sum()))
+        wrong = max(wrong, int((values != expected).sum()))
     return {"wrong": wrong, "seconds": min(times), "bytes": 4 * _ELEMENTS}
 
 
 def transfers(worker: Worker, peers: list[int]) -> Answer:
     """Exchange tensors with each of `peers` (ranks) in turn. Return the bytes/s sent to each, in the same order.
 
-    If each round of all ranks pairs them, and all have their peers in the order of the rounds, nobody waits for ever.
+    Nobody waits for ever if the peers of all ranks come from the same rounds, in order, and each round pairs the ranks.
     """
     rates = []
     for peer in peers:
@@ -145,7 +154,7 @@ def transfers(worker: Worker, peers: list[int]) -> Answer:
 
 
 def _send_rate(worker: Worker, peer: int) -> float:
-    """Send tensors to `peer`, which is in `_receive_all`, and return the best bytes/s. Size 0 ends the transfers."""
+    """Send tensors to `peer`, which is in `_receive_all`, and return the best bytes/s. The size 0 tells it the end."""
     rates: list[float] = []
     size, began = _FIRST_BYTES, time.perf_counter()
     while len(rates) <= _TRANSFERS and time.perf_counter() - began < _PAIR_SECONDS:

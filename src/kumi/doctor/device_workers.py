@@ -19,6 +19,7 @@ from typing import IO, Any
 from kumi.launch.head_messages import decode, encode
 
 Reply = Mapping[str, Any]
+# A worker whose output broke off has this long to end, so that its exit code can be reported.
 _END_SECONDS = 2.0
 
 
@@ -33,14 +34,14 @@ class DeviceWorkers:
     ) -> dict[int, Reply]:
         """Send `command` to all workers and return their replies by device, after at most `seconds`.
 
-        `each`: further values for single workers. The reply of a worker that failed, died or was late is
-        {"error": reason}.
+        `each`: arguments of the command for single workers, by device.
+        The reply of a worker that failed, died or was late is {"error": reason}.
         """
         self.send(command, each)
         return self.receive(seconds)
 
     def ask_one(self, device: int, command: str, values: Mapping[str, Any], seconds: float) -> dict[int, Reply]:
-        """Send `command` with `values` to the worker of `device` alone; otherwise as `ask`."""
+        """Send `command` with the arguments `values` to the worker of `device` alone; otherwise as `ask`."""
         return DeviceWorkers({device: self.processes[device]}).ask(command, seconds, {device: values})
 
     def send(self, command: str, each: Mapping[int, Mapping[str, Any]] | None = None) -> None:
@@ -86,7 +87,7 @@ class DeviceWorkers:
 def device_workers(kind: str, devices: Sequence[int], environ: Mapping[str, str]) -> Iterator[DeviceWorkers]:
     """Start the workers of `devices` for the duration of the block. `kind`: cpu or cuda; `environ`: their variables."""
     command = [sys.executable, "-m", "kumi.doctor.device_worker", str(os.getpid()), kind]
-    root = str(Path(__file__).parents[2])  # the workers import this kumi, wherever the process stands
+    root = str(Path(__file__).parents[2])  # the workers import this kumi, whatever the current folder is
     variables = {**environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])}
     processes: dict[int, subprocess.Popen[bytes]] = {}
     workers = DeviceWorkers(processes)
@@ -105,7 +106,7 @@ def device_workers(kind: str, devices: Sequence[int], environ: Mapping[str, str]
 
 
 def first_error(replies: Mapping[int, Reply]) -> str:
-    """Return the first error among replies, with the number of its device; "" if there is none."""
+    """Return the first error among `replies`, with the number of its device; "" if there is none."""
     return next((f"device {device}: {reply['error']}" for device, reply in replies.items() if "error" in reply), "")
 
 

@@ -16,7 +16,7 @@ from kumi.remote.cache_folder import cache_limit
 
 # Folder inside the run folder for the files of `shared_folder`.
 DOCTOR_FOLDER = ".doctor"
-# A network file system may show a new file this late.
+# A network file system may need this long to show a new file to other nodes.
 _VISIBLE_SECONDS = 6.0
 _POLL_SECONDS = 0.1
 
@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.1
 def free_disk(here: Here) -> Reading:
     """Return the free bytes on the disk of the run folder, and those that the run's checkpoints need.
 
-    The local folder of a run on a store is in the cache, which has a limit.
+    If train.out is a URL, the local run folder is in kumi's cache, so the limit of the cache counts, too.
     """
     if here.run is None:
         return Reading(absent="no run file is given")
@@ -35,7 +35,7 @@ def free_disk(here: Here) -> Reading:
 
 
 def _existing(path: Path) -> Path:
-    """Return the nearest folder above `path` that exists."""
+    """Return `path` if it exists, else the nearest folder above it that does."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -55,13 +55,13 @@ def shared_folder(here: Here) -> Reading:
     mark = secrets.token_hex(8) if node == 0 else ""
     problem = _write(folder / "0", mark) if node == 0 else ""
     marks = meeting.exchange("the file of node 0", {"mark": mark, "problem": problem}, seconds=10.0)
-    first = marks.get(0, {})
+    announced = marks.get(0, {})
     began = time.monotonic()
-    if node and not first.get("problem"):
-        if not _appears(folder / "0", str(first.get("mark"))):
+    if node and not announced.get("problem"):
+        if not _appears(folder / "0", str(announced.get("mark"))):
             problem = f"{out} is not the folder of node 0: its file does not appear here within {_VISIBLE_SECONDS:g} s"
         else:
-            problem = _write(folder / str(node), str(first.get("mark")))
+            problem = _write(folder / str(node), str(announced.get("mark")))
     problems = meeting.exchange("the files of all nodes", problem, seconds=_VISIBLE_SECONDS + 10.0)
     if node == 0 and not problem:
         late = [other for other in problems if not problems[other] and not _appears(folder / str(other), mark)]
@@ -79,7 +79,7 @@ def shared_folder(here: Here) -> Reading:
 
 
 def _write(file: Path, text: str) -> str:
-    """Write `file`, and return the reason if that fails, or ""."""
+    """Write `text` to `file`, and create the run folder if it is missing. Return why that failed, or ""."""
     try:
         file.parent.parent.mkdir(parents=True, exist_ok=True)
         make_folder(file.parent)
@@ -104,7 +104,7 @@ def _appears(file: Path, text: str) -> bool:
 
 
 def _clean(out: Path, folder: Path, existing: Path) -> None:
-    """Remove the files of this check, and the folders from the run folder up to `existing` that this check created."""
+    """Remove the files of this check, and the folders from `out` upwards that this check created below `existing`."""
     try:
         remove_tree(folder)
         out = out.absolute()
@@ -112,4 +112,4 @@ def _clean(out: Path, folder: Path, existing: Path) -> None:
             out.rmdir()
             out = out.parent
     except OSError:
-        return  # not writable, which the finding says, or another program writes there
+        return  # the folder is not writable, which the finding says, or another program writes there

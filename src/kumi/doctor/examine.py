@@ -22,6 +22,7 @@ from kumi.errors import CommunicationError
 
 # Time in which all nodes must have come, if the user gives none.
 ARRIVAL_SECONDS = 15.0
+# Time in which each node must have sent the readings that it takes alone.
 _FACTS_SECONDS = 15.0
 
 
@@ -29,6 +30,7 @@ _FACTS_SECONDS = 15.0
 class Examination:
     """The result: one finding per check, in order; the seconds it took; whether this process shows it.
 
+    `hosts`: the host name of each node that came, by number.
     `met`: False if this node has not met the others, so that only its own checks were made.
     """
 
@@ -62,8 +64,8 @@ def examine(
     that cannot reach node 0, is a finding like any other. Raise OtherNodeFailedError if a node says that it has failed.
     """
     began, met = time.monotonic(), True
-    numbers = range(devices.first, devices.first + devices.count)
-    with device_workers(devices.kind, numbers, worker_environ) as workers:
+    device_numbers = range(devices.first, devices.first + devices.count)
+    with device_workers(devices.kind, device_numbers, worker_environ) as workers:
         try:
             with open_meeting(seat) as meeting:
                 here = Here(meeting, workers, devices, environ, run)
@@ -81,8 +83,8 @@ def examine(
                 "right, and that no firewall blocks its port"
             )
             met, finding = False, _head_finding(str(error), remedy)
-            alone = Here(Meeting(seat), workers, devices, environ, run)
-            findings, hosts, shown_here = _alone(alone, checks, finding)
+            here = Here(Meeting(seat), workers, devices, environ, run)
+            findings, hosts, shown_here = _alone(here, checks, finding)
     return Examination(tuple(findings), seat, hosts, time.monotonic() - began, shown_here, met)
 
 
@@ -93,7 +95,10 @@ def local_findings(here: Here, checks: Sequence[Check]) -> list[Finding]:
 
 
 def _alone(here: Here, checks: Sequence[Check], finding: Finding) -> tuple[list[Finding], dict[int, str], bool]:
-    """Return the findings of a node that has not met the others: `finding` says why."""
+    """Return the findings of a node that has not met the others, its host name by node, and True: it shows them itself.
+
+    `finding`: why it has not met them.
+    """
     return [finding, *local_findings(here, checks)], dict(here.meeting.hosts), True
 
 
@@ -102,7 +107,10 @@ def _head_finding(reason: str, remedy: str) -> Finding:
 
 
 def _findings(here: Here, checks: Sequence[Check], until: float) -> list[Finding]:
-    """Return the findings of all nodes. Raise CommunicationError if this node lost node 0."""
+    """Return the findings of all nodes that come until the time `until`.
+
+    Raise CommunicationError if this node lost node 0.
+    """
     meeting = here.meeting
     alone = [check for check in checks if not check.together]
     facts = {check.name: take_reading(check, here).plain() for check in alone}
@@ -111,7 +119,7 @@ def _findings(here: Here, checks: Sequence[Check], until: float) -> list[Finding
     fleet = Fleet(meeting.seat.noun, meeting.hosts)
     readings = {node: values["readings"] for node, values in all_facts.items()}
     findings = [
-        _judge(check, {node: plain.get(check.name) for node, plain in readings.items()}, fleet) for check in alone
+        _judge_plain(check, {node: plain.get(check.name) for node, plain in readings.items()}, fleet) for check in alone
     ]
     for check in checks:
         if check.together:
@@ -126,11 +134,11 @@ def _together(check: Check, here: Here, fleet: Fleet, before: Sequence[Finding])
     if failed:
         return Finding(check.name, f"not measured, since {' and '.join(failed)} failed", "", "skip", "")
     reading = take_reading(check, here)
-    return _judge(check, here.meeting.exchange(check.name, reading.plain(), check.seconds), fleet)
+    return _judge_plain(check, here.meeting.exchange(check.name, reading.plain(), check.seconds), fleet)
 
 
-def _judge(check: Check, values: Mapping[int, object], fleet: Fleet) -> Finding:
-    """Return the finding for the readings that the nodes sent."""
+def _judge_plain(check: Check, values: Mapping[int, object], fleet: Fleet) -> Finding:
+    """Return the finding for the readings that the nodes sent, as `Reading.plain` writes them."""
     readings = {
         node: parse_reading(value) if isinstance(value, Mapping) else Reading(absent="another version of kumi")
         for node, value in values.items()

@@ -61,7 +61,10 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A rule's opinion of all readings of a check. `nodes`: the numbers of the nodes to look at."""
+    """A rule's opinion of all readings of a check.
+
+    `limit`: what the check asks for. `nodes`: the numbers of the nodes to look at.
+    """
 
     verdict: Verdict
     value: str
@@ -69,7 +72,7 @@ class Judgement:
     nodes: tuple[int, ...] = ()
 
 
-# Judges readings without problems, by node; every node has one that is not absent.
+# Judges the readings without problems, by node. There is at least one, and none is absent.
 Rule = Callable[[Mapping[int, Reading], Fleet], Judgement]
 
 
@@ -77,7 +80,8 @@ Rule = Callable[[Mapping[int, Reading], Fleet], Judgement]
 class Check:
     """A line of the table of checks.
 
-    `measure`: takes the reading of this node. It raises OSError or ValueError if that fails.
+    `measure`: takes the reading of this node. An OSError, ValueError, ArithmeticError or LookupError
+        that it raises becomes a problem of the reading.
     `rule`: judges the readings of all nodes.
     `remedy`: what to do if the verdict is warn or fail.
     `together`: all nodes measure at the same time, after the other checks; `measure` may exchange messages.
@@ -128,13 +132,14 @@ def judge(check: Check, readings: Mapping[int, Reading], fleet: Fleet) -> Findin
 
 
 def _judgement(check: Check, readings: Mapping[int, Reading], fleet: Fleet) -> Judgement:
-    """Return the rule's judgement of the readings without problems."""
+    """Return the rule's judgement of the readings without problems; a bare failure if all readings have problems."""
     sound = {node: reading for node, reading in readings.items() if not reading.problems}
     return check.rule(sound, fleet) if sound else Judgement("fail", "", "")
 
 
 def _with_sentences(judgement: Judgement, readings: Mapping[int, Reading], fleet: Fleet) -> Judgement:
-    """Return `judgement` with the problems and warnings of single nodes; they replace the value of a good verdict."""
+    """Return `judgement` with the problems and warnings of single nodes; they replace the value if the verdict
+    is ok."""
     verdict, nodes = judgement.verdict, set(judgement.nodes)
     texts = [] if verdict in ("ok", "skip") else [judgement.value]
     for node, reading in readings.items():

@@ -1,4 +1,5 @@
-"""Rules that judge the readings of all nodes: equal, enough, or no problem but those that a node finds itself."""
+"""Rules that judge the readings of all nodes: equal values, large enough values, or whatever
+each node judges by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ _LISTED = 6
 
 
 def same() -> Rule:
-    """All nodes have the same value. The nodes that differ from most, or from node 0 in a tie, are named."""
+    """All nodes have the same value. Nodes whose value is not the most frequent one are named.
+
+    Of equally frequent values, that of the first node counts as the most frequent.
+    """
 
     def rule(readings: Mapping[int, Reading], fleet: Fleet) -> Judgement:
         limit = f"the same on all {fleet.noun}s"
@@ -30,7 +34,10 @@ def same() -> Rule:
 
 
 def enough(show: Callable[[float], str]) -> Rule:
-    """The value of every node is at least its `need`. The line shows the node with the least."""
+    """The value of every node is at least its `need`.
+
+    The line shows the nodes that have too little, or else the value of the one with the least to spare.
+    """
 
     def rule(readings: Mapping[int, Reading], fleet: Fleet) -> Judgement:
         short = [node for node, reading in readings.items() if reading.value < (reading.need or 0)]
@@ -58,7 +65,7 @@ def sound(limit: str) -> Rule:
 
 
 def shorten(listed: list[str]) -> str:
-    """Return the list as text, with a count in place of all but its first entries."""
+    """Return `listed` as text, with only a count of the entries after the first few."""
     more = [f"and {len(listed) - _LISTED} more"] if len(listed) > _LISTED else []
     return "; ".join([*listed[:_LISTED], *more])
 

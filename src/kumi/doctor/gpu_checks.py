@@ -1,13 +1,13 @@
-"""Checks of GPUs by `nvidia-smi -q -x`: number, ECC errors, throttling, NVLink. Fields that are missing are skipped.
+"""Checks of GPUs by `nvidia-smi -q -x`: number, ECC errors, throttling, NVLink. Fields that are missing in its output
+are skipped.
 
-nvidia-smi runs while the GPUs compute (`device speed`), since an idle GPU throttles nothing.
+nvidia-smi runs while the GPUs compute (`device speed`), since an idle GPU is not throttled.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
-from collections import Counter
 from xml.etree import ElementTree
 
 from kumi.config.cluster_source import cluster_spec
@@ -19,14 +19,15 @@ from kumi.spec.numerics import kernels_text
 
 _NO_SMI = "no nvidia-smi on this machine"
 _LINK_SECONDS = 10.0
-# Reasons for a lower clock that mean trouble, by the end of their tags; older drivers say throttle for event.
+# nvidia-smi's reasons for a lower clock that mean trouble, and our words for them. A reason is the end of an XML tag
+# that begins with clocks_event_reason_, or with clocks_throttle_reason_ in older drivers.
 _TROUBLE = {
     "hw_slowdown": "hardware slowdown",
     "hw_thermal_slowdown": "too hot",
     "hw_power_brake_slowdown": "power brake",
     "sw_thermal_slowdown": "too hot",
 }
-# A power cap is usual at full load, so it is a warning.
+# A power cap is usual at full load, so it is only a warning.
 _NOTABLE = {"sw_power_cap": "power cap"}
 
 
@@ -76,8 +77,8 @@ def gpu_throttling(here: Here) -> Reading:
             if named:
                 heat = _text(gpu, "temperature/gpu_temp")
                 sentences.append(f"GPU {number} is throttled: {', '.join(named)}{f' ({heat})' if heat else ''}")
-    hottest = Counter(_text(gpu, "temperature/gpu_temp") for _, gpu in gpus)
-    temperatures = ", ".join(sorted(filter(None, hottest))) or "temperature not reported"
+    reported = {_text(gpu, "temperature/gpu_temp") for _, gpu in gpus}
+    temperatures = ", ".join(sorted(filter(None, reported))) or "temperature not reported"
     return Reading(f"none ({temperatures})", problems=tuple(problems), warnings=tuple(warnings))
 
 

@@ -32,7 +32,8 @@ _SMI_SECONDS = 15.0
 class RunNeeds:
     """What a run needs from its nodes.
 
-    `out`: the run folder. `checkpoint_space`: free bytes for its checkpoints. `digests`: a hash of each key's value.
+    `out`: the run folder. `checkpoint_space`: free bytes that its further checkpoints need. `digests`: a hash of the
+    value of each key of the run file.
     `problem`: why this node cannot describe the run, or "". `url`: train.out if it is a URL, whose local copy is `out`.
     """
 
@@ -44,7 +45,9 @@ class RunNeeds:
 
 
 def run_needs(config: RunConfig, job: Job | None = None) -> tuple[ClusterSpec, RunNeeds]:
-    """Return the machines of the run of `config`, and what the run needs from them. `job`: if it is known already.
+    """Return the machines of the run of `config`, and what the run needs from them.
+
+    `job`: the job of `config`, if the caller has it already.
 
     An error of the model's description becomes `RunNeeds.problem`, so that the other nodes hear of it.
     """
@@ -65,7 +68,7 @@ def _job(config: RunConfig) -> Job:
 
 
 def checkpoint_space(config: RunConfig, job: Job, out: Path) -> int:
-    """Return the free bytes that the checkpoints of a run in `out` need."""
+    """Return the free bytes that a run in `out` needs for the checkpoints that it does not have yet."""
     missing = max(1, config.checkpoints_at_most - len(list_complete(checkpoint_root(out))))
     return sum(checkpoint_bytes(model, job.precision, job.optim) for model in job.models) * missing
 

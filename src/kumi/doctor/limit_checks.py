@@ -14,11 +14,12 @@ SHARED_MEMORY = Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")
 # Shared memory per rank of a node: NCCL's buffers between processes of a machine, or the semaphores of gloo's ranks.
 _SHM_PER_RANK = {"cuda": 64 * 2**20, "cpu": 2**20}
-# Open files of a process: its own, and a few connections to each rank that it communicates with.
+# Open files of a process: its own, and a few connections to each rank that it communicates with, at most
+# _MOST_PARTNERS ranks.
 _OWN_FILES, _FILES_PER_RANK, _MOST_PARTNERS = 512, 4, 1024
 # Memory that drivers of InfiniBand lock for a rank's messages.
 _LOCKED_PER_RANK = 2**30
-# Threads of a rank: computation, communication, autograd, saving.
+# Threads of a user: those of other programs, and of each rank for computation, communication, autograd and saving.
 _OWN_THREADS, _THREADS_PER_RANK = 256, 128
 
 

@@ -7,7 +7,8 @@
     node -> node 0    {"protocol": ..., "node": 1, "nodes": 4, "host": ...}
     node 0 -> node    {"hosts": {...}} once all have come, or {"refused": REASON}
 
-A node that has failed before sends its failure instead of a greeting (`kumi.launch.early_failure`): all end with it.
+A node that failed before it came sends its failure instead of a greeting (`kumi.launch.early_failure`), and all nodes
+end with that failure.
 
 A node that dies closes its connection, so the others learn at once who is gone. At the end node 0 closes its port
 before its connections: a node that has seen its connection end may use the same port of the head again.
@@ -38,8 +39,9 @@ _LONGEST_LINE = 64 * 2**20
 _SEND_SECONDS = 10.0
 _CONNECT_SECONDS = 3.0
 _RETRY_SECONDS = 0.2
-# Node 0 reads its own values before it greets. After a failure, nodes have this long to come and hear it.
+# Node 0 takes its own readings before it greets.
 _GREETING_SECONDS = 30.0
+# After the failure of a node, the others have this long to come and hear of it.
 _LATE_SECONDS = 10.0
 # Node 0 may be late by this much, because it waits for the slowest node and judges.
 _HEAD_SECONDS = 10.0
@@ -62,9 +64,11 @@ class Seat:
 
 
 class Meeting:
-    """The nodes that met, as seen from one of them. This class is a meeting of one; `_Head` and `_Peer` have others.
+    """The nodes that met, as seen from one of them. This class is a meeting of one node; `_Head` and `_Peer` are
+    meetings of several.
 
-    `hosts`: host names by node, of those that met. `lost`: nodes that left, with what was going on.
+    `hosts`: host names by node, of those that met.
+    `lost`: nodes that left or were silent, and the topic of the message that the others expected from them.
     """
 
     def __init__(self, seat: Seat) -> None:
@@ -127,7 +131,7 @@ class _Line:
         return message
 
     def read(self) -> bool:
-        """Read some bytes; return False if the other side left."""
+        """Read some bytes; return False if the other side left, or if its message is too long."""
         try:
             data = self.connection.recv(2**18)
         except ConnectionError:
@@ -169,13 +173,13 @@ class _Head(Meeting):
         """
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
-            while self._missing() and (left := until - time.monotonic()) > 0:
+            while self._is_incomplete() and (left := until - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
                     if key.fileobj is self._listener:
                         self._accept(selector)
-                    elif (done := self._welcome(key.data)) is not None:
+                    elif (accepted := self._welcome(key.data)) is not None:
                         selector.unregister(key.fileobj)
-                        if not done:
+                        if not accepted:
                             key.data.close()
                 if self._failure is not None:
                     until = min(until, self._failure.at + _LATE_SECONDS)
@@ -187,7 +191,7 @@ class _Head(Meeting):
             raise OtherNodeFailedError(self._failure)
         self._send_all({"hosts": self.hosts})
 
-    def _missing(self) -> bool:
+    def _is_incomplete(self) -> bool:
         """Return True while a node has neither come nor failed."""
         return len(self._lines) + (self._failure is not None) < self.seat.nodes - 1
 
@@ -198,8 +202,8 @@ class _Head(Meeting):
         selector.register(line.connection, selectors.EVENT_READ, line)
 
     def _welcome(self, line: _Line) -> bool | None:
-        """Read the greeting of a new connection. Return True if it is a node's, False if not, None if it is
-        incomplete."""
+        """Read the greeting of a new connection. Return True if the node is welcome, False if not, None if
+        the greeting is incomplete."""
         try:
             alive, greeting = line.read(), line.next()
         except ValueError:
@@ -214,7 +218,7 @@ class _Head(Meeting):
             return False
         node, nodes, nouns = greeting.get("node"), greeting.get("nodes"), f"{self.seat.noun}s"
         if greeting.get("protocol") != _PROTOCOL or type(node) is not int:
-            reason = f"a process that is not {_PROTOCOL!r} connected"
+            reason = f"a process connected that does not speak the protocol {_PROTOCOL!r}"
         elif nodes != self.seat.nodes:
             reason = f"{self.seat.noun} {node} expects {nodes} {nouns}, and node 0 {self.seat.nodes}"
         elif not 0 < node < self.seat.nodes or node in self._lines:
@@ -249,8 +253,8 @@ class _Head(Meeting):
         return {node: values[node] for node in sorted(values) if node not in self.lost}
 
     def _take(self, node: int, topic: str, values: dict[int, Any]) -> bool:
-        """Put the value of `node` into `values` if its message has been read. Return True if nothing more is expected:
-        it was there, or the node has sent another message and is lost."""
+        """Put the value of `node` into `values` if its message has been read. Return True if no more is expected of the
+        node: its value has come, or it has sent another message and is lost."""
         try:
             message = self._lines[node].next()
         except ValueError:
@@ -396,7 +400,7 @@ def open_meeting(seat: Seat) -> Iterator[Meeting]:
 
 
 def gather(meeting: Meeting, until: float) -> list[str]:
-    """Wait for all nodes until the time `until`; return why node 0 turned processes away.
+    """Wait for all nodes until the time `until`; return on node 0 why it turned processes away, and [] on others.
 
     Raise HeadUnreachableError on a node that cannot take part.
     """

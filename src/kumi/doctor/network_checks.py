@@ -17,13 +17,14 @@ from kumi.doctor.here import Here
 from kumi.launch.standing import interface_to
 from kumi.safe_output import is_secret
 
+# Files of Linux: an identifier of the running system, and a link to the network namespace of this process.
 _BOOT_ID, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 _INFINIBAND = Path("/sys/class/infiniband")
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_")
 # Variables that may differ between machines.
 _LOCAL = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEBUG_FILE")
 _CONNECT_SECONDS = 3.0
-# Each node connects to at most this many others: to those at distances 1, 2, 4, ... among the numbers of the nodes.
+# Among at most this many nodes, all pairs connect. Among more, each node connects to those at distances 1, 2, 4, ...
 _SMALL_FLEET = 16
 _TOPIC = "ports of all nodes"
 
@@ -44,7 +45,7 @@ def interface(here: Here) -> Reading:
 
 
 def reaches_all(readings: Mapping[int, Reading], fleet: Fleet) -> Judgement:
-    """The head has a loopback address only if all nodes are one machine."""
+    """The head's name leads to a loopback address only if all nodes are on one machine."""
     limit = "exists, and leads to the head"
     shown = sorted({reading.value["shown"] for reading in readings.values()})
     machines = {reading.value["machine"] for reading in readings.values()}
@@ -64,8 +65,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def machine_id() -> str:
-    """Return a text that processes have in common if they have the same network interfaces: on one machine, outside of
-    containers or in one of them."""
+    """Return a text that is equal for two processes if they have the same network interfaces.
+
+    They have if they run on one machine, and in the same container or both outside of containers.
+    """
     try:
         return f"{_BOOT_ID.read_text().strip()} {os.readlink(_NETWORK)}"
     except OSError:
@@ -88,7 +91,7 @@ def _unknown_interfaces(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def network_variables(here: Here) -> Reading:
-    """Return the variables of GLOO and NCCL that the user set; those that contradict this machine are problems."""
+    """Return the variables of GLOO and NCCL that the user set; those that do not fit this machine are problems."""
     environ = here.environ
     variables = {
         name: "(not shown)" if is_secret(name) else value
@@ -115,8 +118,8 @@ def network_variables(here: Here) -> Reading:
 
 
 def same_variables(readings: Mapping[int, Reading], fleet: Fleet) -> Judgement:
-    """Every variable has the same value on all nodes, but for those that name devices of a machine."""
-    limit = f"the same on all {fleet.noun}s, and possible"
+    """Every variable has the same value on all nodes, but for those that name devices or files of one machine."""
+    limit = f"the same on all {fleet.noun}s, and valid"
     names = sorted({name for reading in readings.values() for name in reading.value})
     different = [
         name
@@ -138,7 +141,10 @@ def _values(name: str, readings: Mapping[int, Reading], fleet: Fleet) -> str:
 
 
 def open_ports(here: Here) -> Reading:
-    """Connect to ports of other nodes, chosen by the system as GLOO's and NCCL's are; return seconds or errors."""
+    """Connect to ports of other nodes, chosen by the system as GLOO's and NCCL's are.
+
+    Return by node the seconds until the connection, or why it failed.
+    """
     if not here.several_nodes:
         return Reading(absent="one node")
     meeting = here.meeting
@@ -153,7 +159,7 @@ def open_ports(here: Here) -> Reading:
 
 
 def partners_of(node: int, members: list[int]) -> list[int]:
-    """Return the nodes to which `node` connects: all later ones of a small fleet, else those at distances 1, 2, 4."""
+    """Return the nodes to which `node` connects: later ones in a small fleet, else those at distances 1, 2, 4, ..."""
     place = members.index(node)
     if len(members) <= _SMALL_FLEET:
         return members[place + 1 :]
@@ -162,7 +168,7 @@ def partners_of(node: int, members: list[int]) -> list[int]:
 
 
 def all_connected(readings: Mapping[int, Reading], fleet: Fleet) -> Judgement:
-    """Every pair has connected. A node in all pairs that failed is named alone."""
+    """Every pair has connected. If all of several failed pairs have a node in common, only this node is named."""
     limit = "all pairs connect"
     results = {
         (node, int(other)): value for node, reading in readings.items() for other, value in reading.value.items()

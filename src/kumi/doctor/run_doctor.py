@@ -1,4 +1,5 @@
-"""`kumi doctor`, and the same checks before a run starts: find this process's place and devices, examine, decide."""
+"""`kumi doctor`, and the same checks before a run starts: find this process's place among the nodes
+and its devices, examine, decide."""
 
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ from kumi.spec.job import Job
 _ON_ONE_MACHINE = ("shared memory", "open files", "network variables")
 # Ranks of one job may start this far apart; see kumi.launch.rendezvous.
 _RUN_ARRIVAL_SECONDS = 600.0
+# Time to reach torchrun's store, and to read a value that another rank writes there.
 _STORE_SECONDS = 60.0
 _count = itertools.count()  # numbers the examinations of this process, equally on all ranks
 
@@ -51,7 +53,7 @@ def doctor(
     """Examine this machine, or with `nodes` all nodes of the run of `config`; each of them calls this.
 
     `node` and `head` (HOST:PORT) tell the place of this node; without them, the environment does, as for `kumi train`.
-    Raise ConfigError if `nodes` is set and neither tells the place.
+    Raise ConfigError if `nodes` is set, the run has several nodes, and neither tells the place.
     """
     if config is None:
         cluster, needs = cluster_spec(ClusterSection(source="auto")), None
@@ -77,7 +79,7 @@ def _standing(cluster: ClusterSpec, node: int | None, head: str | None) -> Stand
 def check_before_training(config: RunConfig, standing: Standing | LaunchedRank | None, job: Job | None = None) -> None:
     """Examine the nodes of a run before it starts, or this machine if it is the only one; print warnings.
 
-    `job`: that of `config`, if it is known already. Raise ConfigError with the findings that keep the run from
+    `job`: the job of `config`, if the caller has it already. Raise ConfigError with the findings that keep the run from
     starting. Do nothing if the run file sets train.doctor = false.
     """
     if not config.train.doctor:
@@ -121,7 +123,7 @@ def _check_machine(cluster: ClusterSpec) -> list[Finding]:
 def _examine(
     cluster: ClusterSpec, needs: RunNeeds | None, standing: Standing | LaunchedRank | None, wait: float
 ) -> Examination:
-    """Examine the nodes as `standing` places this process; this machine alone if it is None.
+    """Examine the nodes, among which `standing` is the place of this process; only this machine if it is None.
 
     Raise the KumiError of a node that failed before it could take part.
     """

@@ -13,21 +13,23 @@ from kumi.doctor.here import Here
 from kumi.doctor.network_checks import machine_id
 from kumi.report import phrases
 
-# A device that is more than SLOW below the median fails. It is measured again while it is more than NOTICED below.
+# A device that is more than NOTICED below the median speed is a warning, one that is more than SLOW below it a failure.
+# While there is such a device, all are measured again, _MEASUREMENTS times at most and _SECONDS each.
 NOTICED, SLOW = 0.1, 0.25
 _MEASUREMENTS, _SECONDS = 3, 1.0
-# A pair of nodes that is more than SLOW_PAIR below the median fails.
+# The same for the bandwidth between the two nodes of a pair.
 NOTICED_PAIR, SLOW_PAIR = 0.25, 0.5
+# How much longer than its work a worker may take to answer, and the time in which all must have joined the group.
 _LATE_SECONDS = 10.0
 _JOIN_SECONDS = 8.0
-# Rounds of pairs: with at most _ROUNDS + 1 nodes, all pairs are measured.
+# Rounds in which each node measures with one other: with at most _ROUNDS + 1 nodes, all pairs are measured.
 _ROUNDS = 7
 # A CPU's worker that gets the CPU for less than this share of the time competes with other processes.
 _BUSY_SHARE = 0.9
 
 
 def device_speed(here: Here) -> Reading:
-    """Return FLOP/s by device. All nodes measure at once, again if a device is slow: then the best counts."""
+    """Return FLOP/s by device. All nodes measure at once, and again while a device is slow; the best of each counts."""
     best: dict[str, float] = {}
     shares: dict[str, float] = {}
     for attempt in range(_MEASUREMENTS):
@@ -37,8 +39,8 @@ def device_speed(here: Here) -> Reading:
         replies = here.workers.receive(_SECONDS + _LATE_SECONDS)
         error = first_error(replies)
         for device, reply in replies.items():
-            if "rate" in reply and reply["rate"] > best.get(_part(here, device), 0.0):
-                best[_part(here, device)], shares[_part(here, device)] = reply["rate"], reply["cpu_share"]
+            if "rate" in reply and reply["rate"] > best.get(_device_name(here, device), 0.0):
+                best[_device_name(here, device)], shares[_device_name(here, device)] = reply["rate"], reply["cpu_share"]
         all_rates = here.meeting.exchange(f"speeds {attempt}", best, seconds=_SECONDS + _LATE_SECONDS + 5.0)
         rates = [rate for rates in all_rates.values() for rate in rates.values()]
         if error or not rates or min(rates) > (1 - NOTICED) * median(rates):
@@ -48,24 +50,24 @@ def device_speed(here: Here) -> Reading:
     return Reading({"rates": best, "shares": shares})
 
 
-def _part(here: Here, device: int) -> str:
+def _device_name(here: Here, device: int) -> str:
     """Return the name of a device in sentences; "" if this machine computes on its CPU as one device."""
     return f"GPU {device}" if here.devices.kind == "cuda" else f"rank {device}" if here.devices.per_node > 1 else ""
 
 
 def speed_near_median(readings: Mapping[int, Reading], fleet: Fleet) -> Judgement:
-    """No device is more than `SLOW` below the median of all. On CPUs, say how much of the time it got the CPU."""
-    rates = {(node, part): rate for node, reading in readings.items() for part, rate in reading.value["rates"].items()}
+    """No device is more than `SLOW` below the median of all. If a slow one did not always get its CPU, say how much."""
+    rates = {(node, name): rate for node, reading in readings.items() for name, rate in reading.value["rates"].items()}
     middle = median(rates.values())
     limit = f"at most {SLOW:.0%} below the median, {_flops(middle)}"
     slow = sorted((rate, *key) for key, rate in rates.items() if rate < (1 - NOTICED) * middle)
     if not slow:
         return Judgement("ok", f"{_flops(min(rates.values()))} to {_flops(max(rates.values()))}", limit)
     listed = []
-    for rate, node, part in slow:
-        share = readings[node].value["shares"].get(part, 1.0)
+    for rate, node, name in slow:
+        share = readings[node].value["shares"].get(name, 1.0)
         busy = f"; had the CPU for {share:.0%} of the time" if share < _BUSY_SHARE else ""
-        text = f"{part + ' ' if part else ''}{_flops(rate)}, {1 - rate / middle:.0%} below the median{busy}"
+        text = f"{name + ' ' if name else ''}{_flops(rate)}, {1 - rate / middle:.0%} below the median{busy}"
         listed.append(fleet.about(node, text))
     verdict: Verdict = "fail" if slow[0][0] < (1 - SLOW) * middle else "warn"
     return Judgement(verdict, shorten(listed), limit, tuple(sorted({node for _, node, _ in slow})))
@@ -76,7 +78,10 @@ def _flops(rate: float) -> str:
 
 
 def all_reduce_sum(here: Here) -> Reading:
-    """Join all devices of all nodes in a process group, and return the bytes/s of an all-reduce; its sum is checked."""
+    """Join all devices of all nodes in a process group, and return the bytes/s that each sends in an all-reduce.
+
+    A wrong sum is a problem.
+    """
     counts = here.meeting.exchange("number of devices", len(here.workers.processes), seconds=10.0)
     world = sum(counts.values())
     if world == 1:
@@ -125,7 +130,7 @@ def right_sum(readings: Mapping[int, Reading], fleet: Fleet) -> Judgement:
 
 
 def pair_bandwidth(here: Here) -> Reading:
-    """Return the bytes/s that the first device of this node sends to that of other nodes, by node."""
+    """Return the bytes/s that the first device of this node sends to the first device of other nodes, by node."""
     if not here.several_nodes:
         return Reading(absent="one node")
     meeting = here.meeting

@@ -11,7 +11,7 @@ from kumi.doctor.here import Here
 from kumi.errors import KumiError
 from kumi.remote.remote_store import RemoteStore, open_store
 
-# Of the file that is written. With it comes the time that one file takes, however small.
+# Size of the file that is written: so small that the time is that of the requests, not of the bytes.
 _BYTES = 4096
 
 
@@ -38,7 +38,7 @@ def store_access(here: Here) -> Reading:
 
 
 def _try_file(store: RemoteStore, name: str, data: bytes) -> str:
-    """Write `data` as the file `name`, read and remove it. Return the first thing that the store refuses, or ""."""
+    """Write `data` as the file `name`, read and remove it. Return what the store refuses first, or ""."""
     doing = "written"
     try:
         store.write(name, data)
