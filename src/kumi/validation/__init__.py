@@ -2,5 +2,5 @@
 
     run_parts.validate(out, device)    the parts of `part_table`, each in a process of its own; a JSON file and a page
 
-This package imports nothing by itself: the process of a part shall import only what the part needs.
+This file imports nothing: the process of a part shall import only what the part needs.
 """

@@ -20,7 +20,8 @@ from kumi.validation.timed_step import validated_device
 
 # Packages whose versions decide what a GPU computes with.
 _PACKAGES = ("triton", "torchao", "bitsandbytes", "flash-attn", "flash-attn-3", "flash-attn-4", "mamba-ssm")
-# What nvidia-smi -q -x says of a GPU that tells nobody's name: our name, and the places where drivers write it.
+# What a report has of the output of nvidia-smi -q -x, which identifies no machine: our name of a value, and the XML
+# paths where one driver or another writes it.
 _SMI = {
     "SM clock": ("clocks/sm_clock",),
     "highest SM clock": ("max_clocks/sm_clock",),
@@ -34,7 +35,7 @@ _SMI = {
     "PCIe generation": ("pci/pci_gpu_link_info/pcie_gen/current_link_gen",),
     "PCIe width": ("pci/pci_gpu_link_info/link_widths/current_link_width",),
 }
-# Side of the products and elements of the copies, on a GPU and in a trial on a CPU.
+# Side of the multiplied matrices and elements of the copied tensors, on a GPU and in a trial on a CPU.
 _SIDE, _TINY_SIDE = 8192, 256
 _COPIED, _TINY_COPIED = 2**28, 2**20
 
@@ -99,7 +100,7 @@ def rows_of_rates(setting: Setting) -> Rows:
 
 
 def _clocks(device: torch.device) -> Iterator[Row]:
-    """Yield what nvidia-smi says of this process's GPU while it multiplies matrices; nothing without nvidia-smi."""
+    """Yield what nvidia-smi says of all GPUs while `device` multiplies matrices; nothing without nvidia-smi."""
     left, right = (torch.randn(_SIDE, _SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = seconds_of(lambda: left @ right, device, 0.1)
     for _ in range(int(3.0 / seconds)):

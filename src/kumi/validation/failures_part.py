@@ -30,11 +30,12 @@ from kumi.validation.model_shapes import LLAMA_1B
 from kumi.validation.part import Rows, Setting, Skipped
 from kumi.validation.timed_step import PreparedStep, prepared, validated_device
 
+# Steps that are timed before a save; while it is written, at most three times as many.
 _STEPS = 5
 
 
 def rows_of_saving(setting: Setting) -> Rows:
-    """Yield the seconds of steps before, while and after a checkpoint is written to a temporary folder."""
+    """Yield the times of steps before checkpoints are written to a temporary folder, and while they are."""
     device = validated_device(setting)
     step = _step(StepCase(LLAMA_1B, layers=4, seq_len=4096), device, setting)
     step(), step()
@@ -163,11 +164,11 @@ def rows_of_run(setting: Setting) -> Rows:
         while first.poll() is None and len(_losses(metrics)) < 3:
             time.sleep(0.05)
         first.send_signal(signal.SIGTERM)
-        told = first.communicate()[1]
+        stderr = first.communicate()[1]
         stopped = len(_losses(metrics))
         yield {"what": "stopped by SIGTERM", "exit code": first.returncode, "steps": stopped, "s": _since(began)}
         if not stopped:
-            raise RuntimeError(f"the run did not begin: {(told.strip().splitlines() or ['no message'])[-1]}")
+            raise RuntimeError(f"the run did not begin: {(stderr.strip().splitlines() or ['no message'])[-1]}")
         began = time.perf_counter()
         options = [f"train.steps={stopped + 5}", "--allow-change", "train.steps"]
         second = subprocess.run([*command, *options], cwd=folder, capture_output=True, text=True)
@@ -180,7 +181,7 @@ def rows_of_run(setting: Setting) -> Rows:
 
 
 def _losses(metrics: Path) -> list[float]:
-    """Return the losses of the steps in a run's metrics, the last of each step."""
+    """Return the losses of the steps in a run's metrics; of a step that occurs twice, the last."""
     if not os.path.exists(metrics):
         return []
     losses = {}

@@ -71,8 +71,8 @@ def estimated_bytes(case: StepCase) -> int:
 def fitted(case: StepCase, room: float) -> StepCase | None:
     """Return `case` with sizes that need at most `room` bytes; None if nothing fits.
 
-    A smaller vocabulary, fewer rows and fewer tokens are for cards that two layers do not fit; then as many layers as
-    possible.
+    While two layers do not fit, the vocabulary is halved, then the rows, then the tokens. Then come as many layers as
+    fit.
     """
     if estimated_bytes(case) <= room:
         return case
@@ -95,7 +95,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def tiny(case: StepCase) -> StepCase:
-    """Return `case` with a shape that any machine trains at once."""
+    """Return `case` with a tiny model, of which any machine trains a step in a moment."""
     config = TINY_EXPERTS if "num_experts" in case.config else TINY
     layers = case.layout.pp * case.layout.stages if case.layout.pp > 1 else None
     return replace(case, config=config, layers=layers, seq_len=64)

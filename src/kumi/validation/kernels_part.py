@@ -62,7 +62,10 @@ def rows_of_fp8(setting: Setting) -> Rows:
 
 
 def _compared_setting(name: str, setting: Setting) -> Iterator[Row]:
-    """Yield whether runs that ask for the setting `name` get it on this device, and store it for them."""
+    """Yield the times of a layer with and without the setting `name`, and why runs would not get it.
+
+    On a GPU, store the choice for the runs of this machine.
+    """
     record = compare_setting(name, setting.device, TINY if setting.tiny else SIZES)
     if not setting.tiny:
         store_measurement(torch.cuda.get_device_name(0), parse_numerics(record["numerics"]), record["seconds"])

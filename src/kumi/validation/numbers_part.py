@@ -12,10 +12,11 @@ from kumi.validation.part import Rows, Setting
 from kumi.validation.timed_step import validated_device
 from kumi.validation.tiny_steps import MODELS, TinyCase, tiny_steps
 
-# Relative differences of (losses, gradient norms) in the first step, and in later ones. Sums are in another order, and
-# in bfloat16 everything is rounded on the way: on a CPU the differences are at most (2e-5, 1.1e-3), and (5e-4, 3.6e-2)
-# in later steps, since AdamW's first updates are as large for gradients that are only rounding as for others.
-# Steps with the weights of the start, instead of those of the last update, differ by up to (3e-3, 0.8).
+# Allowed relative differences of (losses, gradient norms) in the first step, and in later ones. Sums are in another
+# order, and in bfloat16 everything is rounded on the way: on a CPU the bfloat16 differences are at most (2e-5, 1.1e-3),
+# and (5e-4, 3.6e-2) in later steps, since AdamW's first updates are as large for gradients that are only rounding as
+# for others. A fault shows: steps that compute with the weights of the start, instead of those of the last update,
+# differ by up to (3e-3, 0.8).
 TOLERANCE = {"fp32": ((1e-4, 3e-4), (1e-4, 3e-4)), "bf16": ((2e-4, 5e-3), (2e-3, 9e-2))}
 
 Steps = list[tuple[float, float]]
@@ -28,7 +29,7 @@ def rows_of_numbers(setting: Setting) -> Rows:
     for model in MODELS:
         for precision in TOLERANCE:
             for documents in (False, True):
-                steps, expected = _on(device, model, precision, documents), _on_cpu(model, documents)
+                steps, expected = _steps_on(device, model, precision, documents), _cpu_steps(model, documents)
                 loss, norm = differences(steps, expected)
                 yield {
                     "model": model,
@@ -45,8 +46,8 @@ def rows_of_numbers(setting: Setting) -> Rows:
 def differences(steps: Steps, expected: Steps) -> tuple[float, float]:
     """Return the largest relative difference of losses, and of gradient norms; NaN where one is not a number."""
     pairs = [
-        [abs(one - other) / abs(other) for one, other in zip(step, wanted, strict=True)]
-        for step, wanted in zip(steps, expected, strict=True)
+        [abs(value - exact) / abs(exact) for value, exact in zip(step, expected_step, strict=True)]
+        for step, expected_step in zip(steps, expected, strict=True)
     ]
     loss, norm = (torch.tensor(each).amax().item() for each in zip(*pairs, strict=True))
     return loss, norm
@@ -63,11 +64,11 @@ def near(steps: Steps, expected: Steps, precision: str) -> bool:
     )
 
 
-def _on(device: torch.device, model: str, precision: str, documents: bool) -> Steps:
+def _steps_on(device: torch.device, model: str, precision: str, documents: bool) -> Steps:
     case = TinyCase(Layout(), model, precision, documents=documents)
     return tiny_steps(case, build_mesh(case.layout, RankInfo(0, 1, 0, device)))
 
 
 @cache
-def _on_cpu(model: str, documents: bool) -> Steps:
-    return _on(torch.device("cpu"), model, "fp32", documents)
+def _cpu_steps(model: str, documents: bool) -> Steps:
+    return _steps_on(torch.device("cpu"), model, "fp32", documents)

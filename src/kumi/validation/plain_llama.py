@@ -1,6 +1,6 @@
 """A plain PyTorch Llama and its training step, to compare kumi with: what a user writes with PyTorch's own modules.
 
-Float32 weights and AdamW states under bfloat16 autocast, SDPA, the complete logits, fused AdamW. It has no documents.
+Float32 weights and AdamW states under bfloat16 autocast, SDPA, the complete logits, fused AdamW. A row is one document.
 """
 
 from __future__ import annotations

@@ -52,8 +52,9 @@ def make_run(
     async_tp: bool = False,
     lora: Lora | None = None,
 ) -> ResolvedRun:
-    """Return a run of `layout` with so many microbatches a step, without checking that it fits the memory.
+    """Return a run of `layout`, without checking that it fits the memory.
 
+    `microbatch`: rows of a microbatch; `microbatches`: how many of them a rank computes in a step.
     `lora`: train these adapters of the model, whose weights are frozen.
     """
     tokens = seq_len * microbatch * microbatches * layout.dp
@@ -81,7 +82,7 @@ def make_run(
 
 @cache
 def this_cluster() -> ClusterSpec:
-    """Return this machine, whose GPU is as PyTorch sees it if the driver does not list it: AMD's, or a partition."""
+    """Return this machine. Its GPU is as PyTorch sees it if the driver does not list it: AMD's, or a partition."""
     section = ClusterSection(source="auto")
     try:
         return cluster_spec(section)
@@ -103,7 +104,10 @@ def this_cluster() -> ClusterSpec:
 
 
 def make_rank_state(config: dict[str, Any], device: torch.device, **options: Any) -> RankState:
-    """Return a decoder and its optimizer on `device`, with random weights drawn there; sharded if there is a group."""
+    """Return a decoder and its optimizer on `device`, with random weights drawn there.
+
+    With a layout of several ranks, these are the rank's shards.
+    """
     run = make_run(config, **options)
     alone = run.layout.world_size == 1
     mesh = build_mesh(run.layout, RankInfo(0, 1, 0, device) if alone else init_distributed(device.type))

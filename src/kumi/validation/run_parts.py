@@ -30,15 +30,16 @@ from kumi.validation.part_table import PARTS
 from kumi.validation.shareable import frames_in, private_here, shareable
 from kumi.validation.validation_page import page
 
-# Time for all parts, and the factor of the limits of each: a CPU, which only tries them, may be slow and busy.
+# By device: the seconds for all parts together, and the factor of each part's own limit. A CPU, which only tries the
+# parts, may be slow and busy.
 SECONDS = {"cuda": 480.0, "cpu": 2400.0}
-_LIMITS = {"cuda": 1.0, "cpu": 4.0}
+_LIMIT_FACTORS = {"cuda": 1.0, "cpu": 4.0}
 JSON_FILE, PAGE_FILE = "gpu-report.json", "gpu-report.md"
 # Seconds to spend on one figure, by device.
 _FIGURE = {"cuda": 1.0, "cpu": 0.05}
-# A process that hangs says where when it gets SIGABRT, and has this long to do so.
+# A process that hangs gets SIGABRT, and has this long to print its stack.
 _LAST_WORDS_SECONDS = 2.0
-# Less time than this is not worth starting a part, which imports torch first.
+# With less time than this left, no part is started: it would hardly have imported torch.
 _LEAST_SECONDS = 5.0
 
 Show = Callable[[str], None]
@@ -46,7 +47,10 @@ Show = Callable[[str], None]
 
 @dataclass
 class PartResult:
-    """What became of a part. `where`: the places of an exception or a crash, the innermost last."""
+    """What became of a part.
+
+    `needs`: what the part is for. `where`: the places of an exception or a crash, the innermost last.
+    """
 
     name: str
     needs: str
@@ -83,7 +87,7 @@ def validate(
     `environ`: the variables of the processes; `show`: receives a line for each part. Raise RefusedError if `out` is a
     link, and OSError if it cannot be written.
     """
-    parts, factor = PARTS if parts is None else parts, _LIMITS[device]
+    parts, factor = PARTS if parts is None else parts, _LIMIT_FACTORS[device]
     seconds = SECONDS[device] if seconds is None else seconds
     variables = dict(os.environ if environ is None else environ)
     private, report, began = private_here(variables), Report(device), time.monotonic()
@@ -123,8 +127,8 @@ def _run(part: Part, setting: Setting, environ: Mapping[str, str], limit: float)
                 start_new_session=True,
             )
             late = _wait(process, json.dumps([part.function, asdict(setting), str(lines)]), limit)
-        told = errors.read_bytes().decode(errors="replace")
-        result = _result(part, lines.read_bytes().splitlines(), process.returncode, told, limit if late else None)
+        stderr = errors.read_bytes().decode(errors="replace")
+        result = _result(part, lines.read_bytes().splitlines(), process.returncode, stderr, limit if late else None)
     result.seconds = round(time.monotonic() - began, 1)
     return result
 
@@ -138,12 +142,14 @@ def _variables(environ: Mapping[str, str], setting: Setting, folder: str) -> dic
     return {**rank_environment(1, environ), **environ, "PYTHONPATH": path, "TMPDIR": folder, **hidden}
 
 
-def _wait(process: subprocess.Popen[bytes], order: str, limit: float) -> bool:
-    """Send `order` to `process` and wait until it has ended with all processes of its session. Return True if it was
-    late, and killed."""
+def _wait(process: subprocess.Popen[bytes], request: str, limit: float) -> bool:
+    """Send `request` to `process` and wait until it has ended with all processes of its session.
+
+    Return True if it had to be stopped after `limit` seconds.
+    """
     late = False
     try:
-        process.communicate(order.encode(), timeout=limit)
+        process.communicate(request.encode(), timeout=limit)
     except subprocess.TimeoutExpired:
         late = True
         process.send_signal(signal.SIGABRT)
@@ -156,8 +162,12 @@ def _wait(process: subprocess.Popen[bytes], order: str, limit: float) -> bool:
     return late
 
 
-def _result(part: Part, lines: Sequence[bytes], code: int, told: str, limit: float | None) -> PartResult:
-    """Return the result in the `lines` that the process wrote. `told`: its standard error; `limit`: if it was late."""
+def _result(part: Part, lines: Sequence[bytes], code: int, stderr: str, limit: float | None) -> PartResult:
+    """Return the result in the `lines` that the process wrote.
+
+    `code`: the exit code, negative for a signal. `stderr`: what it wrote to standard error.
+    `limit`: the seconds after which it was stopped; None if it ended in time.
+    """
     result = PartResult(part.name, part.needs, "crashed")
     ended = False
     for line in lines:
@@ -171,7 +181,7 @@ def _result(part: Part, lines: Sequence[bytes], code: int, told: str, limit: flo
             ended, result.status, result.reason = True, entry["status"], entry["reason"]
             result.where = frames_in(entry["traceback"])
     if not ended:
-        result.where = frames_in(told)[::-1]
+        result.where = frames_in(stderr)[::-1]
         result.reason = f"the process ended by {_signal(code)}" if code < 0 else f"the process ended with code {code}"
     if limit is not None and not ended:
         result.status, result.reason = "late", f"it took longer than its {limit:.0f} s, and was stopped"

@@ -50,7 +50,10 @@ def rows_of_several(setting: Setting) -> Rows:
 
 
 def _device_count(setting: Setting) -> int:
-    """Return the largest power of two up to `_MOST` that the machine has devices; two processes on a CPU."""
+    """Return the largest of 2, 4 and `_MOST` that is at most the number of the machine's GPUs; that number below 2.
+
+    On a CPU, return 2: two processes.
+    """
     if setting.tiny:
         return 2
     count = torch.cuda.device_count()
@@ -58,7 +61,7 @@ def _device_count(setting: Setting) -> int:
 
 
 def _cases(count: int, device: str) -> dict[str, TinyCase]:
-    """Return a case of each axis over `count` devices. tp and the heads of the tiny models allow two ranks only."""
+    """Return a case of each axis over `count` devices. tp is 2, because the tiny models have two key-value heads."""
     cases = {
         "ddp": TinyCase(Layout(dp_replicate=count)),
         "zero3": TinyCase(Layout(dp_shard=count, zero=3)),
@@ -68,14 +71,15 @@ def _cases(count: int, device: str) -> dict[str, TinyCase]:
         "cp": TinyCase(Layout(cp=count, zero=1)),
         "ep": TinyCase(Layout(dp_shard=count, ep=count, zero=1), "experts"),
     }
-    batches = {
+    # A case of tiny steps has 8 rows, so a rank has 8 / dp of them.
+    limited = {
         name: replace(case, microbatches=min(case.microbatches, 8 // case.layout.dp)) for name, case in cases.items()
     }
-    return {name: case for name, case in batches.items() if device == "cuda" or not case.comm.async_tp}
+    return {name: case for name, case in limited.items() if device == "cuda" or not case.comm.async_tp}
 
 
 def _in_ranks(name: str, case: TinyCase, setting: Setting, count: int, *, timed_too: bool) -> Iterator[Row]:
-    """Yield the row of a layout, from ranks of its own, so that one that fails costs only itself.
+    """Yield the row of a layout. It has ranks of its own, so that a layout that fails costs no other.
 
     `timed_too`: time steps of a larger model, too. On a busy CPU every message waits for the other rank's turn.
     """
@@ -121,7 +125,7 @@ def _speed(case: TinyCase, setting: Setting, mesh: Mesh) -> Row:
     if setting.tiny:
         step_case = tiny(step_case)
     fits = estimated_bytes(step_case) <= SHARE * free_bytes(mesh.device)
-    # All ranks leave it out, or none.
+    # All ranks leave these steps out, or none does.
     if int(all_reduce_sum(torch.tensor(float(not fits)), mesh)):
         return {"sizes": "too large for the free memory"}
     with fresh(mesh.device):

@@ -2,8 +2,8 @@
 environment variables.
 
 Everything that a report has from outside of kumi's own code goes through `shareable`, such as the text of an exception,
-which may hold anything. The value of a variable may be a word that kumi's own texts have, too, such as "none". It
-stays: a report has it on every machine, and its absence would tell the value.
+which may hold anything. The value of a variable may be a word that kumi's own texts have, too, such as "none". Such
+a word stays: reports from every machine have it, and its removal would reveal the value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import Any
 
 REMOVED = "[removed]"
 _LONGEST = 300
-# Words that are removed wherever they occur, by what they look like. The first that matches at a place counts.
+# Words that are removed wherever they occur, by what they look like. The first alternative that matches at a
+# place counts.
 _SHAPES = re.compile(
     r"""
     [a-z][\w+.-]*://\S*                                   # an address of a page or a store
@@ -41,12 +42,12 @@ _SHAPES = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-# Anything with a slash or a backslash in it may be a path; units such as tokens/s are none.
+# Anything with a slash or a backslash in it may be a path; units such as tokens/s are not.
 _PATH = re.compile(r"""[^\s'"`()\[\]{}<>,;=]*[/\\][^\s'"`()\[\]{}<>,;]*""")
 _UNIT = re.compile(r"[A-Za-z]+/s")
 _VERSION = re.compile(r"\d+\.\d+(\.\d+)?")
-# The shortest value of a variable, and the shortest part of one, that is looked for.
-_VALUE, _PART = 4, 8
+# The least characters of a variable's value, and of a part of one, that are looked for.
+_LEAST_VALUE, _LEAST_PART = 4, 8
 
 
 class Private:
@@ -85,8 +86,8 @@ def _words_of(value: str) -> set[str]:
 
     Plain numbers, versions and words of kumi's own texts are not private: a report has them by itself.
     """
-    parts = {value.strip()} | {part for part in re.split(r"[\s:;,=]+", value) if len(part) >= _PART}
-    return {part for part in parts if len(part) >= _VALUE and not _is_public(part)}
+    parts = {value.strip()} | {part for part in re.split(r"[\s:;,=]+", value) if len(part) >= _LEAST_PART}
+    return {part for part in parts if len(part) >= _LEAST_VALUE and not _is_public(part)}
 
 
 def _is_public(part: str) -> bool:
@@ -134,12 +135,13 @@ _PACKAGES = ("kumi", "torch", "triton", "torchao", "bitsandbytes", "flash_attn",
 def frames_in(text: str, most: int = 8) -> list[str]:
     """Return the places in a traceback, or in the stack that faulthandler prints, as "kumi.nn.rope:62 rotate".
 
-    Places outside of `_PACKAGES` are left out, for their files may be named after anything.
+    Only the `most` innermost ones are returned, in the order of the text. Places outside of
+    `_PACKAGES` are left out, for their files may be named after anything.
     """
     places = [_place(match["file"], match["line"], match["name"]) for match in _FRAME.finditer(text)]
     inside = [place for place in places if place]
-    first_is_last = "most recent call first" in text
-    return inside[:most] if first_is_last else inside[-most:]
+    innermost_first = "most recent call first" in text  # faulthandler's order
+    return inside[:most] if innermost_first else inside[-most:]
 
 
 def _place(file: str, line: str, name: str) -> str:

@@ -24,7 +24,7 @@ class _Variant(NamedTuple):
     plain: bool = False
 
 
-# Those to compare are neighbours, so that they are measured in turn.
+# Variants to compare with each other are neighbours, so that little time passes between their measurements.
 _LLAMA_VARIANTS = (
     _Variant("kumi", {}),
     _Variant("plain loop", {}, plain=True),
@@ -70,7 +70,7 @@ def rows_of_adapters(setting: Setting) -> Rows:
 
 
 def _rows(case: StepCase, variants: Sequence[_Variant], setting: Setting) -> Iterator[Row]:
-    """Yield a row for each variant, with sizes at which the variant that needs most memory of kumi's fits."""
+    """Yield a row for each variant, with the sizes at which the first fits: of kumi's, it needs the most memory."""
     device = validated_device(setting)
     shared = _sizes(case, variants, device, setting)
     failures: list[Exception] = []

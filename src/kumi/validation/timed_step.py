@@ -27,6 +27,7 @@ from kumi.validation.part import Row, Setting, Skipped, Value
 from kumi.validation.plain_llama import make_plain_step
 from kumi.validation.random_run import make_rank_state, synthetic, this_cluster
 
+# Groups of steps that are timed one after the other.
 GROUPS = 3
 Step = Callable[[], Tensor]
 
@@ -46,7 +47,7 @@ def validated_device(setting: Setting) -> torch.device:
 
 @dataclass
 class PreparedStep:
-    """kumi's training step of a case, ready to be called. `estimate`: of its memory in bytes, made before it."""
+    """kumi's training step of a case, ready to be called."""
 
     case: StepCase
     rank_state: RankState
@@ -84,7 +85,7 @@ def _kernels_of_runs(device: torch.device) -> tuple[tuple[str, str], ...]:
 def timed(step: Step, device: torch.device, seconds: float, agree: Callable[[int], int] = int) -> dict[str, Any]:
     """Return seconds a step after a warm-up, and losses: the median and the range of a few groups of steps.
 
-    `agree`: returns a number of steps that all ranks have in common.
+    `agree`: returns a number of steps that is the same on all ranks, given this rank's number.
     """
     began = time.perf_counter()
     first_loss = step().item()

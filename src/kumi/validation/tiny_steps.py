@@ -33,7 +33,7 @@ def _model(family: str, *layers: LayerSpec, tied: bool = False) -> ModelSpec:
 MODELS = {
     "dense": _model("qwen3", *[LayerSpec(_PLAIN, MLP(128))] * 4, tied=True),
     "sinks": _model("llama", *[LayerSpec(Attention(4, 2, 16, _ROPE, sinks=True), MLP(128))] * 2),
-    "scores": _model("llama", *[LayerSpec(one, MLP(128)) for one in (_CAPPED, _TILTED)] * 2),
+    "scores": _model("llama", *[LayerSpec(attention, MLP(128)) for attention in (_CAPPED, _TILTED)] * 2),
     "experts": _model("qwen3_moe", *[LayerSpec(_PLAIN, MoE(8, 2, 32))] * 4),
     "latent": _model(
         "deepseek_v3",
@@ -45,7 +45,10 @@ MODELS = {
 
 @dataclass(frozen=True)
 class TinyCase:
-    """A model, its layout and precision, and `microbatches` a rank, whose rows have three documents each, or one."""
+    """A model, its layout and precision, and the number of microbatches of a rank.
+
+    `documents`: each row has three documents instead of one.
+    """
 
     layout: Layout
     model: str = "dense"
@@ -72,7 +75,7 @@ def tiny_steps(case: TinyCase, mesh: Mesh) -> list[tuple[float, float]]:
 
 
 def _inputs(case: TinyCase, mesh: Mesh, step: int) -> list[dict[str, torch.Tensor]]:
-    """Return the microbatches of this rank, the same batch in every layout."""
+    """Return this rank's microbatches of the batch of `step`, which is the same batch in every layout."""
     random = torch.Generator().manual_seed(step)
     ids, labels = (torch.randint(0, VOCAB, (ROWS, LENGTH), generator=random) for _ in range(2))
     labels[torch.rand(labels.shape, generator=random) < 0.3] = -100

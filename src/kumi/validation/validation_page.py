@@ -10,7 +10,8 @@ _ABOUT = """# Report of `kumi doctor --gpu`
 {summary}
 
 It has no names of users or machines, no paths, serial numbers or addresses, and no values of environment variables:
-what may be one is replaced by `[removed]`. Please read it before you send it; docs/gpu-report.md says where to.
+what may be one of these is replaced by `[removed]`. Please read it before you send it; docs/gpu-report.md says where
+to.
 """
 
 
