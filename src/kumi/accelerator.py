@@ -1,4 +1,4 @@
-"""What a device can do, asked of the device and not by its name. What is CUDA's alone is in this file.
+"""What a device can do, asked of the device and not by its name. What only CUDA has is in this file.
 
 PyTorch calls the GPUs of AMD "cuda", too, in its builds for ROCm, and their numbers of compute capability are not
 NVIDIA's. So a feature asks `can` for what it needs, by a row of `CAPABILITIES`, and takes its plain path where the
@@ -22,9 +22,9 @@ _CUDA_ERROR_NOT_INITIALIZED = 3
 class Capability(NamedTuple):
     """What a GPU may be able to do.
 
-    `cuda`: the least compute capability of NVIDIA's GPUs that have it; `below`: the least that has it no more.
-    `rocm`: True if kumi uses it with PyTorch for ROCm, where the first start on a device checks it or PyTorch does.
-    `plain`: what is done without it.
+    `cuda`: the least compute capability of NVIDIA's GPUs that have it; `below`: the least one that no longer has it.
+    `rocm`: True if kumi uses it with PyTorch for ROCm. PyTorch, or the first start on a device, checks that it works.
+    `plain`: what happens without it.
     """
 
     cuda: tuple[int, int]
@@ -63,14 +63,14 @@ def is_rocm() -> bool:
 
 def can(device: torch.device, capability: str) -> bool:
     """Return True if `device` has the `capability`, a key of `CAPABILITIES`. A CPU has none of them."""
-    row = CAPABILITIES[capability]
+    needs = CAPABILITIES[capability]
     if not is_gpu(device) or capability in _refused:
         return False
-    return row.rocm if is_rocm() else row.cuda <= _compute_capability(device) < row.below
+    return needs.rocm if is_rocm() else needs.cuda <= _compute_capability(device) < needs.below
 
 
 def refuse(capability: str, *, refused: bool) -> None:
-    """Let `can` answer no for `capability` in this process, or let it ask the device again."""
+    """Let `can` answer no for `capability` in this process if `refused`; else let it ask the device again."""
     if refused:
         _refused.add(capability)
     else:
@@ -84,9 +84,9 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
 
 
 def driver_has_started() -> bool:
-    """Return True if this process has used a GPU, so that its forks cannot.
+    """Return True if this process has used a GPU, so that its forks cannot. With ROCm, return True always.
 
-    Libraries may have started CUDA without PyTorch. The driver of AMD cannot be asked.
+    Libraries may have started CUDA without PyTorch, so NVIDIA's driver is asked. AMD's cannot be asked.
     """
     import torch
 

@@ -53,7 +53,7 @@ def join_fake_world(rank: int, world_size: int) -> None:
 
 
 def name_of_group(args: tuple[Any, ...]) -> str:
-    """Return the name of the process group in the arguments of a torch.distributed operator.
+    """Return the name of the process group among `args`, the arguments of a torch.distributed operator.
 
     Raise TypeError when there is none.
     """
@@ -131,8 +131,10 @@ def _complete_grads(group: Any) -> None:
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return x / rms(x) * weight over the last dim, and 1 / rms(x), by one kernel of a GPU. Both inputs have one
-    dtype."""
+    """Return x / rms(x) * weight over the last dim, and 1 / rms(x), by one kernel of a GPU.
+
+    `x` and `weight` must have the same dtype.
+    """
     out, scale = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, eps)
     return out, scale
 
@@ -145,7 +147,8 @@ def fused_rms_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tens
 
 
 def has_varlen(q: Tensor) -> bool:
-    """Return True if PyTorch's variable-length attention supports `q`: in 16 bits, on a GPU that has it."""
+    """Return True if PyTorch's variable-length attention supports `q`: in 16 bits, on a GPU that can do
+    "packed flash attention"."""
     return q.dtype in (torch.bfloat16, torch.float16) and can(q.device, "packed flash attention")
 
 
@@ -225,7 +228,7 @@ def flash_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `q`, `k` and `v`, given `grad`, the gradient of `flash_forward`'s output."""
-    # Random state of the kernel's dropout, which is off.
+    # The random state of the kernel's dropout, which is off, and an argument that is not used.
     rng_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     sizes, window_left = (bounds, bounds, longest_q, longest_k), None if window is None else window - 1
     tensors, backward = (grad, q, k, v, out, lse), torch.ops.aten._flash_attention_backward

@@ -1,8 +1,8 @@
 """Triton kernels that copy tokens to the rows of their experts, and sum the rows back with the routing weights.
 
 They are the permutation and its inverse of MegaBlocks (Gale et al., 2022, arXiv:2211.15841), without padding: row
-places[t, j] belongs to choice j of token t (`kumi.nn.moe.sorted_places`). A program processes all k rows of one
-token, in all columns or in a block of them, so that nothing is read or written twice.
+places[t, j] belongs to token t and the j-th expert that it chose (`kumi.nn.moe.sorted_places`). A program processes all
+k rows of one token, in all columns or in a block of them, so that nothing is read or written twice.
 
 Bytes moved for T tokens of D numbers of 2 bytes, k experts each, in units of 2 T D: k + 1 in `spread_tokens` and in
 `sum_rows`, 2 k + 1 in `sum_rows_backward`. With the backward pass of `spread_tokens`, which is `sum_rows`, they add up
@@ -50,9 +50,11 @@ def sum_rows(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write to `out` (T, size) each token's sum of its rows of `rows`, times `weights` (T, CHOICES) if WEIGHTED.
+    """Write to `out` (T, size) for each token the sum of its rows in `rows`.
 
-    The sum is in float32. Other arguments as in `spread_tokens`.
+    If WEIGHTED, each row is multiplied by its weight in `weights` (T, CHOICES).
+
+    The sum is in float32. The other arguments are those of `spread_tokens`.
     """
     token = tl.program_id(0).to(tl.int64)
     choices = tl.arange(0, LANES)

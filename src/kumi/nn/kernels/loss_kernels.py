@@ -51,9 +51,10 @@ def score_rows(
     """Write four numbers for each token. A program computes one token.
 
     `product` (tokens, width): the first `columns` columns are logits before `_shaped`.
-    `rows` (tokens,): the column of the token's label; negative if another rank has it.
-    `numbers` (4, tokens), float32, rows `spacing` elements apart: the largest logit l, log(sum exp(logits - l)), the
-    label's logit (0 if another rank has it), and the entropy in nats if ENTROPY.
+    `rows` (tokens,): the row of the head's matrix with the token's label, which is the label's column in `product`;
+    negative if another rank has it.
+    `numbers` (4, tokens), float32, whose rows are `spacing` elements apart: the largest logit l,
+    log(sum exp(logits - l)), the label's logit (0 if another rank has it), and the entropy in nats if ENTROPY.
     """
     token = tl.program_id(0).to(tl.int64)
     product += token * width

@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 
 
 def takes(inputs: ScanInputs) -> bool:
-    """Return True if the package can compute `inputs`: chunks must have a power of two of positions, at least 16."""
+    """Return True if the package can compute `inputs`.
+
+    They must not be in float64, and the number of positions in a chunk must be a power of two, at least 16.
+    """
     chunk = inputs.chunk
     return inputs.x.dtype != torch.float64 and chunk >= 16 and chunk & (chunk - 1) == 0
 
 
 def scan(inputs: ScanInputs) -> Tensor:
-    """Return y (B, S, H, P): `kumi.nn.mamba_scan.SCAN`."""
+    """Return y (B, S, H, P), as `kumi.nn.mamba_scan.SCAN` does."""
     x, b, c, dt, dt_bias, a_log, d = inputs[:7]
     documents = None if inputs.numbers is None else inputs.numbers.int().contiguous()
     y: Tensor = mamba_chunk_scan_combined(
@@ -44,7 +47,7 @@ def scan(inputs: ScanInputs) -> Tensor:
 
 
 def scan_backward(grad: Tensor, inputs: ScanInputs) -> Sequence[Tensor]:
-    """Return the gradients of x, b, c, dt, dt_bias, a_log and d: `kumi.nn.mamba_scan.SCAN_BACKWARD`."""
+    """Return the gradients of x, b, c, dt, dt_bias, a_log and d, as `kumi.nn.mamba_scan.SCAN_BACKWARD` does."""
     with torch.enable_grad():
         leaves = [value.detach().requires_grad_() for value in inputs[:7]]
         x, b, c, dt, dt_bias, a_log, d = leaves

@@ -1,7 +1,8 @@
 """A Triton kernel for rotary position embeddings (Su et al., 2021, arXiv:2104.09864), and for their gradient.
 
-Bytes moved for each number of 2 bytes: 4, and 8 R for each token's angles, whatever its number of heads. The plain path
-has float32 copies and moves 32. With `torch.compile`, the plain path is fused with what comes before, and is used.
+Bytes moved: 4 for each number of 2 bytes, and 8 R for each token's cos and sin of the R rotated dims, which its heads
+share. The plain path has float32 copies and moves 32. Under `torch.compile` the plain path is used, which the
+compiler fuses with the operations around it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kumi.nn.custom_ops import define_op
 
-# Numbers of a tile: some heads of one token.
+# Numbers that a program has in registers: as many heads of one token as fit.
 _TILE = 4096
 
 

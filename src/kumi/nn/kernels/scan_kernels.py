@@ -1,7 +1,8 @@
 """Triton kernels for the recurrence of Mamba-2 in chunks (Dao and Gu, 2024, arXiv:2405.21060, section 6).
 
-The sums are those of `kumi.nn.mamba_scan`, whose letters and names these kernels use; the scores of a chunk are in
-registers only, tile by tile, as in FlashAttention.
+They compute what `kumi.nn.mamba_scan` computes, and use its letters and names, with M chunks of Q positions in a row.
+"Sums" are those of rate times step from the start of a chunk (see `_Decays`). The scores of a chunk are in registers
+only, tile by tile, as in FlashAttention.
 
     forward     sum_outer        what each chunk adds to the state               (B, M, H, P, N)
                 pass_states      from what is added, the state before each chunk, in place
@@ -40,9 +41,9 @@ _STATE_NUMBERS = 1024
 
 @triton.jit
 def _tile(pointer, position, length, item, items, WIDTH: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, first):
-    """Return rows (positions, LANES) of a tensor (length, items, WIDTH) in float32: 0 beyond chunk, row and WIDTH.
+    """Return a tile (positions, LANES) of a tensor (length, items, WIDTH) in float32: 0 beyond chunk, row and WIDTH.
 
-    `position`: positions in the chunk that begins at position `first`.
+    `position`: positions in the chunk that begins at position `first`. `item`: the head or group.
     """
     lanes = tl.arange(0, LANES)
     inside = ((position < CHUNK) & (first + position < length))[:, None] & (lanes < WIDTH)[None, :]
@@ -60,7 +61,7 @@ def _state(states, chunk_head, P: tl.constexpr, N: tl.constexpr, P_LANES: tl.con
 
 @triton.jit
 def _column(pointer, position, chunk, head, heads, CHUNK: tl.constexpr):
-    """Return a number for each position from a tensor (chunks, CHUNK, heads), 0 beyond the chunk."""
+    """Return the number of each position for `head`, from a tensor (chunks, CHUNK, heads): 0 beyond the chunk."""
     inside = position < CHUNK
     return tl.load(pointer + (chunk * CHUNK + position) * heads + head, mask=inside, other=0.0)
 
@@ -98,7 +99,9 @@ def sum_outer(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write to `out` (B, M, heads, P, N) the sum over each chunk of factor * value key^T. A program: a chunk and head.
+    """Write to `out` (B, M, heads, P, N) the sum over each chunk of factor * value key^T.
+
+    A program computes one chunk and head.
 
     `values` (B, length, heads, P), `factors` (B, M, CHUNK, heads), `keys` (B, length, groups, N).
     """
@@ -120,9 +123,12 @@ def sum_outer(
 
 @triton.jit
 def pass_states(states, through, chunks, heads, size, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
-    """Replace each chunk's addition in `states` (B, chunks, heads, size) by the state before it (after it if REVERSE).
+    """Replace what each chunk adds, in `states` (B, chunks, heads, size), by the state before the chunk.
 
-    `through` (B, chunks, heads): the decay over each chunk. A program has BLOCK numbers of one head.
+    If REVERSE, the chunks come in reverse order: what each adds to the state's gradient is replaced by the gradient of
+    the state after the chunk.
+
+    `through` (B, chunks, heads): the decay over each chunk. A program computes BLOCK numbers of a head's states.
     """
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     lanes = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -214,10 +220,10 @@ def query_gradients(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the gradient of c to `grad_c` (B, length, groups, N), and a part of that of the sums.
+    """Write the gradient of c to `grad_c` (B, length, groups, N), and a part of the gradient of the sums.
 
-    `grad` (B, length, heads, P): the gradient of y. `grad_sums` (B, M, CHUNK, heads): the contributions of each
-    position's result, from earlier positions and from the state before the chunk.
+    `grad` (B, length, heads, P): the gradient of y. `grad_sums` (B, M, CHUNK, heads): what each position's
+    result contributes, from its products with earlier positions and with the state before the chunk.
     A program computes BLOCK positions of a chunk for all heads of a group.
     """
     group, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -289,8 +295,8 @@ def key_gradients(
     `grad_states` (B, M, heads, P, N): the gradient of the state after each chunk.
     `dots` (4, B, M, CHUNK, heads), the four blocks `spacing` numbers apart: the gradient of step * x times x, what the
     position adds to the state times the state's gradient, y's gradient times x, and what the position contributes to
-    the results of its chunk times their gradients. The last is a sum of the very products that `query_gradients` adds
-    up for each result: sums over many positions subtract one from the other, which would leave TF32's rounding.
+    the results of its chunk times their gradients. The last adds up the very products that `query_gradients` adds up
+    for each result: the one is subtracted from the other, and products with other rounding would leave TF32's error.
     A program computes BLOCK positions of a chunk for all heads of a group.
     """
     group, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -303,7 +309,7 @@ def key_gradients(
     b += row * length * groups * N
     c += row * length * groups * N
     key = tile * BLOCK + tl.arange(0, BLOCK)
-    here = (key < CHUNK) & (first + key < length)
+    inside = (key < CHUNK) & (first + key < length)
     keys = _tile(b, key, length, group, groups, N, N_LANES, CHUNK, first)
     p_lanes = tl.arange(0, P_LANES)
     total = tl.zeros((BLOCK, N_LANES), tl.float32)
@@ -333,17 +339,19 @@ def key_gradients(
         tl.store(place + 3 * spacing, passed, mask=key < CHUNK)
         result = stepped * step + tl.load(d + head).to(tl.float32) * gradient
         targets = grad_x + ((first + key).to(tl.int64) * heads + head)[:, None] * P + p_lanes[None, :]
-        tl.store(targets, result.to(grad_x.dtype.element_ty), mask=here[:, None] & (p_lanes < P)[None, :])
+        tl.store(targets, result.to(grad_x.dtype.element_ty), mask=inside[:, None] & (p_lanes < P)[None, :])
     lanes = tl.arange(0, N_LANES)
     targets = grad_b + ((row * length + first + key) * groups + group)[:, None] * N + lanes[None, :]
-    tl.store(targets, total.to(grad_b.dtype.element_ty), mask=here[:, None] & (lanes < N)[None, :])
+    tl.store(targets, total.to(grad_b.dtype.element_ty), mask=inside[:, None] & (lanes < N)[None, :])
 
 
 class _Decays(NamedTuple):
-    """Numbers of each position and head (B, M, Q, H), in float32; positions beyond the row have steps of 0.
+    """Numbers of each position and head (B, M, Q, H), in float32.
 
     `raw`: dt + dt_bias (B, S, H), `rate` (H,).
-    `steps`; `sums`, the sum of rate times step from the chunk's start, as two parts that add up to it in float64.
+    `steps`: 0 for positions beyond the row.
+    `sums`: the sums of rate times step from the chunk's start, as a high and a low part, which add up to the sums in
+    float64.
     `from_start`, `to_end`, `through` (B, M, H), and `documents` (B, M, Q), int32: as in `mamba_scan._Chunks`.
     """
 
@@ -358,6 +366,7 @@ class _Decays(NamedTuple):
 
 
 def _prepare(inputs: ScanInputs) -> _Decays:
+    """Return steps, sums and decays of `inputs`."""
     rows, length, heads = inputs.dt.shape
     raw = inputs.dt.float() + inputs.dt_bias.float()
     rate = -inputs.a_log.float().exp()
@@ -403,7 +412,7 @@ def _constants(inputs: ScanInputs) -> dict[str, Any]:
 def _states(
     values: Tensor, factors: Tensor, keys: Tensor, through: Tensor, constants: dict[str, Any], *, reverse: bool
 ) -> Tensor:
-    """Return the states before each chunk (B, M, H, P, N), or their gradients after each chunk if `reverse`."""
+    """Return the state before each chunk (B, M, H, P, N); if `reverse`, the gradient of the state after each chunk."""
     rows, length, heads, channels = values.shape
     groups, size = keys.shape[2:]
     chunks = through.shape[1]
@@ -417,12 +426,12 @@ def _states(
 
 
 def takes(inputs: ScanInputs) -> bool:
-    """Return True if the kernels can compute `inputs`: not in float64, and states that fit into a program."""
+    """Return True if the kernels can compute `inputs`: not float64, not empty, and states that fit into a program."""
     return inputs.x.dtype != torch.float64 and inputs.x.numel() > 0 and max(inputs.x.shape[3], inputs.b.shape[3]) <= 256
 
 
 def scan(inputs: ScanInputs) -> Tensor:
-    """Return y (B, S, H, P): `kumi.nn.mamba_scan.SCAN`."""
+    """Return y (B, S, H, P), as `kumi.nn.mamba_scan.SCAN` does."""
     x, b, c = (value.contiguous() for value in inputs[:3])
     rows, length, heads, _ = x.shape
     decays, constants = _prepare(inputs), _constants(inputs)
@@ -450,7 +459,7 @@ def scan(inputs: ScanInputs) -> Tensor:
 
 
 def scan_backward(grad: Tensor, inputs: ScanInputs) -> Sequence[Tensor]:
-    """Return the gradients of x, b, c, dt, dt_bias, a_log and d: `kumi.nn.mamba_scan.SCAN_BACKWARD`."""
+    """Return the gradients of x, b, c, dt, dt_bias, a_log and d, as `kumi.nn.mamba_scan.SCAN_BACKWARD` does."""
     grad, x, b, c = (value.contiguous() for value in (grad, *inputs[:3]))
     rows, length, heads, _ = x.shape
     decays, constants = _prepare(inputs), _constants(inputs)
