@@ -2,7 +2,7 @@
 
 ACTIVATIONS[name].value(x)              the activation of x, in a new tensor
 ACTIVATIONS[name].gradient(grad, x)     the gradient of x, in a new tensor
-activate(x, name)                       an autograd function that keeps x (for relu, its result)
+activate(x, name)                       an autograd function that keeps x (for relu, its result instead)
 gate_by(name)                           the gate act(gate) * up
 clamped_swiglu(limit, alpha)            the gate of gpt-oss
 apply_gate(gate, up, how)               an autograd function that keeps only its two inputs

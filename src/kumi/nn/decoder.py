@@ -174,7 +174,7 @@ class Decoder(nn.Module):
     """A decoder-only language model, or a pipeline stage of one. Its parameters are named as in the ledger.
 
     `dtype`, `device`: those of the parameters, which are not initialised; the device may be "meta".
-    `layers`: indices of this stage's layers; None for all.
+    `layers`: indices of this stage's layers in the full model; None for all.
     `embedding`: the stage has the embedding.
     `head`: the stage has the final norm and the head. With a tied head and no embedding, it has a copy of the table.
 
@@ -185,12 +185,12 @@ class Decoder(nn.Module):
 
     `make_attention(tokens, document_ids, cu_seqlens)`: returns the attention function of a batch.
     `make_lengths(tokens, document_ids)`: returns the document length of each token.
-    `embedding_noise(x, position_ids, document_ids)`: returns the token embeddings `x` with noise; None for no noise.
+    `embedding_noise(x, position_ids, document_ids)`: returns the token embeddings `x` with noise added; None for none.
     `vocabulary`: the part of the vocabulary on this rank.
     `temperature`: divisor of the logits whose log-probs are returned or trained; see `kumi.nn.temperature`.
     `head_product`: multiplies hidden states with the head in a cached pass; generation replaces it on a CPU.
-    `logits`, `log_probs`, `weighted_sum`, `scores`: functions of the final hidden states (T, D) and the head's weight;
-    the result of `logits` is not yet scaled and capped by `shaping`.
+    `logits`, `log_probs`, `weighted_sum`, `scores`: functions of the final hidden states (T, D) and the head's weight,
+    the middle two also of labels. The result of `logits` is not yet scaled and capped by `shaping`.
     """
 
     def __init__(
@@ -354,12 +354,12 @@ class Decoder(nn.Module):
         if position_ids is None:
             self.check_length(input_ids, document_ids)
             position_ids = positions(input_ids, document_ids)
-        mixers = [self.spec.layers[int(index)].attends for index in self.model.layers]
-        specs = [spec for spec in mixers if spec is not None]
+        layers = (self.spec.layers[int(index)] for index in self.model.layers)
+        attention_specs = [layer.attends for layer in layers if layer.attends is not None]
         rows, length = position_ids.shape
         attention = self.make_attention(position_ids, document_ids, cu_seqlens)
         make_lengths = self.make_lengths if cached is None else cached.lengths
-        tables = cos_sin_tables(specs, position_ids, partial(make_lengths, position_ids, document_ids))
+        tables = cos_sin_tables(attention_specs, position_ids, partial(make_lengths, position_ids, document_ids))
         context = AttentionContext((rows, length), tables, attention, document_ids)
         contexts = repeat(context) if cached is None else cached.contexts(context)
         x = self.embedded(input_ids, position_ids, document_ids) if self.has_embedding else input_ids

@@ -1,5 +1,7 @@
 """Measure which numerics are the fastest on this CPU, with the threads of this process.
 
+Numerics are the number format, the matmul library and the attention kernels (see `kumi.spec.numerics`).
+
 Each candidate is timed once per round, in `ROUNDS` rounds, so that other load on the machine affects all candidates.
 The defaults are oneDNN for products, attention in blocks (`kumi.nn.attention.cpu_attention`), and the precision that
 the CPU's flags suggest. Another candidate replaces the default if it is faster by a factor of `LEAD`, both in the
@@ -45,8 +47,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def measure(kind: str) -> tuple[Numerics, dict[str, Seconds]]:
     """Return the fastest numerics, and the median seconds of each candidate by measurement.
 
-    Measurements are "products", "formats", "attention fp32-long" and so on; a measurement that ran out of time is
-    empty. `kind` is the precision that the CPU's flags suggest.
+    Measurements are "products", "formats", "attention fp32-long" and so on; a measurement that ran out of time
+    has no candidates. `kind` is the precision that the CPU's flags suggest.
     """
     torch.manual_seed(0)
     clock = _Clock()
@@ -54,7 +56,8 @@ def measure(kind: str) -> tuple[Numerics, dict[str, Seconds]]:
     use_numerics(Numerics(products=products))  # for the following measurements
     formats = clock.timed("formats", _formats())
     bf16_is_near = bool(formats) and median(formats["bf16"]) < 2 * median(formats["fp32"])
-    # Without bfloat16 instructions, a bfloat16 product takes ten times as long, and in blocks it runs in one thread.
+    # Without bfloat16 instructions a bfloat16 product takes ten times as long, and attention in blocks computes each of
+    # its products in one thread: it need not be timed.
     flash = [case for case in FLASH_CASES if case.startswith("bf16") and formats and not bf16_is_near]
     for case in (case for case in FLASH_CASES if case not in flash):
         times = clock.timed(f"attention {case}", _attention(case))
@@ -78,13 +81,13 @@ class _Clock:
     def timed(self, measurement: str, candidates: Mapping[str, Callable[[], object]]) -> _Rounds:
         """Return the seconds of each candidate by round, after one warm-up round; empty if time runs out."""
         seconds: _Rounds = {name: [] for name in candidates}
-        for number in range(ROUNDS + 1):
+        for round_index in range(ROUNDS + 1):
             for name, candidate in candidates.items():
                 began = time.perf_counter()
                 if began > self._until:
                     return self._rounds.setdefault(measurement, {})
                 candidate()
-                if number:
+                if round_index:
                     seconds[name].append(time.perf_counter() - began)
         return self._rounds.setdefault(measurement, seconds)
 
@@ -133,8 +136,8 @@ def _products() -> dict[str, Callable[[], object]]:
         for x, weight, grad in tensors:
             _ = x @ weight.T, grad @ weight, grad.T @ x
 
-    exact = enable_fast_float32().precision != "highest"
-    return {"default": partial(multiply, "highest"), **({"onednn": partial(multiply, "medium")} if exact else {})}
+    is_exact = enable_fast_float32().precision != "highest"
+    return {"default": partial(multiply, "highest"), **({"onednn": partial(multiply, "medium")} if is_exact else {})}
 
 
 def _formats() -> dict[str, Callable[[], object]]:

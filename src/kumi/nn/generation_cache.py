@@ -24,9 +24,9 @@ MixerCache = AttentionCache | LatentCache | MambaCache
 class GenerationCache:
     """The cache of every layer of `spec`, for `slots` sequences of at most `capacity` tokens.
 
-    `tp`: number of tensor-parallel ranks that split the heads; the cache is that of one of them.
+    `tp`: number of tensor-parallel ranks that split the heads; this is the cache of one of them.
 
-    Its tensors are those of `kumi.spec.cache_state`, in the compute dtype `dtype` where they are not wide.
+    Its tensors are those of `kumi.spec.cache_state`, in `dtype`; those that it calls wide are in float32 or wider.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class GenerationCache:
             yield [allocate(tensor) for tensor in state.tensors]
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` positions, layer by layer. No sequence may be longer than the capacity so far."""
+        """Make room for `capacity` positions, layer by layer. No sequence may be longer than the old capacity."""
         if capacity <= self.capacity:
             return
         for cache, tensors in zip(self.layers, self._allocate(capacity), strict=True):
             for tensor, larger in zip(() if cache is None else cache.tensors, tensors, strict=True):
-                # Such a sequence has not overwritten its oldest tokens in a window yet, so all its tokens keep their
-                # places.
+                # Within the old capacity, no sequence has overwritten tokens that left its sliding window yet, so all
+                # tokens keep their places.
                 larger[tuple(map(slice, tensor.shape))] = tensor
             if cache is not None and not isinstance(cache, MambaCache):
                 cache.tensors = tuple(tensors)
@@ -106,7 +106,7 @@ class CachedTokens:
 
 @dataclass(frozen=True)
 class _BoundLatents:
-    """See `kumi.nn.attention.attention_context.LatentMemory`."""
+    """A latent cache during one step: a `kumi.nn.attention.attention_context.LatentMemory`."""
 
     cache: LatentCache
     step: Step
@@ -125,7 +125,7 @@ class _BoundLatents:
 
 @dataclass(frozen=True)
 class _BoundRecurrence:
-    """See `kumi.nn.attention.attention_context.RecurrentMemory`."""
+    """A Mamba cache during one step: a `kumi.nn.attention.attention_context.RecurrentMemory`."""
 
     cache: MambaCache
     step: Step

@@ -16,15 +16,15 @@ from torch.utils.flop_counter import register_flop_formula
 from kumi.nn.custom_ops import define_op
 from kumi.nn.numerics import expert_matmul_precision
 
-# The smallest number of columns that the kernels support.
-_ONES = 8
+# Columns of ones by which a product sums rows: the smallest number that the kernels support.
+_ONES_COLUMNS = 8
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor | None = None) -> Tensor:
     """Return rows (N, out): each of `rows` (N, in) times the transposed matrix of its group, in the dtype of `rows`.
 
     The first counts[0] rows use the first matrix of `weight` (X, out, in), and so on. `counts` (X,) sums to N. `ends`:
-    `row_ends(counts)`, for callers with several products of the same rows.
+    `row_ends(counts)`, from callers that compute several products of the same rows.
     """
     ends = row_ends(counts) if ends is None else ends
     out: Tensor = _GroupedLinear.apply(rows, weight.to(rows.dtype), counts, ends)  # type: ignore[no-untyped-call]
@@ -32,7 +32,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor | 
 
 
 def row_ends(counts: Tensor) -> Tensor:
-    """Return the number of rows (X,) up to the end of each group, as kernels take it."""
+    """Return the number of rows (X,) up to the end of each group in int32, as kernels take them."""
     return counts.cumsum(0, dtype=torch.int32)
 
 
@@ -63,7 +63,9 @@ class _AddExpertBias(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (counts,) = ctx.saved_tensors
         # Sum the groups by a product with ones: kernels accumulate in float32, in a fixed order, without a copy.
-        sums = GROUPED_OUTER(grad.contiguous(), grad.new_ones(len(grad), _ONES), counts, row_ends(counts))[..., 0]
+        sums = GROUPED_OUTER(grad.contiguous(), grad.new_ones(len(grad), _ONES_COLUMNS), counts, row_ends(counts))[
+            ..., 0
+        ]
         return grad, sums.to(ctx.dtype), None, None
 
 

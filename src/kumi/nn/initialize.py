@@ -16,18 +16,18 @@ from kumi.spec.op import Param
 
 # Elements per block. Changing this changes the initial weights of every seed.
 _BLOCK = 2**18
-# The range of the initial step sizes of a Mamba mixer's heads.
-_STEPS = 0.001, 0.1
+# The smallest and the largest initial step of a Mamba mixer's heads.
+_STEP_RANGE = 0.001, 0.1
 
 
 def fill(out: Tensor, param: Param, start: tuple[int, ...], *, std: float, seed: int) -> None:
     """Fill `out` with ones, zeros, or normal(0, std). `out` is the slice of `param` that begins at the indices `start`.
 
-    Other inits:
+    `param.init` names what to fill it with. Beside "ones", "zeros" and "normal", it may be:
 
-    - "normal" with its own std, for adapters;
-    - "kaiming" with the number of inputs, for adapters: uniform between -1 / sqrt(inputs) and 1 / sqrt(inputs) (He et
-      al., 2015, arXiv:1502.01852, with the slope that PyTorch uses for new linear layers);
+    - "normal" followed by another std, for adapters;
+    - "kaiming" followed by the number of inputs, for adapters: uniform between -1 / sqrt(inputs) and 1 / sqrt(inputs)
+      (He et al., 2015, arXiv:1502.01852, with the slope that PyTorch uses for new linear layers);
     - "log_index", for Mamba: the logarithms of 1, 2, ... (Dao and Gu's code);
     - "step", for Mamba: values whose softplus is 0.001 to 0.1 (Dao and Gu's code).
     """
@@ -47,7 +47,8 @@ def fill(out: Tensor, param: Param, start: tuple[int, ...], *, std: float, seed:
         elif kind == "log_index":
             values = torch.arange(first + 1, last + 1).log()
         elif kind == "step":
-            steps = _STEPS[0] * (_STEPS[1] / _STEPS[0]) ** torch.rand(shape, generator=generator)
+            least, most = _STEP_RANGE
+            steps = least * (most / least) ** torch.rand(shape, generator=generator)
             values = steps + (-torch.expm1(-steps)).log()  # the inverse of softplus
         else:
             assert kind == "kaiming", f"{param.name} has the unknown init {param.init!r}"

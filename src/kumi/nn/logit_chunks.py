@@ -4,7 +4,8 @@ A rank may hold a slice of the vocabulary (`Vocabulary`). From the other ranks, 
 log-sum-exp of their logits, and the logit of the label if another rank has the label. Each statistic needs one more
 number.
 
-With the kernel of `kumi.nn.kernels.loss_kernels`, a chunk is its matrix product only, which its gradient overwrites.
+With the kernel of `kumi.nn.kernels.loss_kernels`, a chunk has only one large buffer: its matrix product, which the
+gradient overwrites.
 """
 
 from __future__ import annotations
@@ -150,7 +151,10 @@ class KernelBuffers(NamedTuple):
 
 
 def chunk_tokens(hidden: Tensor, weight: Tensor, device_kind: str | None = None) -> int:
-    """Return the most tokens of `hidden` (T, D) in a chunk, for the head's `weight` (V, D)."""
+    """Return the most tokens of `hidden` (T, D) in a chunk, for the head's `weight` (V, D).
+
+    `device_kind` decides the size; None for the kind of the tensors' device.
+    """
     size = logit_chunk(weight.shape[0], device_kind or hidden.device.type)
     if _loss_kernels(hidden) is None:
         return size
@@ -167,7 +171,8 @@ def chunks(
 ) -> Iterator[tuple[slice | Tensor, ChunkBuffers | KernelBuffers]]:
     """Yield the tokens of each chunk of `hidden` (T, D), with buffers for its logits.
 
-    The tokens are an index of `hidden`: a slice, or a part of the positions `trained` (T',) if these are given.
+    The tokens are given as an index of `hidden`: a slice, or a part of the positions `trained` (T',) if these are not
+    None. `device_kind` is that of `chunk_tokens`.
     """
     tokens = len(hidden) if trained is None else len(trained)
     loss = _loss_kernels(hidden)
@@ -200,34 +205,34 @@ def chunk_scores(
     """
     vocabulary = head.vocabulary
     rows, is_local = vocabulary.rows(labels)
-    with_entropy, top = "entropy" in statistics, None
+    with_entropy = "entropy" in statistics
     if isinstance(buffers, KernelBuffers):
-        largest, rest, chosen, entropy = _kernel_numbers(buffers, hidden, head, rows, is_local, with_entropy)
+        largest, rest, label_logit, entropy = _kernel_numbers(buffers, hidden, head, rows, is_local, with_entropy)
     else:
-        largest, rest, chosen, entropy = _plain_numbers(buffers, hidden, head, rows, with_entropy)
+        largest, rest, label_logit, entropy = _plain_numbers(buffers, hidden, head, rows, with_entropy)
     if is_local is None:
-        log_prob = chosen - largest - rest
-        top = chosen == largest if "top" in statistics else None
+        log_prob = label_logit - largest - rest
+        top = label_logit == largest if "top" in statistics else None
     else:
         log_sum = largest + rest
-        join = [
+        numbers = [
             log_sum,
-            chosen.masked_fill(~is_local, 0.0),
+            label_logit.masked_fill(~is_local, 0.0),
             *([] if entropy is None else [entropy]),
             *([largest] if "top" in statistics else []),
         ]
-        log_sums, all_chosen, *others = vocabulary.join(torch.stack(join)).unbind(1)
-        full_log_sum, chosen = torch.logsumexp(log_sums, dim=0), all_chosen.sum(0)
+        log_sums, label_logits, *others = vocabulary.join(torch.stack(numbers)).unbind(1)
+        full_log_sum, label_logit = torch.logsumexp(log_sums, dim=0), label_logits.sum(0)
         if isinstance(buffers, KernelBuffers):
             buffers.numbers[1] = full_log_sum - largest
         else:
             buffers.probs.mul_((log_sum - full_log_sum).exp_()[:, None])
-        log_prob = chosen - full_log_sum
+        log_prob = label_logit - full_log_sum
         if entropy is not None:
             # The entropy of the choice of a slice, and the mean of the entropies within the slices.
             log_shares = log_sums - full_log_sum
             entropy = (log_shares.exp() * (others[0] - log_shares)).sum(0)
-        top = chosen == others[-1].amax(0) if "top" in statistics else None
+        top = label_logit == others[-1].amax(0) if "top" in statistics else None
     scores = TokenScores(log_prob, entropy, top)
     for values in scores:
         if values is not None:
@@ -242,17 +247,17 @@ _Numbers = tuple[Tensor, Tensor, Tensor, Tensor | None]
 def _plain_numbers(buffers: ChunkBuffers, hidden: Tensor, head: Head, rows: Tensor, with_entropy: bool) -> _Numbers:
     """Return the numbers of each token, and leave logits and probabilities in `buffers`.
 
-    The entropy is -log p_max - sum p (l - l_max). Without a softcap it takes the place of the logits, which the
-    gradient does not need.
+    The entropy is -log p_max - sum p (l - l_max). Without a softcap the gradient needs no logits, so the computation of
+    the entropy overwrites them.
     """
     padding = _logits(buffers, hidden, head)
     largest = buffers.logits.amax(dim=-1)
-    chosen = buffers.logits.gather(-1, rows[:, None])[:, 0]
+    label_logit = buffers.logits.gather(-1, rows[:, None])[:, 0]
     torch.softmax(buffers.logits, dim=-1, out=buffers.probs)
     log_largest_prob = buffers.probs.amax(dim=-1).log()
     in_place = head.shaping.softcap is None
     entropy = _entropy(buffers, largest, log_largest_prob, padding, in_place=in_place) if with_entropy else None
-    return largest, -log_largest_prob, chosen, entropy
+    return largest, -log_largest_prob, label_logit, entropy
 
 
 def _logits(buffers: ChunkBuffers, hidden: Tensor, head: Head) -> int:
@@ -271,7 +276,7 @@ def _entropy(
     buffers: ChunkBuffers, largest: Tensor, log_largest_prob: Tensor, padding: int, *, in_place: bool
 ) -> Tensor:
     """Return the entropy (C,) of the probabilities in `buffers`, in nats; if `in_place`, overwrite the logits."""
-    columns = slice(None, -padding or None)
+    columns = slice(None, -padding or None)  # without the padding, whose logits are -inf
     logits, probs = buffers.logits[:, columns], buffers.probs[:, columns]
     below = logits.sub_(largest[:, None]) if in_place else logits - largest[:, None]
     # Rounding may make the entropy of a sure prediction negative.
@@ -284,8 +289,8 @@ def _kernel_numbers(
     """Return the numbers of each token by the kernel, and leave the product and the numbers in `buffers`."""
     torch.mm(hidden, head.weight.T, out=buffers.product)
     buffers.loss.scores_(*_kernel_arguments(buffers, head, rows, is_local), with_entropy)
-    largest, rest, chosen, entropy = buffers.numbers.unbind()
-    return largest, rest, chosen, entropy if with_entropy else None
+    largest, rest, label_logit, entropy = buffers.numbers.unbind()
+    return largest, rest, label_logit, entropy if with_entropy else None
 
 
 def _kernel_arguments(
@@ -308,8 +313,8 @@ def chunk_gradient(
     """Return the chunk's gradient of sum(scale * log_prob) with respect to `hidden`; add that of the head's weight to
     `grad_weight`.
 
-    `buffers` holds the results of `chunk_scores` and is overwritten. `scale` multiplies vectors of D elements, because
-    vectors of V elements would cost more.
+    `buffers` holds the results of `chunk_scores` and is overwritten. `scale` (C,) multiplies vectors of D elements,
+    because multiplying those of V elements would cost more.
     """
     scale = scale.to(wide(hidden.dtype)).masked_fill(labels == IGNORED, 0.0).mul_(-head.shaping.scale)[:, None]
     rows, is_local = head.vocabulary.rows(labels)

@@ -6,7 +6,7 @@
                                        from the logits of each chunk, and the backward pass only scales it
 
 With d(log p_y)/d(logits) = onehot(y) - softmax(logits), both need one chunk (C, V) of logits at a time (see
-`kumi.nn.logit_chunks`). Given the positions of the labels that are trained, only these tokens are in chunks: the others
+`kumi.nn.logit_chunks`). If the positions of the trained labels are given, only their tokens are in chunks: the others
 cost neither matmuls nor memory for logits.
 """
 
@@ -51,7 +51,7 @@ def log_probs(
     A label of -100, or one that is not `trained`, gives 0 and no gradient.
 
     `trained` (T',): positions of labels, int64; None for all. The head is computed at these positions only. All ranks
-    of a sharded vocabulary must give the same. `device_kind` is that of `weighted_sum`.
+    of a sharded vocabulary must give the same positions. `device_kind` is that of `weighted_sum`.
     `statistics`: further numbers of each label to compute from the same logits, without a gradient.
     `pipelined`: other microbatches may be computed before the backward pass, so no chunk stays in memory until then.
     """
@@ -99,8 +99,8 @@ class _LogProbs(torch.autograd.Function):
         hidden = vocabulary.gather(hidden)
         scores = _score_buffers(hidden, statistics)
         head = Head(weight.to(hidden.dtype), vocabulary, shaping)
-        tokens, largest = len(hidden) if trained is None else len(trained), chunk_tokens(hidden, weight, device_kind)
-        keeps = keeps_chunk(tokens, largest, device_kind or hidden.device.type, pipelined=pipelined)
+        tokens, most = len(hidden) if trained is None else len(trained), chunk_tokens(hidden, weight, device_kind)
+        keeps = keeps_chunk(tokens, most, device_kind or hidden.device.type, pipelined=pipelined)
         for part, buffers in chunks(hidden, weight, trained, device_kind):
             _write(scores, part, chunk_scores(buffers, hidden[part], head, labels[part], statistics))
             if keeps:
@@ -167,7 +167,7 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _score_buffers(hidden: Tensor, statistics: tuple[Statistic, ...]) -> TokenScores:
-    """Return scores of 0 for the tokens of `hidden` (T, D)."""
+    """Return scores of 0 and False for the tokens of `hidden` (T, D), with the `statistics` that are asked for."""
     zeros = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))
     entropy = torch.zeros_like(zeros) if "entropy" in statistics else None
     return TokenScores(zeros, entropy, zeros.bool() if "top" in statistics else None)

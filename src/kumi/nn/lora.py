@@ -143,7 +143,7 @@ class _Drop(torch.autograd.Function):
 
 
 def _mask(like: Tensor, rate: float, key: int) -> Tensor:
-    """Return a dropout mask like `like`: 0 for a `rate` of the elements, else 1 / (1 - rate)."""
+    """Return a dropout mask of the shape of `like`: each element is 0 with probability `rate`, else 1 / (1 - rate)."""
     generator = torch.Generator(like.device).manual_seed(key)
     return torch.empty_like(like).bernoulli_(1 - rate, generator=generator).mul_(1 / (1 - rate))
 
@@ -203,7 +203,7 @@ def add_adapter_outputs(
     """Return the outputs of `layers`.
 
     `products`: W x of each layer.
-    `downs`: the results of `project_down` of the layers with adapters, in order.
+    `downs`: the results of `project_down` of those layers that have adapters, in order.
     """
     downs_iterator = iter(downs)
     return tuple(

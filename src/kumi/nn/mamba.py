@@ -24,7 +24,7 @@ from kumi.nn.tp_block import UNSHARDED
 from kumi.nn.traced import traced
 from kumi.spec import model
 
-# Largest number of elements of a convolution that are computed at once: (on other devices, on a CPU).
+# Largest number of elements of a convolution that are computed at once: (on devices other than a CPU, on a CPU).
 ELEMENTS_AT_ONCE = (2**26, 2**20)
 
 
@@ -77,7 +77,7 @@ def document_numbers(context: AttentionContext) -> Tensor | None:
 class Convolution(nn.Module):
     """A causal depthwise convolution followed by silu.
 
-    A position sees at most the `conv_kernel` latest positions of its document, itself included.
+    The result at a position depends on at most `conv_kernel` positions of its document: itself and those before it.
     """
 
     def __init__(self, channels: int, spec: model.Mamba, *, device: torch.device | None, dtype: torch.dtype) -> None:
@@ -144,7 +144,7 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor
 def _convolution_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None
 ) -> list[Tensor]:
-    """Return the gradients of input, weight and bias; that of the bias is a tensor even if there is no bias."""
+    """Return the gradients of input, weight and bias; the last is a tensor even if there is no bias."""
     grads = [torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight[:, 0, 0])]
     for part in _blocks(x):
         bias_part = None if bias is None else bias[part]
@@ -200,7 +200,7 @@ def _backward_flops(_: Any, x: tuple[int, ...], weight: tuple[int, ...], *__: An
 
 
 class GatedNorm(nn.Module):
-    """y / rms(y) * weight with y = x * silu(gate). The mean is over `size` channels at a time.
+    """y / rms(y) * weight with y = x * silu(gate). Each rms is that of `size` consecutive channels.
 
     Statistics are in float32 or wider, the result is in the dtype of `x`.
     """

@@ -1,4 +1,4 @@
-"""The state of Mamba layers between tokens, one sequence per slot, for generation. No gradients.
+"""The state of Mamba layers between tokens, one sequence per slot, for generation. It records no gradients.
 
 A sequence keeps the last inputs of the three convolutions and the state of the recurrence. See
 `kumi.nn.attention.cached_attention` for the steps that fill and extend a cache.
@@ -21,7 +21,8 @@ from kumi.nn.mamba_scan import ScanInputs, continue_scan, final_state, scan, sca
 class MambaCache:
     """The state of one layer.
 
-    `tails`: for each convolution, its last inputs (slots, kernel - 1, C), the latest last; zeros before the first one.
+    `tails`: for each convolution, its last inputs (slots, kernel - 1, C), the latest last; zeros in the place of inputs
+        before the sequence's first.
     `states` (slots, H, P, N): the states of the recurrence.
     """
 
@@ -70,8 +71,8 @@ class MambaCache:
 
 
 def _convolve_more(convolution: Convolution, x: Tensor, tail: Tensor) -> Tensor:
-    """Return the convolution (1, T, C) of new tokens `x` after those in `tail` (kernel - 1, C); move the last tokens
-    into `tail`."""
+    """Return the convolution (1, T, C) of new tokens `x` after those in `tail` (kernel - 1, C), and put the last
+    tokens into `tail`."""
     window = torch.cat((tail[None], x), dim=1)
     tail.copy_(window[0, len(window[0]) - len(tail) :])
     out: Tensor = convolution(window, None)[:, len(tail) :]
@@ -79,7 +80,7 @@ def _convolve_more(convolution: Convolution, x: Tensor, tail: Tensor) -> Tensor:
 
 
 def _convolve_token(convolution: Convolution, x: Tensor, tail: Tensor) -> Tensor:
-    """Return the convolution (N, 1, C) of new tokens `x` (N, 1, C) after those in `tail`; move `x` into `tail`."""
+    """Return the convolution (N, 1, C) of new tokens `x` (N, 1, C) after those in `tail`, and put `x` into `tail`."""
     count, dtype = len(x), wide(x.dtype)
     window = torch.cat((tail[:count], x), dim=1)
     tail[:count] = window[:, 1:]

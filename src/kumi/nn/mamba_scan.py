@@ -29,7 +29,7 @@ from kumi.nn.custom_ops import define_op
 from kumi.nn.dtypes import wide
 from kumi.nn.numerics import kernel
 
-# Scores in memory at a time, over all heads: (on other devices, on a CPU, where they should fit in the caches).
+# Scores in memory at a time, over all heads: (on devices other than a CPU, on a CPU, whose caches they should fit).
 SCORES_AT_ONCE = (2**27, 2**19)
 
 
@@ -86,7 +86,7 @@ class _Chunks:
     `b`, `c` (b, m, g, q, n): as in `ScanInputs`, in float32 or wider.
     `sums` (b, m, g, q, r): sum of rate times step from the chunk's start to each position, in float64 if the device has
     it.
-    `visible`: True where position k contributes to position q.
+    `visible` (b, m, 1, 1, q, k), or (q, k) for all: True where position k contributes to position q.
     `from_start` (b, m, g, q, r, 1): decay from the chunk's start to q, 0 across documents.
     `to_end` (b, m, g, q, r, 1): decay from q to the chunk's end, 0 across documents.
     `through` (b, m, g, r, 1, 1): decay from the chunk's start to its end, 0 across documents.
@@ -328,7 +328,10 @@ def _same_document(
 
 
 def _scan_states(written: Tensor, through: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the states (b, m, g, r, p, n) at the starts of the chunks, and the state at the end of the last chunk."""
+    """Return the states (b, m, g, r, p, n) at the starts of the chunks, and the state at the end of the last chunk.
+
+    `written`, `through`: as in `_Chunks`. `state` (b, g, r, p, n): at the start of the first chunk.
+    """
     entering = []
     for added, decay in zip(written.unbind(1), through.unbind(1), strict=True):
         entering.append(state)
@@ -354,9 +357,10 @@ def final_state(inputs: ScanInputs, start: int, stop: int) -> Tensor:
 
 @torch.no_grad()
 def continue_scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return y (1, S, H, P) of the positions of a document after `state` (H, P, N), and the new state.
+    """Return y (1, S, H, P) of positions that continue a document from `state` (H, P, N), and the state after them.
 
-    The recurrence is linear: `state`, decayed to a position, adds its product with c to the result there.
+    The recurrence is linear: `state`, decayed to a position and multiplied by its c, is added to the
+    result there.
     """
     _, steps, rate = _steps(inputs)
     sum_dtype = steps.dtype if steps.device.type == "mps" else torch.float64
@@ -369,7 +373,7 @@ def continue_scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def scan_step(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return y (B, 1, H, P) of one position after `state` (B, H, P, N), and the new state."""
+    """Return y (B, 1, H, P) of the next position of each row after `state` (B, H, P, N), and the state after it."""
     _, steps, rate = _steps(inputs)
     x, b, c = (value[:, 0].to(steps.dtype) for value in inputs[:3])
     rows, heads, channels = x.shape
@@ -420,6 +424,10 @@ SCAN_BACKWARD = define_op(
 )
 
 
+# Index of `chunk` among the arguments after x and b.
+_CHUNK = ScanInputs._fields.index("chunk") - 2
+
+
 def _product_flops(x: tuple[int, ...], b: tuple[int, ...], chunk: int) -> tuple[int, int, int]:
     """Return the FLOPs of one product of scores and x, of one of b and c, and of one of states and x."""
     rows, length, heads, channels = x
@@ -431,11 +439,11 @@ def _product_flops(x: tuple[int, ...], b: tuple[int, ...], chunk: int) -> tuple[
 @register_flop_formula(torch.ops.kumi.mamba_scan)
 def _scan_flops(x: tuple[int, ...], b: tuple[int, ...], *rest: Any, **_: Any) -> int:
     """Return the FLOPs of the forward pass, as `kumi.spec.op.Op.forward_flops` counts them."""
-    scores, pairs, states = _product_flops(x, b, rest[6])
+    scores, pairs, states = _product_flops(x, b, rest[_CHUNK])
     return scores + pairs + 2 * states
 
 
 @register_flop_formula(torch.ops.kumi.mamba_scan_backward)
 def _scan_backward_flops(_: Any, x: tuple[int, ...], b: tuple[int, ...], *rest: Any, **__: Any) -> int:
-    scores, pairs, states = _product_flops(x, b, rest[6])
+    scores, pairs, states = _product_flops(x, b, rest[_CHUNK])
     return 2 * scores + 3 * pairs + 6 * states

@@ -1,6 +1,7 @@
 """Mixture of experts: a router, routed experts, and a shared expert.
 
-No token is dropped: T tokens that each choose k experts give T * k rows, sorted by expert. Each step can be replaced:
+No token is dropped: T tokens that each choose k experts give T * k rows, sorted by expert. Each of these steps can
+be replaced:
 
     router(x)                       Routing: the chosen experts and their weights
     exchange.dispatch(x, routing)   rows sorted by expert, and the number of rows of each expert

@@ -24,7 +24,7 @@ class NF4Matrix(nn.Module):
     `codes`: (blocks, 32) uint8, two elements a byte; the last block is filled up with zeros.
     `scales`: (blocks, 4) uint8, the bytes of a float32 for each block. As bytes, because FSDP2 casts floats when it
         gathers them.
-    `dtype`: of the unpacked matrix.
+    `dtype`: that of the unpacked matrix.
     `unpack`: unpacks codes and scales; can be replaced.
 
     Sharding codes and scales along dim 0 leaves each block complete, so it does not change the values.

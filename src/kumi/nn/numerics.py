@@ -1,4 +1,4 @@
-"""The numerics of this process: by which kernels it computes (see `kumi.spec.numerics`).
+"""The numerics of this process: the kernels and libraries by which it computes (see `kumi.spec.numerics`).
 
 Until `use_numerics` is called, a CPU multiplies float32 matrices by PyTorch's default library and computes attention in
 blocks. Until `use_kernels` is called, all operations of `kumi.spec.numerics.KERNELS` are PyTorch's.
@@ -20,7 +20,7 @@ from kumi.spec.numerics import KERNEL_PACKAGES, KERNELS, Numerics, attention_cas
 
 # The attention cases (see `kumi.spec.numerics.attention_case`) that PyTorch's flash kernel computes.
 _flash: frozenset[str] = frozenset()
-# Experts' products are computed by PyTorch's default library, although others are by oneDNN.
+# True if PyTorch's default library computes experts' products, and oneDNN the others.
 _mixed = False
 # Operation -> the module that computes it.
 _kernels: dict[str, ModuleType] = {}
@@ -84,8 +84,8 @@ def uses_flash(dtype: torch.dtype, length: float) -> bool:
 def use_kernels(kernels: Sequence[tuple[str, str]]) -> None:
     """Compute the operations in `kernels` by their implementations, and all others by PyTorch's operations.
 
-    Settings that are switched off, and newer versions of flash attention, are for the caller. Raise ConfigError if a
-    kernel's package cannot be imported.
+    Of the other pairs, ("attention", "masked") switches packed flash attention off. The caller sees to the rest: newer
+    versions of flash attention, and settings that are off. Raise ConfigError if a kernel's package cannot be imported.
     """
     global _kernels
     _kernels = {name: load_kernel(name, implementation) for name, implementation in kernels if name in KERNELS}

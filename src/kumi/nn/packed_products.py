@@ -2,7 +2,8 @@
 
 A decode step multiplies a few rows with every weight. PyTorch's libraries rearrange a weight for their kernels in every
 product, which takes longer than multiplying a few rows with it. oneDNN can keep the rearranged weight. Weights with the
-same input, such as those of queries, keys and values, become one. The packed weights are a second copy.
+same input, such as those of queries, keys and values, become one weight. The packed weights are copies: the originals
+stay in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kumi.nn.decoder import Decoder
 from kumi.nn.linear import Linear, linears
 from kumi.nn.tp_block import UNSHARDED, Projections
 
-# From this many rows on, rearranging a weight takes little of a product's time.
+# From this many rows on, rearranging a weight takes little of a product's time, and PyTorch's product is used.
 _MANY_ROWS = 128
 
 
@@ -88,7 +89,7 @@ class _PackedProjections(Projections):
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        # By the first layer: the product, its bias, and the sizes of the layers' outputs.
+        # id of the first of the layers -> their common product, its bias, and the sizes of the layers' outputs.
         self.products: dict[int, tuple[_PackedProduct, Tensor | None, list[int]]] = {}
 
     def column_linear(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:

@@ -108,7 +108,8 @@ def frequencies(rope: Rope, size: int, device: torch.device | None = None, lengt
 
 
 def _longrope(rope: Rope, powers: Tensor, length: int | Tensor) -> Tensor:
-    """Scale each pair by its own factor; documents longer than the original context use other factors.
+    """Scale each pair by its own factor of `long_factor` in documents longer than the original context, else of
+    `short_factor`.
 
     The operations are in the order of transformers', so that the results are identical bit for bit.
     """

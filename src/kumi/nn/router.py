@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from kumi.nn.dtypes import wide
 from kumi.spec import model
 
-# transformers adds this to the sum of sigmoids before dividing by it.
+# transformers adds this to the sum of the chosen sigmoids before it divides the weights by the sum.
 _TINY = 1e-20
 
 
@@ -46,7 +46,8 @@ class Balance:
     `counts` (X,) int64: choices since the last reset.
     `loss`: weighted auxiliary loss since the last reset.
 
-    The statistics are updated in the backward pass, so that recomputation counts nothing twice and evaluation nothing.
+    The statistics are updated in the backward pass, so that recomputation counts no choice twice and evaluation
+    counts none.
     """
 
     weight: float = 0.0

@@ -1,4 +1,4 @@
-"""Log-probs at a temperature, by which a sampler divides the logits before it draws from them."""
+"""Log-probs at a temperature: the number by which a sampler divides the logits before it draws tokens."""
 
 from __future__ import annotations
 

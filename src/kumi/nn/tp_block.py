@@ -26,7 +26,7 @@ class Projections:
         return tuple(layer(x) for layer in layers)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Return `x` for use by every rank of the block: an activation that is computed without a sharded matrix."""
+        """Return `x`, which every rank computes without a sharded matrix, for use by every rank of the block."""
         return x
 
     def row_linear(self, x: Tensor, layer: Linear) -> Tensor:
