@@ -129,7 +129,10 @@ def _findings(here: Here, checks: Sequence[Check], until: float) -> list[Finding
 
 
 def _together(check: Check, here: Here, fleet: Fleet, before: Sequence[Finding]) -> Finding:
-    """Return the finding of a check that all nodes make at the same time, unless a check that it needs has failed."""
+    """Return the finding of a check that all nodes make at the same time.
+
+    Its verdict is "skip" if a check that it needs has failed.
+    """
     failed = [finding.name for finding in before if finding.name in check.needs and finding.verdict == "fail"]
     if failed:
         return Finding(check.name, f"not measured, since {' and '.join(failed)} failed", "", "skip", "")

@@ -90,11 +90,14 @@ class Meeting:
         return {self.seat.node: value}
 
     def call(self, node: int, topic: str, seconds: float) -> Any:
-        """Return the reply of `node`, which is in `answer` with the same `topic`. For node 0."""
+        """Return the reply of `node`, which is in `answer` with the same `topic`; None if it is lost. For node 0."""
         raise NotImplementedError("a meeting of one node has no other to call")
 
     def answer(self, topic: str, reply: Callable[[], Any], seconds: float) -> None:
-        """Reply to each call of node 0 with `topic` until it calls "end". For nodes other than 0."""
+        """Reply to each call of node 0 with `topic` until it calls "end". For nodes other than 0.
+
+        Raise CommunicationError if no call comes within `seconds`, or if node 0 left.
+        """
         raise NotImplementedError("a meeting of one node has nobody to answer")
 
     def close(self) -> None:

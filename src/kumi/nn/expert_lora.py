@@ -23,8 +23,8 @@ class LoraExperts(Experts):
 
     `loras`: the settings of each matrix with an adapter, by its name. The adapter of the matrix `name` (X, out, in)
     consists of the parameters `name`_lora_A (X, in, r) and `name`_lora_B (X, out, r). `r` is last in both, because ZeRO
-    shards the dim after the experts, and `r` may be less than the number of ranks. If `uses_adapter` is
-    False, only the frozen experts are computed.
+    shards the dim after the experts, and `r` may be less than the number of ranks. If `uses_adapter` is False,
+    only the frozen experts are computed.
     """
 
     def __init__(self, old: Experts, loras: Mapping[str, Lora], *, dtype: torch.dtype) -> None:

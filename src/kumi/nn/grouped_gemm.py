@@ -63,9 +63,8 @@ class _AddExpertBias(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (counts,) = ctx.saved_tensors
         # Sum the groups by a product with ones: kernels accumulate in float32, in a fixed order, without a copy.
-        sums = GROUPED_OUTER(grad.contiguous(), grad.new_ones(len(grad), _ONES_COLUMNS), counts, row_ends(counts))[
-            ..., 0
-        ]
+        ones = grad.new_ones(len(grad), _ONES_COLUMNS)
+        sums = GROUPED_OUTER(grad.contiguous(), ones, counts, row_ends(counts))[..., 0]
         return grad, sums.to(ctx.dtype), None, None
 
 

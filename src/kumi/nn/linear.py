@@ -38,8 +38,8 @@ class Linear(nn.Module):
     `defers_wgrad`: allow the backward pass to defer the gradient of a trained weight.
     `deferred_wgrads`: the list of deferred gradients; None to compute them at once.
     `packed`: the matrix if it is quantised; `weight` is then removed.
-    `weight_copy`: a copy of the weight in another dtype, which the layer's owner updates with the weight; None to cast the
-        weight in each forward pass.
+    `weight_copy`: a copy of the weight in another dtype, which the layer's owner updates with the weight; None to cast
+        the weight in each forward pass.
     """
 
     weight: nn.Parameter

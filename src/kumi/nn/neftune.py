@@ -5,8 +5,8 @@
 L is the number of tokens of the document that a token belongs to. Hugging Face's trainers take the length of the padded
 row; for a row that is one document without padding, both are equal.
 
-The noise of a step is a function of the seed, the step, the row of the step and the position in the row. It is drawn in
-blocks of positions, so that a rank with a part of a row draws only the blocks of this part.
+The noise of a token is a function of the seed, the step, the row's index in the step and the position in the row. It is
+drawn in blocks of positions, so that a rank that has a part of a row draws only the blocks of this part.
 """
 
 from __future__ import annotations

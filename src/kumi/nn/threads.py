@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 def run_in_threads(parts: Sequence[Callable[[], _T]]) -> list[_T]:
     """Return the results of `parts`, in order. Raise the first exception of a part.
 
-    Several threads record no gradients.
+    Gradients are not recorded in several threads; with one thread, the caller's setting counts.
     """
     if len(parts) == 1 or torch.get_num_threads() == 1:
         return [part() for part in parts]

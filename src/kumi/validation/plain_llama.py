@@ -42,8 +42,8 @@ class PlainLayer(nn.Module):
         normed = self.norm_1(x)
         q, k, v = (self._split(layer(normed)) for layer in (self.q, self.k, self.v))
         q, k = (_rotated(states, cos, sin) for states in (q, k))
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         normed = self.norm_2(x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))  # type: ignore[no-any-return]
 

@@ -54,11 +54,12 @@ def make_run(
 ) -> ResolvedRun:
     """Return a run of `layout`, without checking that it fits the memory.
 
+    `config`: the model's config.json.
     `microbatch`: rows of a microbatch; `microbatches`: how many of them a rank computes in a step.
     `lora`: train these adapters of the model, whose weights are frozen.
     """
     tokens = seq_len * microbatch * microbatches * layout.dp
-    written = from_dict(
+    run_config = from_dict(
         {
             "name": "benchmark",
             "model": {"config": config, "init": "random"},
@@ -70,14 +71,14 @@ def make_run(
         }
     )
     cluster = replace(this_cluster(), devices_per_node=layout.world_size)
-    optim = choose_optim(written.optim, 1)
+    optim = choose_optim(run_config.optim, 1)
     model = families.from_hf(config)
     adapted = model if lora is None else with_adapters(model, lora)
     job = Job(adapted, cluster, BatchSpec(seq_len, tokens), PRECISIONS[precision], optim)
     device = with_peak_flops(cluster.device, job.precision.matmul_dtype)
     layout = replace(layout, microbatch=microbatch, recompute=recompute)
     estimated = estimate(replace(job, cluster=replace(cluster, device=device)), layout)
-    return ResolvedRun(written, config, None, job, estimated)
+    return ResolvedRun(run_config, config, None, job, estimated)
 
 
 @cache

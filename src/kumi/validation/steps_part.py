@@ -17,7 +17,7 @@ from kumi.validation.timed_step import measured_row, validated_device
 
 
 class _Variant(NamedTuple):
-    """A way to run the steps of a part: `changes` of its case. `plain`: by the plain loop."""
+    """A way to run the steps of a part: `changes` of its case. `plain`: by the plain loop (`plain_llama`)."""
 
     what: str
     changes: dict[str, Any]
@@ -72,16 +72,16 @@ def rows_of_adapters(setting: Setting) -> Rows:
 def _rows(case: StepCase, variants: Sequence[_Variant], setting: Setting) -> Iterator[Row]:
     """Yield a row for each variant, with the sizes at which the first fits: of kumi's, it needs the most memory."""
     device = validated_device(setting)
-    shared = _sizes(case, variants, device, setting)
+    sized = _sizes(case, variants, device, setting)
     failures: list[Exception] = []
     for variant in variants:
-        if shared is None:
+        if sized is None:
             yield {"what": f"{variant.what}: no size fits the free memory"}
             continue
         if setting.tiny and "compile" in variant.changes:
             yield {"what": f"{variant.what}: left to the part compile on a CPU, where compilers take a minute"}
             continue
-        case = replace(shared, **variant.changes)
+        case = replace(sized, **variant.changes)
         try:
             yield measured_row(variant.what, case, device, setting.seconds, plain=variant.plain)
         except Exception as error:  # the other variants may work

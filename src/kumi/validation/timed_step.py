@@ -1,4 +1,4 @@
-"""Time training steps on random weights and tokens: kumi's step, and that of the plain loop."""
+"""Time training steps on random weights and tokens: kumi's step, and that of the plain loop (`plain_llama`)."""
 
 from __future__ import annotations
 

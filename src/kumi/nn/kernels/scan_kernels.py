@@ -293,9 +293,9 @@ def key_gradients(
     """Write the gradients of x (B, length, heads, P) and b (B, length, groups, N), and four dot products.
 
     `grad_states` (B, M, heads, P, N): the gradient of the state after each chunk.
-    `dots` (4, B, M, CHUNK, heads), the four blocks `spacing` numbers apart: the gradient of step * x times x, what the
-    position adds to the state times the state's gradient, y's gradient times x, and what the position contributes to
-    the results of its chunk times their gradients. The last adds up the very products that `query_gradients` adds up
+    `dots` (4, B, M, CHUNK, heads), the four blocks `spacing` numbers apart: (gradient of step * x) . x, (what the
+    position adds to the state) . (the state's gradient), (gradient of y) . x, and (what the position contributes to
+    the results of its chunk) . (their gradients). The last adds up the very products that `query_gradients` adds up
     for each result: the one is subtracted from the other, and products with other rounding would leave TF32's error.
     A program computes BLOCK positions of a chunk for all heads of a group.
     """
