@@ -147,8 +147,7 @@ def fused_rms_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tens
 
 
 def has_varlen(q: Tensor) -> bool:
-    """Return True if PyTorch's variable-length attention supports `q`: in 16 bits, on a GPU that can do
-    "packed flash attention"."""
+    """Return True if PyTorch's variable-length attention supports `q`: in 16 bits, on a GPU that can compute it."""
     return q.dtype in (torch.bfloat16, torch.float16) and can(q.device, "packed flash attention")
 
 

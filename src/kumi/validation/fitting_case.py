@@ -95,7 +95,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def tiny(case: StepCase) -> StepCase:
-    """Return `case` with a tiny model, of which any machine trains a step in a moment."""
+    """Return `case` with a tiny model and short rows, so that any machine trains a step in a moment."""
     config = TINY_EXPERTS if "num_experts" in case.config else TINY
     layers = case.layout.pp * case.layout.stages if case.layout.pp > 1 else None
     return replace(case, config=config, layers=layers, seq_len=64)

@@ -25,7 +25,7 @@ from kumi.validation.model_shapes import LLAMA_8B
 from kumi.validation.numbers_part import differences, near
 from kumi.validation.part import Row, Rows, Setting, Skipped, Value
 from kumi.validation.timed_step import fresh, prepared, timed
-from kumi.validation.tiny_steps import TinyCase, tiny_steps
+from kumi.validation.tiny_steps import ROWS, TinyCase, tiny_steps
 
 # More devices than this teach nothing that fewer do not.
 _MOST = 8
@@ -71,9 +71,9 @@ def _cases(count: int, device: str) -> dict[str, TinyCase]:
         "cp": TinyCase(Layout(cp=count, zero=1)),
         "ep": TinyCase(Layout(dp_shard=count, ep=count, zero=1), "experts"),
     }
-    # A case of tiny steps has 8 rows, so a rank has 8 / dp of them.
+    # A rank has ROWS / dp rows of a batch, and at most as many microbatches.
     limited = {
-        name: replace(case, microbatches=min(case.microbatches, 8 // case.layout.dp)) for name, case in cases.items()
+        name: replace(case, microbatches=min(case.microbatches, ROWS // case.layout.dp)) for name, case in cases.items()
     }
     return {name: case for name, case in limited.items() if device == "cuda" or not case.comm.async_tp}
 

@@ -16,6 +16,7 @@ from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpe
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 
+# Tokens of the vocabulary; rows of a batch of all ranks, and tokens of a row; steps.
 VOCAB, ROWS, LENGTH, STEPS = 256, 8, 64, 3
 _ROPE = Rope(10000.0)
 _PLAIN = Attention(4, 2, 16, _ROPE, qk_norm=True)
