@@ -1,6 +1,7 @@
 """Run a test of Triton kernels in a forked child: interpreted on the CPU, or with the compiler for GPUs.
 
-Triton decides when it is imported whether kernels are interpreted, so the test process itself must not import it.
+Triton decides when it is imported whether kernels are interpreted, and an operator of PyTorch is defined only once in a
+process. So the test process itself must not import modules of `kumi.nn.kernels`.
 """
 
 from __future__ import annotations
@@ -49,15 +50,32 @@ def _in_child(test: Callable[..., None], interpret: str) -> Callable[..., None]:
 
 def _enter(test: Callable[..., None], interpret: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     os.environ["TRITON_INTERPRET"] = interpret
-    for name in [name for name in sys.modules if _is_ours(name)]:
-        del sys.modules[name]  # of another test, in the other mode
+    ours = [name for name in sys.modules if name.startswith("kumi.nn.kernels.")]
+    assert not ours, f"{ours} were imported in the test process, by a test that is not `interpreted` or `compiling`"
+    for name in [name for name in sys.modules if _is_library(name)]:
+        del sys.modules[name]  # PyTorch's compiler may have imported it, in the other mode
     warnings.filterwarnings("error", category=RuntimeWarning)  # numbers that are not finite, in the interpreter
+    if interpret == "1":
+        _index_by_one_number()
     test(*args, **kwargs)
 
 
-def _is_ours(name: str) -> bool:
-    """Return True for modules that depend on the mode. Triton's library in C++ cannot be loaded twice."""
-    return name.startswith("kumi.nn.kernels.") or (name.split(".")[0] == "triton" and not name.startswith("triton._C"))
+def _index_by_one_number() -> None:
+    """Let loops of interpreted kernels count by tensors of one number: NumPy 2.5 refuses Triton 3.6 to convert them."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, *args: Any) -> None:
+        patch(tensor, *args)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patch_with_index
+
+
+def _is_library(name: str) -> bool:
+    """Return True for modules of Triton that depend on the mode. Its library in C++ cannot be loaded twice."""
+    return name.split(".")[0] == "triton" and not name.startswith("triton._C")
 
 
 # Architectures of GPUs for which kernels are compiled, and the shared memory of a block (CUDA's programming guide).
