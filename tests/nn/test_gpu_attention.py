@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kumi.nn.attention import flash_partial, grouped_query
-from kumi.nn.attention.attention_context import Segments, document_bounds, segments, visible
+from kumi.nn.attention.attention_context import OnHost, Segments, document_bounds, segments, visible
 from kumi.nn.attention.grouped_query import attend
 
 ROWS, LENGTH = 2, 11
@@ -117,4 +117,4 @@ def test_without_flash_no_kernel_gets_fewer_key_heads(monkeypatch):
 def test_the_host_knows_the_boundaries_without_reading_the_device():
     given = segments(torch.zeros(ROWS, LENGTH), DOCUMENTS, (0, 4, 5, 11, 22))
     assert given.cu_seqlens_list == segments(torch.zeros(ROWS, LENGTH), DOCUMENTS).cu_seqlens_list == [0, 4, 5, 11, 22]
-    assert Segments(DOCUMENTS, torch.zeros(1), [0, 11, 22]).cu_seqlens_list == [0, 11, 22]
+    assert Segments(DOCUMENTS, torch.zeros(1), OnHost([0, 11, 22])).cu_seqlens_list == [0, 11, 22]

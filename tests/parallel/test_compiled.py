@@ -11,7 +11,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.nn.attention import varlen
 
 from kumi.nn.attention import flash_partial, grouped_query
-from kumi.nn.attention.attention_context import Segments, document_bounds
+from kumi.nn.attention.attention_context import OnHost, Segments, document_bounds
 from kumi.nn.attention.grouped_query import attend
 from kumi.parallel import RankInfo, build, build_mesh, clip_gradients, compiled, pipeline
 from kumi.spec.layout import Layout
@@ -43,7 +43,7 @@ def _on_device(tokens, document_ids, cu_seqlens=None):
     """The attention function of a batch on a GPU, with the boundaries as a tensor."""
     rows, length = tokens.shape
     bounds = list(cu_seqlens or range(0, rows * length + 1, length))
-    return partial(attend, Segments(document_ids, torch.tensor(bounds, dtype=torch.int32), bounds))
+    return partial(attend, Segments(document_ids, torch.tensor(bounds, dtype=torch.int32), OnHost(bounds)))
 
 
 @pytest.fixture

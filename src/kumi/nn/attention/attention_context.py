@@ -81,6 +81,17 @@ class RecurrentMemory(Protocol):
         """Return the result (B, S, H, P) of the recurrence."""
 
 
+class OnHost:
+    """The document boundaries of a batch in the host's memory, as an object whose content compiled layers ignore.
+
+    PyTorch's compiler looks at a plain list that reaches a checkpointed layer, and compiles the layer again for every
+    other number of documents: version 2.11, even if no operation reads the list.
+    """
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        self.bounds = list(bounds)
+
+
 @dataclass(frozen=True)
 class Segments:
     """The document boundaries of a batch, computed once and used by every layer.
@@ -89,20 +100,20 @@ class Segments:
     row starts a document. `cu_seqlens` is a list on the CPU, an int32 tensor for variable-length attention on CUDA, and
     None on other devices.
     `document_ids` (B, S): changes at each boundary within a row; None if every row is one document.
-    `host_cu_seqlens`: `cu_seqlens` in the host's memory; None if only the device has it.
+    `on_host`: `cu_seqlens` in the host's memory; None if only the device has it.
     `block_masks`: the masks of FlexAttention by window, where compiled layers use them (see `kumi.nn.attention.flex`).
     """
 
     document_ids: Tensor | None
     cu_seqlens: list[int] | Tensor | None
-    host_cu_seqlens: list[int] | None = None
+    on_host: OnHost | None = None
     block_masks: Mapping[int | None, Any] = field(default_factory=dict)
 
     @cached_property
     def cu_seqlens_list(self) -> list[int]:
         """`cu_seqlens` as a list. If only the device has it, the first access waits for the device."""
-        if self.host_cu_seqlens is not None:
-            return self.host_cu_seqlens
+        if self.on_host is not None:
+            return self.on_host.bounds
         assert self.cu_seqlens is not None
         return self.cu_seqlens.tolist() if isinstance(self.cu_seqlens, Tensor) else self.cu_seqlens
 
@@ -191,13 +202,12 @@ def segments(tokens: Tensor, document_ids: Tensor | None, cu_seqlens: Sequence[i
         if device.type == "cpu":
             return Segments(None, list(starts))
         on_device = torch.arange(starts.start, starts.stop, starts.step, dtype=torch.int32, device=device)
-        return Segments(None, on_device, list(starts))
+        return Segments(None, on_device, OnHost(starts))
     if cu_seqlens is not None:
-        on_host = list(cu_seqlens)
         if device.type == "cpu":
-            return Segments(document_ids, on_host)
-        on_device = torch.tensor(on_host, dtype=torch.int32).to(device, non_blocking=True)
-        return Segments(document_ids, on_device, on_host)
+            return Segments(document_ids, list(cu_seqlens))
+        on_device = torch.tensor(cu_seqlens, dtype=torch.int32).to(device, non_blocking=True)
+        return Segments(document_ids, on_device, OnHost(cu_seqlens))
     bounds = document_bounds(document_ids)
     return Segments(document_ids, bounds.tolist() if device.type == "cpu" else bounds)
 
