@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from kumi.dryrun.observed_messages import Message, message_of
+from kumi.nn.attention.attention_operators import attention_backward_flops, attention_flops
 from kumi.parallel.stage_modules import local_shard
 from kumi.parallel.token_collectives import IMPLEMENTATIONS
 
@@ -36,6 +37,12 @@ STATES = ("params", "grads", "optimizer", "reference", "critic")
 _COMPOSITE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 # In-place matmuls, which PyTorch's FLOP formulas lack -> the operator with the same formula.
 _IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
+# Operator of attention -> its formula, and the number of its first arguments (B, H, S, E), which the formula takes as
+# (B, S, H, E). PyTorch 2.11's own formulas refuse fewer heads of keys than of queries.
+_ATTENTION: dict[Any, tuple[Callable[..., int], int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention: (attention_flops, 3),
+    torch.ops.aten._scaled_dot_product_flash_attention_backward: (attention_backward_flops, 4),
+}
 # Value that `.item()` of a fake tensor returns, by dtype; other floats give 0.5, other integers 1.
 _NUMBERS: dict[torch.dtype, float | bool] = {torch.bool: True}
 
@@ -143,7 +150,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, Tensor):
                 self._add(tensor, kind)
         formula = flop_registry.get(_IN_PLACE.get(func._overloadpacket, func._overloadpacket))
-        if formula is not None:
+        if func._overloadpacket in _ATTENTION:
+            of_attention, tensors = _ATTENTION[func._overloadpacket]
+            self.flops[func._opname] += of_attention(
+                *((b, s, h, e) for b, h, s, e in (x.shape for x in args[:tensors]))
+            )
+        elif formula is not None:
             self.flops[func._opname] += formula(*args, **kwargs, out_val=out)
         if func.namespace == "c10d":
             message = message_of(func, args)
