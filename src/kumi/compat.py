@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,10 +69,15 @@ def name_of_group(args: tuple[Any, ...]) -> str:
 
 
 def keep_integers_in_fsdp() -> None:
-    """Let FSDP2 gather integer parameters in their dtype; 2.11 casts them to `MixedPrecisionPolicy.param_dtype`."""
+    """Let FSDP2 shard integer parameters and gather them in their dtype.
+
+    2.11 asks for gradients of every shard at first, and casts integers to `MixedPrecisionPolicy.param_dtype`.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-    original = FSDPParam.init_dtype_attrs
+    original: Callable[..., None] = FSDPParam.init_dtype_attrs
+    shard: Callable[..., None] = FSDPParam._init_sharded_param
     if getattr(original, "keeps_integers", False) or "is_floating_point" in inspect.getsource(original):
         return
 
@@ -79,8 +86,18 @@ def keep_integers_in_fsdp() -> None:
         if not param.orig_dtype.is_floating_point:
             param.param_dtype = None
 
+    def init_sharded_param(param: Any, whole: Tensor, *args: Any) -> None:
+        names: Any = _fsdp_param
+        if not whole.dtype.is_floating_point:
+            names.nn = SimpleNamespace(Module=nn.Module, Parameter=partial(nn.Parameter, requires_grad=False))
+        try:
+            shard(param, whole, *args)
+        finally:
+            names.nn = nn
+
     init_dtype_attrs.keeps_integers = True  # type: ignore[attr-defined]
     FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign, assignment]
+    FSDPParam._init_sharded_param = init_sharded_param  # type: ignore[method-assign, assignment]
 
 
 def reshards_after_forward(module: nn.Module) -> bool:
