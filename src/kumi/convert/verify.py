@@ -137,9 +137,10 @@ def _transformers_logits(model_class: Any, folder: Path, prompts: Tensor) -> Ten
             # transformers maps the names of experts by it.
             config, _ = model_class.config_class.get_config_dict(folder, local_files_only=True)
             config = model_class.config_class.from_dict(config | {"model_type": model_class.config_class.model_type})
-            model = model_class.from_pretrained(
-                folder, config=config, dtype=torch.float32, local_files_only=True
-            ).eval()
+            options: dict[str, Any] = {"config": config, "dtype": torch.float32, "local_files_only": True}
+            if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+                options["attn_implementation"] = "eager"  # version 5.17 takes PyTorch's, which has no softcap
+            model = model_class.from_pretrained(folder, **options).eval()
         except (OSError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise ModelError(f"{folder}: transformers does not load it as {model_class.__name__}: {reason}") from error
