@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from tests.doctor.nodes import examine_nodes
 
+from kumi.doctor import speed_checks
 from namespaces import enter_namespace, ip, switched_namespaces
 
 ADDRESSES = ("10.67.0.1", "10.67.0.2", "10.67.0.3")
@@ -68,3 +70,22 @@ def test_a_slow_link(networks, tmp_path):
     assert finding["verdict"] == "fail"
     assert 2 in finding["nodes"]
     assert finding["value"].startswith("node 2 (")
+
+
+def test_nodes_stop_to_measure_speeds_together():
+    """A device of another node failed, so that node measures no more; this one does not wait for it again."""
+    topics = []
+
+    def exchange(topic, own, seconds):
+        topics.append(topic)
+        return {0: own, 1: {"rates": {"GPU 0": 10e12}, "failed": True}}
+
+    workers = SimpleNamespace(
+        processes={0: None}, send=lambda *request: None, receive=lambda seconds: {0: {"rate": 1e12, "cpu_share": 1.0}}
+    )
+    here = SimpleNamespace(
+        workers=workers, devices=SimpleNamespace(kind="cuda"), smi="", meeting=SimpleNamespace(exchange=exchange)
+    )
+    reading = speed_checks.device_speed(here)
+    assert topics == ["speeds 0"]
+    assert reading.value["rates"] == {"GPU 0": 1e12}

@@ -39,7 +39,8 @@ def interface(here: Here) -> Reading:
     problems = list(_unknown_interfaces(here.environ))
     names = chosen.split(",") if chosen else [routed or ""]
     if "lo" in names and not _is_loopback(host):
-        problems.append(f"GLOO_SOCKET_IFNAME={chosen} is the loopback interface, which no other machine can reach")
+        where = f"GLOO_SOCKET_IFNAME={chosen} has" if chosen else f"messages to {host} take"
+        problems.append(f"{where} the loopback interface, which no other machine can reach")
     shown = f"{', '.join(filter(None, names)) or 'unknown'} to {host}"
     return Reading({"shown": shown, "loopback": _is_loopback(host), "machine": machine_id()}, problems=tuple(problems))
 

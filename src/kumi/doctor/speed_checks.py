@@ -41,9 +41,12 @@ def device_speed(here: Here) -> Reading:
         for device, reply in replies.items():
             if "rate" in reply and reply["rate"] > best.get(_device_name(here, device), 0.0):
                 best[_device_name(here, device)], shares[_device_name(here, device)] = reply["rate"], reply["cpu_share"]
-        all_rates = here.meeting.exchange(f"speeds {attempt}", best, seconds=_SECONDS + _LATE_SECONDS + 5.0)
-        rates = [rate for rates in all_rates.values() for rate in rates.values()]
-        if error or not rates or min(rates) > (1 - NOTICED) * median(rates):
+        own = {"rates": best, "failed": bool(error)}
+        told = here.meeting.exchange(f"speeds {attempt}", own, seconds=_SECONDS + _LATE_SECONDS + 5.0)
+        rates = [rate for node in told.values() for rate in node["rates"].values()]
+        # All nodes decide alike: a node that stopped alone would be lost to those that measure again.
+        failed = any(node["failed"] for node in told.values())
+        if failed or not rates or min(rates) > (1 - NOTICED) * median(rates):
             break
     if error:
         return Reading(best, problems=(error,))
