@@ -163,6 +163,7 @@ REASONS: dict[str, list[str]] = {
         "train/export_probe.py write_probe",
     ],
     "a folder that kumi wrote just now, read by transformers to compare": ["convert/verify.py _transformers_logits"],
+    "kumi's own code": ["validation/shareable.py own_words"],
 }
 
 
