@@ -20,7 +20,7 @@ from kumi.config.resolve import open_run
 from kumi.config.run_length import run_mixture
 from kumi.convert.load_weights import load_decoder
 from kumi.nn.nf4 import quantize_linears
-from kumi.rollout.group import numbers
+from kumi.rollout.group import as_array
 from kumi.rollout.prompt_sampler import PromptSampler
 from kumi.storage.checkpoint import open as open_checkpoint
 from kumi.train.prepare_data import open_data
@@ -98,8 +98,8 @@ def batch_of(folder, kind):
     replies = [reply for group in state["groups"] for reply in group["replies"]]
     return (
         prompts,
-        [numbers(reply["ids"]) for reply in replies],
-        [numbers(reply["log_probs"]) for reply in replies],
+        [as_array(reply["ids"]) for reply in replies],
+        [as_array(reply["log_probs"]) for reply in replies],
         state,
     )
 
@@ -123,7 +123,7 @@ def loaded(source, kind):
 def test_adapters_are_on_in_the_decoder_and_off_in_the_reference(trained, kind):
     folder = trained(kind)
     prompts, replies, sampled, state = batch_of(folder, kind)
-    old, reference = numbers(state["old"]), numbers(state["reference"])
+    old, reference = as_array(state["old"]), as_array(state["reference"])
     # The first of two updates has its old log-probs itself, so the batch has those of the other half of the replies.
     stored = ~np.isnan(old)
     assert stored.sum() == len(old) // 2

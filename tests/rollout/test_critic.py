@@ -15,7 +15,7 @@ from kumi.config import load
 from kumi.config.resolve import open_run
 from kumi.config.run_length import run_mixture
 from kumi.convert.open_model import open_source
-from kumi.rollout.group import numbers
+from kumi.rollout.group import as_array
 from kumi.rollout.prompt_sampler import PromptSampler
 from kumi.storage.checkpoint import open as open_checkpoint
 from kumi.train.prepare_data import open_data
@@ -58,11 +58,11 @@ class Batch:
             store = open_data(run)
             sampler = PromptSampler(run_mixture(run.config, store), store.train_names)
             self.prompts = [list(sampler.prompt(group["prompt"]).ids) for group in state["groups"] for _ in range(SIZE)]
-        self.replies = [numbers(reply["ids"]) for group in state["groups"] for reply in group["replies"]]
+        self.replies = [as_array(reply["ids"]) for group in state["groups"] for reply in group["replies"]]
         self.rewards = [reward for group in state["groups"] for reward in group["rewards"]]
         cuts = np.cumsum([len(reply) for reply in self.replies])[:-1]
         self.old, self.reference, self.values = (
-            np.split(numbers(state[name]), cuts) for name in ("old", "reference", "values")
+            np.split(as_array(state[name]), cuts) for name in ("old", "reference", "values")
         )
         self.advantages, self.returns = self._targets()
 
@@ -199,7 +199,7 @@ def test_the_critic_is_exported_and_another_run_begins_from_it(trained, tmp_path
     assert train(tmp_path / "next", **settings) == 0
     state = open_checkpoint(checkpoint_of(tmp_path / "next", 1)).meta["rollouts"]
     begun = Batch.__new__(Batch)
-    begun.replies = [numbers(reply["ids"]) for group in state["groups"] for reply in group["replies"]]
+    begun.replies = [as_array(reply["ids"]) for group in state["groups"] for reply in group["replies"]]
     with contextlib.chdir(tmp_path / "next"):
         run = open_run(load(rollout_file(tmp_path / "next", **settings)))
         store = open_data(run)
@@ -207,7 +207,7 @@ def test_the_critic_is_exported_and_another_run_begins_from_it(trained, tmp_path
         begun.prompts = [list(sampler.prompt(group["prompt"]).ids) for group in state["groups"] for _ in range(SIZE)]
     decoder = open_source(exported).decoder(torch.float64).eval()
     values = np.concatenate([begun.outputs(decoder, number) for number in range(GROUPS * SIZE)])
-    assert numbers(state["values"]) == pytest.approx(values, rel=1e-6, abs=1e-9)
+    assert as_array(state["values"]) == pytest.approx(values, rel=1e-6, abs=1e-9)
 
 
 def test_a_run_without_a_critic_has_none_to_export(tmp_path, capsys):

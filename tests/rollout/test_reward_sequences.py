@@ -112,7 +112,7 @@ def test_scores_are_those_of_transformers_in_any_company(tmp_path):
         reader = weights_reader(tmp_path, spec)
         own = build(spec, MESH, Precision("rewards", *["float64"] * 3), weights=reader, frozen=True)
         assert not any(parameter.requires_grad for parameter in own.parameters())
-        read = [TokenLimits(320, 64, PAD).scored(ids) for ids in SEQUENCES]
+        read = [TokenLimits(320, 64, PAD).cut(ids) for ids in SEQUENCES]
         assert [len(ids) for ids in read] == [4, 17, 3, 1, 1, 5, 3]
         for longest, microbatch in ((64, 8), (8, 2), (17, 1)):
             scores = sequence_scores(own, MESH, RowSettings(longest, 1, 1), microbatch, read)

@@ -4,7 +4,7 @@
 
 Each reply ends its conversation. An environment of several turns, such as one with tools, would answer a reply with
 tokens to go on from instead of an outcome. `GroupCollector` would then ask the engine again, and `GeneratedReply` would
-mark the tokens that the policy has not generated, which no update trains.
+mark the tokens that the policy has not generated, because no update may train on them.
 """
 
 from __future__ import annotations

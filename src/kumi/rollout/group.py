@@ -1,4 +1,4 @@
-"""Groups: the replies to one prompt with their outcomes, and their form in JSON files, which is exact."""
+"""Groups: the replies to one prompt with their outcomes. Their form in JSON files loses no digit of a number."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 
 from kumi.data.binfile import Array
 
+# The values of `GeneratedReply.finish`.
 FINISHES = ("stop", "length")
-# Types in a file, and those of the arrays that are read from it.
+# The dtype of an array in a file -> the dtype of the array that is read from it; see `as_text`.
 _DTYPES = {"<i4": np.int32, "<f4": np.float64, "<f8": np.float64}
 
 
@@ -22,9 +23,9 @@ class GeneratedReply:
     """A reply of the policy.
 
     ids: its tokens, int32 (n,), n at least 1, with the stop token that ended it.
-    log_probs: of each token by the sampler, at the temperature, float64 (n,).
+    log_probs: the sampler's log-prob of each token, at the temperature of sampling, float64 (n,).
     finish: "stop" if a stop token ended it, "length" if it was cut at its largest number of tokens.
-    version: number of updates of the weights that generated it.
+    version: the number of updates after which the weights generated it.
     """
 
     ids: Array
@@ -51,7 +52,7 @@ class Outcome:
     """What a reply has achieved.
 
     reward: nan if the reply cannot be scored.
-    parts: the reward by function; None for a function that could not score the reply.
+    parts: the value of each configured reward, by its name; None for a reward that did not score the reply.
     """
 
     reward: float
@@ -60,7 +61,7 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The replies to one prompt. prompt: the number of the prompt in the run. outcomes: that of each reply."""
+    """The replies to one prompt. prompt: the number of the prompt in the run. outcomes: one for each reply."""
 
     prompt: int
     replies: tuple[GeneratedReply, ...]
@@ -73,7 +74,7 @@ class Group:
 
     @property
     def differs(self) -> bool:
-        """Return True if two replies have different rewards, so that the group can teach something."""
+        """Return True if two replies have different rewards, so that not all advantages are 0."""
         scored = [reward for reward in self.rewards if not math.isnan(reward)]
         return bool(scored) and min(scored) < max(scored)
 
@@ -90,7 +91,7 @@ def read_group(plain: Mapping[str, Any]) -> Group:
     """Return the group that `Group.plain` wrote. Raise ValueError, KeyError or TypeError for other data."""
     replies, outcomes = tuple(read_reply(reply) for reply in plain["replies"]), read_outcomes(plain)
     if len(replies) != len(outcomes):
-        raise ValueError("the group has other numbers of replies and of rewards")
+        raise ValueError(f"the group has {len(replies)} replies, but {len(outcomes)} rewards")
     return Group(int(plain["prompt"]), replies, outcomes)
 
 
@@ -110,23 +111,26 @@ def read_outcomes(plain: Mapping[str, Any]) -> tuple[Outcome, ...]:
 
 def read_reply(plain: Mapping[str, Any]) -> GeneratedReply:
     """Return the reply that `GeneratedReply.plain` wrote; raise as `read_group` does."""
-    ids, log_probs = numbers(plain["ids"]), numbers(plain["log_probs"])
+    ids, log_probs = as_array(plain["ids"]), as_array(plain["log_probs"])
     is_whole = len(ids) == len(log_probs) > 0 and ids.dtype == np.int32 and log_probs.dtype == np.float64
     if not is_whole or plain["finish"] not in FINISHES:
         raise ValueError("the reply is damaged")
     return GeneratedReply(ids, log_probs, plain["finish"], int(plain["version"]))
 
 
-def numbers(text: str) -> Array:
+def as_array(text: str) -> Array:
     """Return the array that `as_text` wrote. Raise ValueError for another text."""
     dtype, _, content = text.partition(":")
     if dtype not in _DTYPES:
-        raise ValueError(f"the numbers have the type {dtype[:8]!r}")
+        raise ValueError(f"the unknown dtype {dtype[:8]!r} of an array")
     return np.frombuffer(base64.b64decode(content, validate=True), np.dtype(dtype)).astype(_DTYPES[dtype])
 
 
 def as_text(values: Array) -> str:
-    """Return `values`, int32 or float64, as a text: their bytes in base64, those of float32 where that is exact."""
-    is_single = values.dtype != np.int32 and np.array_equal(values.astype(np.float32), values)
-    dtype = "<i4" if values.dtype == np.int32 else "<f4" if is_single else "<f8"
+    """Return `values`, int32 or float64, as a text: a dtype and the bytes in base64.
+
+    The dtype is that of `values`, or float32 for float64 values that float32 holds exactly.
+    """
+    fits_float32 = values.dtype != np.int32 and np.array_equal(values.astype(np.float32), values)
+    dtype = "<i4" if values.dtype == np.int32 else "<f4" if fits_float32 else "<f8"
     return f"{dtype}:{base64.b64encode(np.ascontiguousarray(values, np.dtype(dtype)).tobytes()).decode()}"

@@ -1,7 +1,7 @@
 """The engine inside of the training processes: the batched decoder, on the weights and the mesh that are trained.
 
-Weights that ZeRO shards are gathered for the rollout. There is nothing to copy, and adapters are on. The layouts are
-those of `kumi.spec.generation_layout`: no pipeline and no context parallelism.
+Weights that ZeRO shards are gathered for the rollout. No weights are copied, and LoRA adapters are active. Only layouts
+without a pipeline and without context parallelism can generate: see `kumi.spec.generation_layout`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kumi.parallel.stage_modules import unwrap
 from kumi.rollout.group import GeneratedReply
 from kumi.rollout.rollout_engine import SampleRequest
 
-# A prompt and the requests for replies to it that one rank answers.
+# The token ids of a prompt, and the requests for replies to it that one rank answers.
 _Entry = tuple[Sequence[int], list[SampleRequest]]
 
 
@@ -39,10 +39,11 @@ class OwnEngine:
         """Yield the replies to this data-parallel rank's share of `requests`; ranks of tp yield the same ones."""
         entries = share_requests(requests, self._mesh.layout.dp)
         prompts = [ids for ids, _ in entries]
+        # The decoder takes the noise of a reply from the number of its sample.
         samples = [[request.noise for request in asked] for _, asked in entries]
-        asked_for = [{request.noise: request for request in asked} for _, asked in entries]
+        by_noise = [{request.noise: request for request in asked} for _, asked in entries]
         for reply in self._decoder.generate(prompts, sampling, samples=samples):
-            yield asked_for[reply.prompt][reply.sample], self._generated(reply)
+            yield by_noise[reply.prompt][reply.sample], self._generated(reply)
 
     def _generated(self, reply: Reply) -> GeneratedReply:
         ids, log_probs = list(reply.ids), list(reply.log_probs)
@@ -52,7 +53,7 @@ class OwnEngine:
         return GeneratedReply(np.array(ids, np.int32), np.array(log_probs, np.float64), reply.finish, self._version)
 
     def update(self, version: int) -> None:
-        """Remember the number of updates: the weights are those that are trained."""
+        """Remember the number of updates, which replies record. The engine shares its weights with the training."""
         self._version = version
 
     def close(self) -> None:
@@ -60,10 +61,10 @@ class OwnEngine:
 
 
 def share_requests(requests: Sequence[SampleRequest], ranks: int) -> list[_Entry]:
-    """Return entries: rank r answers those with the numbers r, r + ranks, r + 2 ranks ...
+    """Share `requests` among `ranks`: rank r answers the entries r, r + ranks, r + 2 ranks ... of the result.
 
-    Ranks have equal numbers of requests, up to one. Consecutive requests for one prompt stay together where they can:
-    they share the prompt's forward pass.
+    The numbers of requests of two ranks differ by at most 1. Consecutive requests for one prompt stay together where
+    they can: they share the prompt's forward pass.
     """
     bounds = [len(requests) * rank // ranks for rank in range(ranks + 1)]
     shares: list[list[_Entry]] = []
@@ -71,6 +72,6 @@ def share_requests(requests: Sequence[SampleRequest], ranks: int) -> list[_Entry
         grouped = [list(asked) for _, asked in groupby(requests[begin:end], key=lambda request: request.prompt)]
         shares.append([(asked[0].ids, asked) for asked in grouped])
     most = max(map(len, shares))
-    # The decoder deals prompts out like cards, so shorter shares end with prompts without a request.
-    nothing: _Entry = (requests[0].ids, []) if requests else ([0], [])
-    return [share[number] if number < len(share) else nothing for number in range(most) for share in shares]
+    # The decoder gives prompt n to rank n % ranks, so shorter shares end with prompts without a request.
+    empty: _Entry = (requests[0].ids, []) if requests else ([0], [])
+    return [share[index] if index < len(share) else empty for index in range(most) for share in shares]

@@ -28,7 +28,7 @@ class Prompt:
 
 
 class PromptSampler:
-    """The prompts of `mixture`, whose parts are `PromptRows`. `names`: of its sources."""
+    """The prompts of `mixture`, whose sources are `PromptRows`. `names`: the names of the sources."""
 
     def __init__(self, mixture: Mixture, names: Sequence[str]) -> None:
         self._mixture, self._names = mixture, names
@@ -37,11 +37,11 @@ class PromptSampler:
         self._rows = rows
 
     def prompts(self, first: int, count: int) -> Iterator[Prompt]:
-        """Yield the prompts with the numbers from `first` on."""
-        parts, _, rows = self._mixture.locate(first, count)
-        for number, (part, row) in enumerate(zip(parts.tolist(), rows.tolist(), strict=True), first):
-            ids, columns = self._rows[part].prompt(row)
-            yield Prompt(number, ids, columns, self._names[part], row)
+        """Yield `count` prompts, with the numbers from `first` on."""
+        sources, _, rows = self._mixture.locate(first, count)
+        for number, (source, row) in enumerate(zip(sources.tolist(), rows.tolist(), strict=True), first):
+            ids, columns = self._rows[source].prompt(row)
+            yield Prompt(number, ids, columns, self._names[source], row)
 
     def prompt(self, number: int) -> Prompt:
         """Return prompt `number`."""

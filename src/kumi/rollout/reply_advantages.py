@@ -14,8 +14,8 @@ from kumi.rollout.rollout_batch import RolloutBatch, TokenTargets, spread_over_t
 def token_targets(objective: PolicyGradient, batch: RolloutBatch) -> TokenTargets:
     """Return what the updates with `batch` train each reply token for.
 
-    `batch` has old log-probs if the objective's `needs_old_log_probs`, those of the reference if it reads them, and
-    values if it trains a critic.
+    `batch` must have old log-probs if `objective.needs_old_log_probs`, log-probs of the reference model if
+    `objective.reads_reference`, and values if `objective.trains_critic`.
     """
     if objective.trains_critic:
         return _critic_targets(objective, batch)
@@ -23,7 +23,7 @@ def token_targets(objective: PolicyGradient, batch: RolloutBatch) -> TokenTarget
 
 
 def _advantages(objective: PolicyGradient, batch: RolloutBatch) -> Array:
-    """Return the advantages (tokens,) of a teacher, or of groups of replies."""
+    """Return the advantages (tokens,): from a teacher, or from comparing the replies of each group."""
     if objective.advantage == "teacher":
         old, reference = _old_and_reference(batch)
         return np.asarray(teacher_advantages(reference, old))
@@ -37,30 +37,32 @@ def _advantages(objective: PolicyGradient, batch: RolloutBatch) -> Array:
 def _critic_targets(objective: PolicyGradient, batch: RolloutBatch) -> TokenTargets:
     """Return the generalised advantages, whitened over the trained tokens of `batch`, and the returns.
 
-    All ranks have all replies, so that the mean and the variance are those of the step on every layout. A reply that
-    cannot be scored, or that no update trains, has advantages of 0, no return, and no part in them.
+    All ranks have all replies, so that the mean and the variance are those of the batch on every layout. A reply that
+    cannot be scored, or that no update trains, has advantages of 0 and no return, and does not count in mean and
+    variance.
     """
     assert batch.values is not None, "the run has a critic"
     lengths = np.array([len(sequence.reply) for sequence in batch.sequences])
-    places = np.arange(lengths.max()) < lengths[:, None]
+    # Arrays below are (replies, tokens of the longest reply); `is_token` is False behind the end of a reply.
+    is_token = np.arange(lengths.max()) < lengths[:, None]
     rewards = batch.rewards.ravel()
-    counts = np.isfinite(rewards)
-    counts &= np.isin(np.arange(len(lengths)), np.concatenate(batch.trained))
-    trained = places & counts[:, None]
+    is_reply_trained = np.isfinite(rewards)
+    is_reply_trained &= np.isin(np.arange(len(lengths)), np.concatenate(batch.trained_sequences))
+    trained = is_token & is_reply_trained[:, None]
 
     def padded(values: Array) -> Array:
-        rows = np.zeros(places.shape)
-        rows[places] = values
+        rows = np.zeros(is_token.shape)
+        rows[is_token] = values
         return rows
 
-    k1 = np.zeros(places.shape)
+    k1 = np.zeros(is_token.shape)
     if objective.kl == "reward":
         old, reference = _old_and_reference(batch)
         k1 = padded(old - reference)
-    token = token_rewards(rewards, k1, trained, objective.beta)
-    advantages, returns = gae(token, padded(batch.values), trained, *objective.discounts)
+    of_tokens = token_rewards(rewards, k1, trained, objective.beta)
+    advantages, returns = gae(of_tokens, padded(batch.values), trained, *objective.discounts)
     white = whitened(advantages, trained, moments(advantages, trained))
-    return TokenTargets(white[places], np.where(trained, returns, np.nan)[places])
+    return TokenTargets(white[is_token], np.where(trained, returns, np.nan)[is_token])
 
 
 def _old_and_reference(batch: RolloutBatch) -> tuple[Array, Array]:

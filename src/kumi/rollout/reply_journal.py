@@ -1,11 +1,12 @@
 """The file of the replies and outcomes of the batch that is being collected, so that a killed run does not lose them.
 
-    rollouts/batch-<version>-<settings>.jsonl    the replies of a chunk a line, then the outcomes of a round a line
+    rollouts/batch-<version>-<settings>.jsonl   a line for the replies of a chunk, and one for the outcomes of a round
 
-A reply belongs to the weights that generated it. Another version or other settings begin a new file, and older ones are
-removed: their groups are in a checkpoint, or will be generated again. The replies of a chunk are written in one line,
-all or none: sequences that are decoded together in another composition have log-probs that differ in their last digits.
-So have the scores of a reward model, and the outcomes of a round are one line, too.
+A chunk is the replies that are generated together, a round the groups that are scored together. A reply belongs to the
+weights that generated it. Another version or other settings begin a new file, and older files are removed: their groups
+are in a checkpoint, or will be generated again. The replies of a chunk are one line, so that a killed run leaves all of
+them or none: the last digits of log-probs depend on the replies that are decoded together. The outcomes of a round are
+one line, because the last digits of a reward model's scores depend on the replies that are scored together.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ Outcomes = dict[int, tuple[Outcome, ...]]
 
 
 class ReplyJournal:
-    """The file of one batch: what earlier attempts at it have finished, and what this one finishes.
+    """The file of one batch: what earlier attempts at the batch have finished, and what this attempt finishes.
 
-    folder: `rollouts` of the run folder. version: updates before the batch. settings: a digest of all that replies
-    depend on beside weights and prompts. Every rank makes one at the same time; rank 0 reads and writes the file.
+    folder: `rollouts` of the run folder. version: number of updates before the batch. digest: a digest of the settings
+    on which replies and outcomes depend. Every rank makes a journal at the same time; rank 0 reads and writes the file.
     """
 
-    def __init__(self, folder: Path, version: int, settings: str, mesh: Mesh) -> None:
+    def __init__(self, folder: Path, version: int, digest: str, mesh: Mesh) -> None:
         self.replies: Replies = {}
         self.outcomes: Outcomes = {}
         self._file: IO[str] | None = None
         if mesh.rank == 0:
             make_folder(folder)
-            path = folder / f"batch-{version}-{settings}.jsonl"
+            path = folder / f"batch-{version}-{digest}.jsonl"
             for other in folder.glob("batch-*.jsonl"):
                 if other != path:
                     other.unlink()

@@ -1,7 +1,7 @@
-"""Score replies with reward models that lie on the layout of the run, on all ranks together.
+"""Score replies with reward models that have the layout of the run, on all ranks together.
 
-Rank 0 makes the sequences, because a template may take too long on one rank and not on another. All sequences of a call
-are packed into rows of about equal length, a share for each data-parallel rank.
+Rank 0 alone makes the sequences, because a chat template may exceed its time limit on one rank and not on another. All
+sequences of a call are packed into rows of about equal length, and each data-parallel rank computes its share of rows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kumi.rollout.reward_sequences import Sequences
 from kumi.rollout.rollout_batch import RowSettings
 from kumi.spec.balanced_rows import plan_rows
 
-# The score of each reply by name of the reward, group by group.
+# The name of a reward -> the score of each reply, group by group, or the reason why it has none.
 ModelScores = Mapping[str, Sequence[float | Unscored]]
 
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A reward model of the run: `model` is a result of `kumi.parallel.build`, `sequences` says what it reads."""
+    """A reward model: `model`, a result of `kumi.parallel.build`, reads the tokens that `sequences` makes."""
 
     name: str
     model: nn.Module
@@ -43,8 +43,9 @@ class RewardModel:
 class RewardModels:
     """The reward models of a run on `mesh`.
 
-    identities: by name, the folder and the digest of each as it was loaded, for checkpoints.
-    rows, microbatch: rows of a pass of a rank, as in training. reply_text: (ids of a prompt, ids of a reply) -> text.
+    identities: the folder and the digest of each model as it was loaded, by its name; checkpoints record them.
+    rows: the length of rows. microbatch: number of rows of a rank in one forward pass, as in training.
+    reply_text: (ids of a prompt, ids of a reply) -> the text of the reply.
     """
 
     models: Sequence[RewardModel]
@@ -68,10 +69,10 @@ class RewardModels:
     def _sequences(
         self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]]
     ) -> dict[str, list[list[int] | Unscored]]:
-        """Return what each reward model reads of each reply."""
+        """Return, by the name of each reward model, the tokens that it reads for each reply, or why it cannot."""
         result: dict[str, list[list[int] | Unscored]] = {scorer.name: [] for scorer in self.models}
-        for prompt, own in zip(prompts, replies, strict=True):
-            for reply in own:
+        for prompt, of_prompt in zip(prompts, replies, strict=True):
+            for reply in of_prompt:
                 text = self.reply_text(prompt.ids, reply.ids.tolist())
                 for scorer in self.models:
                     result[scorer.name].append(scorer.sequences.sequence(prompt, reply, text))
@@ -84,11 +85,12 @@ def sequence_scores(
 ) -> Array:
     """Return the score of the last token of each of `sequences` by `model`, float64 (n,), the same on all ranks.
 
-    A row has `rows.longest` tokens, or those of a longer sequence. Every rank calls this with the same sequences.
+    A row has at most `rows.longest` tokens, or as many as the longest sequence if that has more. Every rank calls this
+    with the same sequences.
     """
-    total = np.zeros(len(sequences))
+    own_scores = np.zeros(len(sequences))  # 0 for sequences that other ranks score: the sum over ranks is the result
     if not sequences:
-        return total
+        return own_scores
     lengths = [len(ids) for ids in sequences]
     plan = plan_rows(lengths, max(rows.longest, *lengths), rows.ranks, rows.multiple)
     own = plan.rows[mesh.layout.dp_index(mesh.rank) :: mesh.layout.dp]
@@ -100,20 +102,20 @@ def sequence_scores(
             inputs = decoder_inputs(shard_batch(objective, batch, mesh))
             [scores] = pipeline.forward_microbatches(model, mesh, [inputs])
             if is_loss_rank(mesh):
-                _read_back(sequences, part, scores.double().cpu().numpy(), total)
-    return np.asarray(all_reduce_sum(torch.from_numpy(total).to(mesh.device), mesh).cpu().numpy())
+                _read_back(sequences, part, scores.double().cpu().numpy(), own_scores)
+    return np.asarray(all_reduce_sum(torch.from_numpy(own_scores).to(mesh.device), mesh).cpu().numpy())
 
 
 def _fill(sequences: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], length: int) -> Batch:
-    """Return the batch of `rows`; the only labels that are not ignored are those of last tokens."""
+    """Return the batch of `rows`, lists of indices in `sequences`. Only the last token of a sequence has a label."""
     batch = padding_rows(len(rows), length)
     for at, row in enumerate(rows):
         start = 0
-        for number, ids in enumerate(sequences[index] for index in row):
+        for document, ids in enumerate(sequences[index] for index in row):
             stop = start + len(ids)
             batch["input_ids"][at, start:stop] = ids
             batch["position_ids"][at, start:stop] = np.arange(len(ids))
-            batch["document_ids"][at, start:stop] = number
+            batch["document_ids"][at, start:stop] = document
             batch["labels"][at, stop - 1] = 0
             start = stop
         # Padding is one more document.
@@ -123,7 +125,7 @@ def _fill(sequences: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], len
 
 
 def _read_back(sequences: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], scores: Array, out: Array) -> None:
-    """Write the score of the last token of each sequence of `rows`, of `scores` (B, S), to its place in `out`."""
+    """Write the score of each sequence of `rows`, which `scores` (B, S) has at its last token, to `out` (n,)."""
     for at, row in enumerate(rows):
         stop = 0
         for index in row:

@@ -1,12 +1,14 @@
 """The tokens of a prompt with its reply as a reward model reads them.
 
-tokens   those of the policy: the prompt's and the reply's, with the token that ended the reply
-reply    those of the reward model's own tokenizer and chat template, up to the token that ends the reply; a reply that
-         was cut has no such token
-whole    those of all that the reward model's template renders, as transformers' apply_chat_template
+The key `reads` of the reward chooses them:
 
-The score is that of the last token. As in transformers' sequence classifiers, it is the last one that is not the
-padding token of the reward model's config.json, which counts wherever it is.
+tokens   the policy's tokens of the prompt and of the reply, with the token that ended the reply
+reply    the tokens that the reward model's own tokenizer and chat template make of both, up to the token that ends the
+         reply; a reply that was cut has no such token
+whole    all tokens that the reward model's template renders, as transformers' apply_chat_template
+
+The score is read at the last token. As in transformers' sequence classifiers, that is the last token other than the
+padding token of the reward model's config.json, even if the text itself ends with the padding token.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from kumi.rewards import Unscored
 from kumi.rollout.group import GeneratedReply
 from kumi.rollout.prompt_sampler import Prompt
 
+# The format of the rows of one prompt and one reply that are given to an encoder.
 _PAIRS = Format("prompt-completion", forced=True)
 
 
@@ -29,20 +32,23 @@ _PAIRS = Format("prompt-completion", forced=True)
 class TokenLimits:
     """The tokens that a reward model reads.
 
-    vocab_size: ids are below it. longest: tokens of a sequence at most. padding: the id of the padding token, if any.
+    vocab_size: all ids are below it. longest: the largest number of tokens of a sequence. padding: the id of the
+        padding token; None without one.
     """
 
     vocab_size: int
     longest: int
     padding: int | None
 
-    def scored(self, ids: Sequence[int]) -> list[int] | Unscored:
-        """Return `ids` up to the token whose score is that of the sequence, or why the model cannot read them."""
-        outside = next((number for number in ids if not 0 <= number < self.vocab_size), None)
+    def cut(self, ids: Sequence[int]) -> list[int] | Unscored:
+        """Return `ids` up to the token at which the score is read, or why the model cannot read them."""
+        outside = next((token for token in ids if not 0 <= token < self.vocab_size), None)
         if outside is not None:
             return Unscored(f"token {outside} is outside of the reward model's vocabulary of {self.vocab_size}")
         if len(ids) > self.longest:
-            return Unscored(f"prompt and reply have {len(ids)} tokens, and the reward model reads {self.longest}")
+            return Unscored(
+                f"prompt and reply have {len(ids)} tokens, and the reward model reads at most {self.longest}"
+            )
         end = next((place for place in reversed(range(len(ids))) if ids[place] != self.padding), 0)
         return list(ids[: end + 1])
 
@@ -54,24 +60,24 @@ class PolicyTokens:
         self._limits = limits
 
     def sequence(self, prompt: Prompt, reply: GeneratedReply, text: str) -> list[int] | Unscored:
-        """Return the tokens of `prompt` with `reply`, whose text is not read."""
-        return self._limits.scored([*prompt.ids, *reply.ids.tolist()])
+        """Return the tokens of `prompt` and `reply`, or why the model cannot read them; `text` is not used."""
+        return self._limits.cut([*prompt.ids, *reply.ids.tolist()])
 
 
 class RenderedTokens:
-    """Sequences of the tokens of another tokenizer, by `encoder`.
+    """Sequences of the reward model's own tokens, as `encoder` renders them.
 
-    whole: all of the rendering of a conversation, else up to the token that ends the reply. Plain texts have no
-        rendering, and end with the reply in both cases.
+    whole: True for all of the rendering of a conversation, False for the part up to the token that ends the reply.
+        Plain texts are not rendered by a template, and end with the reply in both cases.
     """
 
     def __init__(self, encoder: ConversationEncoder, limits: TokenLimits, *, whole: bool) -> None:
         self._encoder, self._limits, self._whole = encoder, limits, whole
 
     def sequence(self, prompt: Prompt, reply: GeneratedReply, text: str) -> list[int] | Unscored:
-        """Return the tokens of the prompt of the row of `prompt`, with the `text` of `reply`."""
+        """Return the tokens of `prompt` and of the `text` of `reply`, or why the model cannot read them."""
         try:
-            return self._limits.scored(self._encoded(prompt.row, text, truncated=reply.truncated))
+            return self._limits.cut(self._encoded(prompt.row, text, truncated=reply.truncated))
         except RowRefused as refused:
             return Unscored(refused.reason)
 
@@ -85,7 +91,7 @@ class RenderedTokens:
             return list(self._encoder.whole(side).ids)
         *_, unit = self._encoder.encode(example)
         [sequence] = unit.sequences
-        # The token that ends the reply is the last one that training would read; templates may write more behind it.
+        # The token that ends the reply is the last one that the mask marks as trained; a template may write more.
         end = max(place for place, mask in enumerate(sequence.mask) if mask & TRAINED)
         return list(sequence.ids[: end if truncated else end + 1])
 

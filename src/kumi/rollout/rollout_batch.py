@@ -20,8 +20,10 @@ from kumi.spec.balanced_rows import RowPlan, plan_rows
 class UpdateSettings:
     """How a rollout batch is trained on.
 
-    updates: parts of equal numbers of groups, one update each. passes: how often the batch is gone through.
-    mask_truncated: replies that were cut are not trained; their rewards count for the others of their group.
+    updates: number of parts into which a batch is cut, with equally many groups; each part is one update.
+    passes: how often the parts are trained, one after the other.
+    mask_truncated: True if no update trains replies that were cut at their largest number of tokens. Their rewards
+        still count in the advantages of the other replies of their group.
     """
 
     updates: int = 1
@@ -44,8 +46,8 @@ class RowSettings:
     multiple: int
 
 
-# (sequences, the rows of each update) -> the log-prob of each reply token by a model of the run, float64 (tokens,); its
-# value by a critic
+# (sequences, the rows of each update) -> the log-prob of each reply token by a model of the run, or the value of each
+# reply token by a critic, float64 (tokens,).
 LogProbs = Callable[[Sequence[ReplySequence], Sequence[RowPlan]], Array]
 
 
@@ -53,7 +55,7 @@ LogProbs = Callable[[Sequence[ReplySequence], Sequence[RowPlan]], Array]
 class TokenTargets:
     """What the updates with a rollout batch train each reply token for, float64 (tokens,).
 
-    advantages: of the policy. returns: of the critic, nan at tokens without one; None in a run without a critic.
+    advantages: for the policy. returns: for the critic, nan at tokens without a return; None in a run without a critic.
     """
 
     advantages: Array
@@ -64,10 +66,10 @@ class TokenTargets:
 class RolloutBatch:
     """The groups that the weights after `version` updates train on, the same on all ranks.
 
-    prompts: that of each group. old, reference: log-probs of all reply tokens by the policy before its first update
-    with this batch, and by the reference model, float64 (tokens,); None where the objective needs none. Old ones are
-    nan at the tokens of a part that needs none.
-    values: those of all reply tokens by the critic before the first update, float64 (tokens,); None without a critic.
+    prompts: the prompt of each group. old, reference: log-probs of all reply tokens by the policy before its first
+    update with this batch, and by the reference model, float64 (tokens,); None where the objective needs none. `old` is
+    nan at the tokens of an update that needs no old log-probs.
+    values: the critic's values of all reply tokens before the first update, float64 (tokens,); None without a critic.
     """
 
     version: int
@@ -105,8 +107,8 @@ class RolloutBatch:
         return np.array([group.rewards for group in self.groups], np.float64)
 
     @cached_property
-    def trained(self) -> list[list[int]]:
-        """The indices of the sequences that each update trains.
+    def trained_sequences(self) -> list[list[int]]:
+        """The indices in `sequences` of those that each update trains.
 
         Where all replies of an update are truncated, `mask_truncated` leaves none out, as a step needs tokens.
         """
@@ -114,19 +116,19 @@ class RolloutBatch:
         replies = [reply for group in self.groups for reply in group.replies]
         result = []
         for begin in range(0, len(self.groups), per_update):
-            numbers = list(range(begin * size, (begin + per_update) * size))
-            complete = [number for number in numbers if not replies[number].truncated]
-            result.append(complete if self.settings.mask_truncated and complete else numbers)
+            indices = list(range(begin * size, (begin + per_update) * size))
+            complete = [index for index in indices if not replies[index].truncated]
+            result.append(complete if self.settings.mask_truncated and complete else indices)
         return result
 
     @cached_property
     def plans(self) -> list[RowPlan]:
-        """The rows of each update; the numbers in them are indices of `sequences`."""
+        """The rows of each update, as indices in `sequences`."""
         plans = []
-        for numbers in self.trained:
-            positions = [self.sequences[number].positions for number in numbers]
+        for indices in self.trained_sequences:
+            positions = [self.sequences[index].positions for index in indices]
             plan = plan_rows(positions, self.rows.longest, self.rows.ranks, self.rows.multiple)
-            plans.append(RowPlan([[numbers[index] for index in row] for row in plan.rows], plan.length))
+            plans.append(RowPlan([[indices[place] for place in row] for row in plan.rows], plan.length))
         return plans
 
     def batch(self, update: int, rank: int, targets: TokenTargets) -> Batch:
@@ -141,7 +143,7 @@ class RolloutBatch:
         }
         columns |= {name: values for name, values in optional.items() if values is not None}
         if self.old is not None and np.isnan(self.old[self.token_places(update)]).any():
-            del columns["old_log_probs"]
+            del columns["old_log_probs"]  # nan: this update needs none
         plan = self.plans[update]
         return fill_rows(self.sequences, plan.rows[rank :: self.rows.ranks], plan.length, columns)
 
@@ -149,19 +151,19 @@ class RolloutBatch:
         """Return True if a token that the part `update` trains has an advantage other than 0."""
         return bool(np.any(targets.advantages[self.token_places(update)] != 0))
 
-    def returns(self, update: int, targets: TokenTargets) -> int:
-        """Return the number of tokens with a return that the part `update` trains, of all ranks."""
+    def count_returns(self, update: int, targets: TokenTargets) -> int:
+        """Return the number of tokens with a return, over all ranks, that the part `update` trains."""
         if targets.returns is None:
             return 0
         return int(np.isfinite(targets.returns[self.token_places(update)]).sum())
 
     def token_places(self, update: int) -> Array:
         """Return the places of the tokens that the part `update` trains, in arrays of all reply tokens."""
-        parts = (self.sequences[number] for number in self.trained[update])
-        return np.concatenate([np.arange(part.first, part.first + len(part.reply)) for part in parts])
+        trained = (self.sequences[index] for index in self.trained_sequences[update])
+        return np.concatenate([np.arange(each.first, each.first + len(each.reply)) for each in trained])
 
 
 def spread_over_tokens(values: Array, groups: Sequence[Group]) -> Array:
-    """Return the number of each reply in `values` (groups, replies) for each of its tokens, float64 (tokens,)."""
+    """Return for each reply token the number that `values` (groups, replies) has for its reply, float64 (tokens,)."""
     lengths = [len(reply.ids) for group in groups for reply in group.replies]
     return np.repeat(np.asarray(values, np.float64).ravel(), lengths)

@@ -14,10 +14,11 @@ from kumi.rollout.group import GeneratedReply
 class SampleRequest:
     """A request for one reply.
 
-    prompt: the number of the prompt in the run, and sample: that of the reply within the group.
+    prompt: the number of the prompt in the run. sample: the number of the reply within its group.
     ids: the tokens of the prompt.
-    noise: the number of the reply among all replies of the run to prompts with these tokens. With the seed, the tokens
-        and the position, it decides the noise, so that no order and no layout changes a reply.
+    noise: the number of the reply among all replies of the run. With the seed, the tokens of the prompt and the
+        position of a token, it decides the noise of sampling, so that neither the order of requests nor the layout
+        changes a reply.
     """
 
     prompt: int
@@ -35,9 +36,10 @@ class Engine(Protocol):
     def generate(
         self, requests: Sequence[SampleRequest], sampling: Sampling
     ) -> Iterator[tuple[SampleRequest, GeneratedReply]]:
-        """Yield the replies that this rank generates, as each one ends. Together, the ranks answer each request once.
+        """Yield the replies that this rank generates, as each one ends.
 
-        The caller exhausts the iterator.
+        Together, the data-parallel ranks answer each request once; the ranks of a tp group yield the same replies. The
+        caller must exhaust the iterator.
         """
 
     def update(self, version: int) -> None:

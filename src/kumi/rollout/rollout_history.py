@@ -1,6 +1,7 @@
 """rollouts.jsonl: a line for each group that a run has finished with, accepted for training or dropped.
 
-Every prompt is in it once, also after kills: entries of batches that a resumed run collects again are removed first.
+Every prompt is in it once, even if a run was killed: entries of batches that a resumed run collects again are removed
+first.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ HISTORY, UNFINISHED = "rollouts.jsonl", "rollouts"
 
 
 def truncate_history(folder: Path, batches: int) -> None:
-    """Remove the entries of all but the first `batches` batches from the history in the run folder `folder`, and broken
-    lines."""
+    """Remove broken lines, and the entries of all but the first `batches` batches, from the history in the run folder
+    `folder`."""
     path = folder / HISTORY
     if not path.exists():
         return
@@ -32,6 +33,7 @@ def truncate_history(folder: Path, batches: int) -> None:
 
 
 def _batch_of(entry: dict[str, Any]) -> float:
+    """Return the number of the batch of `entry`; infinity for an entry without one, which is then removed."""
     number = entry.get("batch")
     return number if isinstance(number, int) else math.inf
 
@@ -39,7 +41,10 @@ def _batch_of(entry: dict[str, Any]) -> float:
 def append_history(
     folder: Path, batch: int, step: int, groups: Sequence[tuple[Group, Prompt]], *, accepted: bool
 ) -> None:
-    """Append the `groups` of batch number `batch`, which was collected after `step` updates."""
+    """Append the `groups` of batch number `batch`, which was collected after `step` updates.
+
+    accepted: True for groups that are trained on, False for dropped ones.
+    """
     with open_append(folder / HISTORY) as file:
         for group, prompt in groups:
             entry = {

@@ -1,12 +1,14 @@
 """Numbers of a rollout batch for metrics.jsonl, and the sentence of a run that cannot learn.
 
-Keys: rollout/reward (mean over the replies that could be scored), rollout/reward/<function>, rollout/reward_std (mean
-over groups of the standard deviation), rollout/learnable (share of groups with different rewards), rollout/unscored,
-rollout/length, rollout/longest, rollout/truncated (share of replies that were cut), rollout/entropy (mean negative
-log-prob of the sampled tokens, an estimate of the policy's entropy), rollout/stale (share of replies that earlier
-weights generated), rollout/rounds, rollout/dropped, rollout/spares, rollout/next_prompt, rollout/tokens_per_s;
-time/generate_s, time/score_s, time/log_probs_s. With a critic, critic/value and critic/return (means over tokens before
-the updates), critic/explained_variance (the share of the variance of the returns that these values explain).
+Keys: rollout/reward (mean over the replies that could be scored), rollout/reward/<name> (mean of one reward),
+rollout/reward_std (mean over groups of the standard deviation), rollout/learnable (share of groups whose replies have
+different rewards), rollout/unscored (replies that could not be scored), rollout/length and rollout/longest (tokens of
+replies: mean and maximum), rollout/truncated (share of replies that were cut), rollout/entropy (mean negative log-prob
+of the sampled tokens, an estimate of the policy's entropy), rollout/stale (share of replies that earlier weights
+generated), rollout/tokens_per_s (of generation); rollout/rounds, rollout/dropped, rollout/spares, rollout/next_prompt,
+time/generate_s, time/score_s (see `Collected`); time/log_probs_s. With a critic, critic/value and critic/return (means
+over tokens before the updates), critic/explained_variance (the share of the variance of the returns that these values
+explain).
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ def batch_metrics(batch: RolloutBatch, collected: Collected, log_probs_s: float)
     replies = [reply for group in batch.groups for reply in group.replies]
     lengths, rewards = [len(reply.ids) for reply in replies], batch.rewards
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # means of no reward are nan, and left out
+        warnings.simplefilter("ignore", RuntimeWarning)  # a mean over no rewards is nan, and is left out below
         values = {
             "rollout/reward": float(np.nanmean(rewards)),
             "rollout/reward_std": float(np.nanmean(np.nanstd(rewards, axis=1, ddof=1))),
-            **{f"rollout/reward/{name}": mean for name, mean in _function_means(batch.groups).items()},
+            **{f"rollout/reward/{name}": mean for name, mean in _reward_means(batch.groups).items()},
         }
     values |= {
         "rollout/learnable": sum(group.differs for group in batch.groups) / len(batch.groups),
@@ -66,8 +68,8 @@ def critic_metrics(batch: RolloutBatch, targets: TokenTargets) -> dict[str, floa
     return means if math.isnan(explained) else means | {"critic/explained_variance": explained}
 
 
-def _function_means(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the mean reward of each function over the replies that it could score."""
+def _reward_means(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the mean of each configured reward, by its name, over the replies that it could score."""
     sums: dict[str, list[float]] = {}
     for group in groups:
         for outcome in group.outcomes:
@@ -77,11 +79,14 @@ def _function_means(groups: Sequence[Group]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in sums.items()}
 
 
-def nothing_learned(step: int, run: int, batch: RolloutBatch) -> str:
-    """Return the sentence for `run` updates in a row whose advantages were all 0, the last one `step`, of `batch`."""
+def nothing_learned(step: int, idle: int, batch: RolloutBatch) -> str:
+    """Return the sentence for a run that ends at `step`, because all advantages of `idle` updates in a row were 0.
+
+    batch: the batch of the last of these updates.
+    """
     replies, scored = batch.rewards.size, batch.rewards[~np.isnan(batch.rewards)]
     beginning = (
-        f"step {step}: nothing can be learned, because all advantages were 0 in {run} updates in a row "
+        f"step {step}: nothing can be learned, because all advantages were 0 in {idle} updates in a row "
         f"(rollout.stop_after): "
     )
     if not any(outcome.parts for group in batch.groups for outcome in group.outcomes):  # a run without rewards

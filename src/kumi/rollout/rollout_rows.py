@@ -3,8 +3,8 @@
 A prompt and its reply are a document of their own in a row. A sequence of n tokens takes n - 1 positions: inputs are
 its tokens except the last, labels its tokens except the first, and only the tokens of the reply are trained.
 
-All ranks have equally many rows, and all rows equally many positions, which are no more than the fullest row needs: the
-number of rows and their length differ from update to update.
+All ranks have equally many rows, and all rows equally many positions: those that the fullest row needs, rounded up to a
+multiple that the layout needs. The number of rows and their length differ from update to update.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ReplySequence:
 def fill_rows(
     sequences: Sequence[ReplySequence], rows: Sequence[Sequence[int]], length: int, columns: Mapping[str, Array]
 ) -> Batch:
-    """Return the batch of `rows` of `length` positions.
+    """Return the batch of `rows`, lists of indices in `sequences`, of `length` positions each.
 
     columns: by name, one number for each reply token of the rollout batch. In the batch they are (B, S), each number at
     the position whose label is the token, and 0 elsewhere.
@@ -56,14 +56,14 @@ def fill_rows(
     for at, row in enumerate(rows):
         lengths, start = [], 0
         for number, sequence in enumerate(sequences[index] for index in row):
-            stop, begins = start + sequence.positions, start + len(sequence.prompt) - 1
+            stop, first_label = start + sequence.positions, start + len(sequence.prompt) - 1
             tokens = np.concatenate([np.asarray(sequence.prompt, np.int64), sequence.reply])
             batch["input_ids"][at, start:stop] = tokens[:-1]
-            batch["labels"][at, begins:stop] = sequence.reply
+            batch["labels"][at, first_label:stop] = sequence.reply
             batch["position_ids"][at, start:stop] = np.arange(stop - start)
             batch["document_ids"][at, start:stop] = number
             for name, values in columns.items():
-                batch[name][at, begins:stop] = values[sequence.first : sequence.first + len(sequence.reply)]
+                batch[name][at, first_label:stop] = values[sequence.first : sequence.first + len(sequence.reply)]
             lengths.append(stop - start)
             start = stop
         # Padding is one more document.
@@ -77,10 +77,11 @@ def fill_rows(
 def read_rows_back(
     sequences: Sequence[ReplySequence], rows: Sequence[Sequence[int]], values: Array, out: Array
 ) -> None:
-    """Write `values` (B, S), a number for each label of `rows`, to the places of its tokens in `out` (tokens,)."""
+    """Write the numbers that `values` (B, S) has at the reply tokens' labels in `rows` to the tokens' places in `out`
+    (tokens,)."""
     for at, row in enumerate(rows):
         start = 0
         for sequence in (sequences[index] for index in row):
-            stop, begins = start + sequence.positions, start + len(sequence.prompt) - 1
-            out[sequence.first : sequence.first + len(sequence.reply)] = values[at, begins:stop]
+            stop, first_label = start + sequence.positions, start + len(sequence.prompt) - 1
+            out[sequence.first : sequence.first + len(sequence.reply)] = values[at, first_label:stop]
             start = stop

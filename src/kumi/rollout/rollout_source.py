@@ -4,9 +4,9 @@
     version         0                 2                   with two updates for each batch
     batch           collect, train    collect, train
 
-A batch is a function of the weights, the number of the first prompt and the spares of the batch before. A checkpoint
-within a batch has its groups, with all log-probs; one between batches has the spares. So a resumed run trains on the
-same batches, on any layout.
+A batch is a function of the weights, of the number of its first prompt, and of the spares: groups that the batch before
+collected beyond its size. A checkpoint has the spares; within a batch, it also has the batch's groups with all
+log-probs. So a resumed run trains on the same batches, on any layout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kumi.data.binfile import Array
 from kumi.data.row_source import Batch
 from kumi.errors import NothingTrainedError, RefusedError
 from kumi.rollout.collect_groups import Collected, GroupCollector
-from kumi.rollout.group import Group, as_text, numbers, read_group
+from kumi.rollout.group import Group, as_array, as_text, read_group
 from kumi.rollout.rollout_batch import LogProbs, RolloutBatch, RowSettings, TokenTargets, UpdateSettings
 from kumi.rollout.rollout_estimates import RolloutEstimates
 from kumi.rollout.rollout_history import append_history, truncate_history
@@ -38,11 +38,11 @@ STATE = "rollouts"
 class Trainer:
     """What the batches need of the trainer.
 
-    old_log_probs: a pass of the policy. reference_log_probs: one of the reference model; None without one.
-    always_old: advantages depend on old log-probs. Else the first update with a batch needs none, because its own
-        log-probs are the same, unless the batch is gone through again.
-    values: a pass of the critic; None without one.
-    targets: what the updates with a batch aim at.
+    old_log_probs, reference_log_probs, values: forward passes of the policy, of the reference model and of the critic;
+        None without such a model.
+    always_old: True if every update needs old log-probs, because advantages depend on them. Otherwise the first update
+        with a batch that is passed through once needs none: its own forward pass computes the same log-probs.
+    targets: returns what the updates with a batch train each token for.
     """
 
     old_log_probs: LogProbs
@@ -54,10 +54,13 @@ class Trainer:
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """stop_after: updates in a row without an advantage after which the run ends; 0 for no end.
-    samples_every: batches between pages of samples; 0 for none. decode: returns the text of token ids.
-    estimates: of the seconds of batches.
-    reward_models: the folder and the digest of each reward model by name, for checkpoints.
+    """How a `RolloutSource` makes its batches, and what it writes.
+
+    stop_after: the run ends after this number of updates in a row whose advantages are all 0; 0 for never.
+    samples_every: number of batches from one page of samples to the next; 0 for no pages.
+    decode: returns the text of token ids.
+    estimates: estimates the seconds of batches.
+    reward_models: the folder and the digest of each reward model by its name, for checkpoints.
     """
 
     updates: UpdateSettings
@@ -73,7 +76,7 @@ class RolloutSource:
     """The batches of data-parallel rank number `rank`; a `kumi.data.BatchSource`.
 
     out: the run folder. saved: the metadata of the checkpoint from which the run resumes, None for a new run. Every
-    rank makes one at the same time, and asks for the same steps.
+    rank makes a source at the same time, and asks for the same steps.
     """
 
     def __init__(
@@ -86,17 +89,17 @@ class RolloutSource:
         saved: Mapping[str, Any] | None,
     ) -> None:
         self._collector, self._trainer, self._settings = collector, trainer, settings
-        self._rank, self._out, self._is_first = rank, out, collector.mesh.rank == 0
+        self._rank, self._out, self._is_rank_0 = rank, out, collector.mesh.rank == 0
         self._batches, self._next_prompt, self._spares = 0, 0, list[Group]()
         self._batch: RolloutBatch | None = None
         self._targets = TokenTargets(np.zeros(0))
-        # Updates in a row without an advantage, before the batch's first one.
+        # The number of updates in a row, directly before the first one of `_batch`, whose advantages are all 0.
         self._idle = 0
         self._metrics: dict[str, float] = {}
         self._notes: list[str] = []
         if saved is not None:
             self._restore(saved.get(STATE))
-        if self._is_first:
+        if self._is_rank_0:
             truncate_history(self._out, self._batches)
 
     def collects(self, step: int) -> bool:
@@ -106,7 +109,7 @@ class RolloutSource:
     def at(self, step: int) -> Batch:
         """Return this rank's rows of `step`, after collecting a batch if `step` begins one.
 
-        Raise NothingTrainedError, on all ranks, if too many updates in a row have no advantage.
+        Raise NothingTrainedError, on all ranks, if all advantages of `stop_after` updates in a row are 0.
         """
         if not self._covers(step):
             self._begin(step)
@@ -117,18 +120,18 @@ class RolloutSource:
         return batch.batch(self._part(step), self._rank, self._targets)
 
     def teaches(self, step: int) -> bool:
-        """Return True if a token of `step`, whose batch is there, has an advantage other than 0."""
+        """Return True if a token of `step` has an advantage other than 0. Its batch must have been collected."""
         return self._current.teaches(self._part(step), self._targets)
 
-    def returns(self, step: int) -> int:
-        """Return the number of tokens of `step`, whose batch is there, from whose returns a critic learns."""
-        return self._current.returns(self._part(step), self._targets)
+    def count_returns(self, step: int) -> int:
+        """Return the number of tokens of `step` that have a return for the critic. Its batch must have been collected."""
+        return self._current.count_returns(self._part(step), self._targets)
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Return the metrics of `step`: its estimates, and those of the batch that `at(step)` collected, if it did."""
         if self._current.version == step:
             return self._metrics
-        return self._settings.estimates.update(self._part(step)) if self._is_first else {}
+        return self._settings.estimates.update(self._part(step)) if self._is_rank_0 else {}
 
     def take_notes(self) -> list[str]:
         """Return sentences for the user since the last call, on rank 0."""
@@ -170,10 +173,11 @@ class RolloutSource:
 
     @property
     def _current(self) -> RolloutBatch:
-        assert self._batch is not None, "the source was asked for a step before"
+        assert self._batch is not None, "a batch was collected or restored before"
         return self._batch
 
     def _covers(self, step: int) -> bool:
+        """Return True if `step` is an update with the batch that was collected last."""
         batch = self._batch
         return batch is not None and 0 <= step - batch.version < batch.settings.steps
 
@@ -182,7 +186,7 @@ class RolloutSource:
         return (step - self._current.version) % self._settings.updates.updates
 
     def _idle_before(self, step: int) -> int:
-        """Return the number of updates in a row without an advantage that end before `step`."""
+        """Return the number of updates in a row, directly before `step`, whose advantages are all 0."""
         if self._batch is None:
             return self._idle
         idle = self._idle
@@ -201,10 +205,10 @@ class RolloutSource:
         self._targets = self._trainer.targets(batch)
         self._next_prompt, self._spares = collected.next_prompt, collected.spares
         self._metrics = batch_metrics(batch, collected, log_probs_s) | critic_metrics(batch, self._targets)
-        if self._is_first:
+        if self._is_rank_0:
             self._metrics |= self._settings.estimates.begin(batch, collected, self._collector.sampler)
         self._notes += collected.notes
-        if self._is_first:
+        if self._is_rank_0:
             self._write(batch, collected)
         self._batches += 1
 
@@ -213,15 +217,18 @@ class RolloutSource:
         return RolloutBatch(version, groups, prompts, self._settings.updates, self._settings.rows)
 
     def _complete(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return `batch` with the log-probs of the trainer that it needs."""
-        trainer, passes = self._trainer, (batch.sequences, batch.plans)
+        """Return `batch` with the log-probs and values of the trainer's models that its updates need."""
+        trainer, inputs = self._trainer, (batch.sequences, batch.plans)
         old = self._old_log_probs(batch)
-        reference = None if trainer.reference_log_probs is None else trainer.reference_log_probs(*passes)
-        values = None if trainer.values is None else trainer.values(*passes)
+        reference = None if trainer.reference_log_probs is None else trainer.reference_log_probs(*inputs)
+        values = None if trainer.values is None else trainer.values(*inputs)
         return replace(batch, old=old, reference=reference, values=values)
 
     def _old_log_probs(self, batch: RolloutBatch) -> Array | None:
-        """Return the old log-probs that the updates with `batch` need, nan for an update that needs none."""
+        """Return the old log-probs for the updates with `batch`; nan at tokens of an update that needs none.
+
+        Return None if no update needs any.
+        """
         compute = self._trainer.old_log_probs
         if self._trainer.always_old or batch.settings.passes > 1:
             return compute(batch.sequences, batch.plans)
@@ -252,19 +259,25 @@ class RolloutSource:
             batch = self._new_batch(int(state["version"]), [read_group(group) for group in state["groups"]])
             self._idle = int(state["idle_at_version"])
             # Earlier versions of kumi had no critics.
-            passes = {name: state.get(name) for name in ("old", "reference", "values")}
-            read = {name: None if text is None else numbers(text) for name, text in passes.items()}
-            if any(values is not None and len(values) != batch.tokens for values in read.values()):
-                raise ValueError("it has other numbers of tokens and log-probs")
-            if (read["values"] is None) != (self._trainer.values is None):
-                raise ValueError("it has values of a critic if the run trains none, or none if it trains one")
+            texts = {name: state.get(name) for name in ("old", "reference", "values")}
+            arrays = {name: None if text is None else as_array(text) for name, text in texts.items()}
+            for name, array in arrays.items():
+                if array is not None and len(array) != batch.tokens:
+                    raise ValueError(f"they have {batch.tokens} tokens, but {len(array)} numbers in {name!r}")
+            if (arrays["values"] is None) != (self._trainer.values is None):
+                has_values = arrays["values"] is not None
+                raise ValueError(
+                    "they have values of a critic, but the run trains none"
+                    if has_values
+                    else "they have no values of a critic, but the run trains one"
+                )
             self._settings.estimates.restore(state.get("estimates"), batch)
         except (KeyError, TypeError, ValueError) as error:
             raise RefusedError(
                 f"{self._out}: the rollouts in the last checkpoint are damaged or missing ({error}); remove that "
                 f"checkpoint, or start a new run in another train.out"
             ) from None
-        self._batch = replace(batch, old=read["old"], reference=read["reference"], values=read["values"])
+        self._batch = replace(batch, old=arrays["old"], reference=arrays["reference"], values=arrays["values"])
         self._targets = self._trainer.targets(self._batch)
 
 

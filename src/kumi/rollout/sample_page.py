@@ -10,15 +10,15 @@ from kumi.files.output import make_folder, replace_text
 from kumi.rollout.rollout_batch import RolloutBatch
 from kumi.safe_output import fenced
 
-# Groups of a batch on a page.
+# The number of groups that a page shows.
 _GROUPS = 3
 
 
 def write_sample_page(out: Path, batch: RolloutBatch, decode: Callable[[list[int]], str]) -> Path:
     """Write the page samples/rollout-N.md of the run folder `out`, N the updates before the batch; return its path.
 
-    It has the first groups of `batch`, each reply with its reward and the parts of it. Texts are code blocks, in which
-    characters that a page or a terminal would obey are escaped.
+    It has the first groups of `batch`, each reply with its reward and the parts of the reward. Texts are code blocks,
+    in which control characters are escaped, so that they cannot change a page or a terminal.
     """
     lines = [f"# Rollouts after step {batch.version}", ""]
     for group, prompt in list(zip(batch.groups, batch.prompts, strict=True))[:_GROUPS]:

@@ -13,6 +13,7 @@ from kumi.rollout.group import GeneratedReply, Outcome
 from kumi.rollout.prompt_sampler import Prompt
 from kumi.rollout.reward_models import ModelScores, RewardModels
 
+# The kind of a fault, a field of `RewardFaults` -> the sentence about it.
 _FAULTS = {
     "timeouts": "{} replies took too long",
     "exceptions": "{} replies raised an exception",
@@ -21,7 +22,7 @@ _FAULTS = {
 
 
 class GivenScores:
-    """Answers a `RewardScorer` with the scores of reward models that all ranks have computed before."""
+    """The `score_model` of a `RewardScorer`: gives it the scores of reward models, which all ranks computed before."""
 
     def __init__(self) -> None:
         self.scores: ModelScores = {}
@@ -34,8 +35,8 @@ class GivenScores:
 class ReplyScorer:
     """Scores replies with `rewards`, on rank 0.
 
-    given: has the scores of reward models for `rewards`.
-    decode: returns the text of token ids, special tokens included. decode_reply: the text without them.
+    given: the `score_model` of `rewards`.
+    decode: returns the text of token ids with special tokens. decode_reply: returns the text without special tokens.
     """
 
     def __init__(
@@ -53,16 +54,16 @@ class ReplyScorer:
     ) -> list[tuple[Outcome, ...]]:
         """Return, for each of `prompts`, the outcomes of its `replies`.
 
-        scores: those of reward models, which all ranks have computed together.
+        scores: the scores of reward models, which all ranks have computed together.
         """
         self._given.scores = scores
         requests = [
             self._request(prompt, self._decode(prompt.ids), reply)
-            for prompt, own in zip(prompts, replies, strict=True)
-            for reply in own
+            for prompt, of_prompt in zip(prompts, replies, strict=True)
+            for reply in of_prompt
         ]
         results = iter(self._rewards.score(requests))
-        return [tuple(_outcome(next(results)) for _ in own) for own in replies]
+        return [tuple(_outcome(next(results)) for _ in of_prompt) for of_prompt in replies]
 
     def notes(self) -> list[str]:
         """Return a sentence for each kind of fault of a reward that has occurred since the last call."""
@@ -71,7 +72,7 @@ class ReplyScorer:
             for kind in ("timeouts", "exceptions", "missing"):
                 count = getattr(faults, kind)
                 if count > self._noted.get((name, kind), 0):
-                    example = getattr(faults, f"{kind.removesuffix('s') if kind != 'missing' else kind}_example")
+                    example = getattr(faults, f"{kind.removesuffix('s')}_example")
                     sentences.append(
                         f"reward {name}: {_FAULTS[kind].format(count)} since the start, such as: {example}"
                     )
@@ -90,7 +91,7 @@ def _outcome(result: RewardResult) -> Outcome:
 class ScoredReplies:
     """The environment in which rewards score replies; a `kumi.rollout.environment.Environment`.
 
-    scorer: that of rank 0; None on other ranks. models: the reward models of the run on all ranks, if it has any.
+    scorer: the scorer on rank 0; None on other ranks. models: the reward models of the run on all ranks, if it has any.
     """
 
     def __init__(self, scorer: ReplyScorer | None, models: RewardModels | None, mesh: Mesh) -> None:
@@ -99,7 +100,10 @@ class ScoredReplies:
     def outcomes(
         self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]]
     ) -> list[tuple[Outcome, ...]]:
-        """Return the outcomes: scores of reward models on all ranks, then all rewards on rank 0, for all ranks."""
+        """Return the outcomes of `replies`, on all ranks.
+
+        All ranks compute the scores of reward models; then rank 0 computes all rewards, and sends them to all ranks.
+        """
         scores = {} if self._models is None else self._models.score(prompts, replies)
         scored = [] if self._scorer is None else self._scorer.score(prompts, replies, scores)
         return broadcast_object(scored, self._mesh)
@@ -116,8 +120,8 @@ class UnscoredReplies:
         self, prompts: Sequence[Prompt], replies: Sequence[Sequence[GeneratedReply]]
     ) -> list[tuple[Outcome, ...]]:
         """Return outcomes without a reward."""
-        return [tuple(Outcome(math.nan, {}) for _ in own) for own in replies]
+        return [tuple(Outcome(math.nan, {}) for _ in of_prompt) for of_prompt in replies]
 
     def notes(self) -> list[str]:
-        """Return nothing: there are no faults."""
+        """Return an empty list: there are no faults."""
         return []

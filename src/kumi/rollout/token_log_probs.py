@@ -1,5 +1,5 @@
-"""The trainer's log-probs of reply tokens: those of the policy before its updates ("old"), and of the reference; and a
-critic's values of them."""
+"""Forward passes over replies: log-probs of their tokens by the policy before its updates ("old") or by the reference
+model, and a critic's values of their tokens."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def reply_log_probs(
 ) -> Array:
     """Return the log-prob of each reply token by `model`, float64 (tokens,), the same on all ranks.
 
-    Of a critic, whose head gives scores, return the score of the state before each token: its value.
+    For a critic, whose head gives scores, return the score of the state before each token: its value.
 
-    plans: rows of the updates; replies in none of them have log-probs of 0. Every
-    rank calls this. The passes are those of training, over the same rows, so that equal weights give equal log-probs.
+    plans: the rows of each update; replies in none of them have log-probs of 0. Every rank calls this. The passes are
+    those of training, over the same rows, so that equal weights give equal log-probs.
     """
     total = np.zeros(max(sequence.first + len(sequence.reply) for sequence in sequences))
     objective, microbatch = OBJECTIVES["lm"](), settings.microbatch
@@ -57,5 +57,5 @@ def reply_log_probs(
 
 
 def own_rows(plan: RowPlan, mesh: Mesh) -> Sequence[Sequence[int]]:
-    """Return the rows of this data-parallel rank."""
+    """Return the rows of `plan` that this data-parallel rank computes."""
     return plan.rows[mesh.layout.dp_index(mesh.rank) :: mesh.layout.dp]

@@ -158,7 +158,7 @@ def read_step(rank_state: RankState, state: TrainState, signal: int | None) -> S
     if rollouts is None:
         return StepBatch(batch, units, tokens, signal, data_s)
     learns, metrics = rollouts.teaches(state.step), rollouts.metrics(state.step)
-    return StepBatch(batch, units, tokens, signal, data_s, learns, metrics, rollouts.returns(state.step))
+    return StepBatch(batch, units, tokens, signal, data_s, learns, metrics, rollouts.count_returns(state.step))
 
 
 def _agree(units: float, tokens: int, signal: int | None, mesh: Mesh) -> tuple[float, int, int | None]:
