@@ -1,7 +1,7 @@
 """Advantages of groups of replies to the same prompt, in float64.
 
-Rewards are (P, n) for P prompts with n replies each, all of a step. NaN is the reward of a reply that could not be
-scored: its advantage is 0, and it has no part in the statistics of its group.
+Rewards are (P, n), for all P prompts of a step with n replies each. NaN is the reward of a reply that could not be
+scored: its advantage is 0, and it does not count in means and standard deviations.
 
     group_std      (R - mean) / (std + 1e-4)     Shao et al., 2024, arXiv:2402.03300
     group          R - mean                      Liu et al., 2025, arXiv:2503.20783
@@ -9,7 +9,8 @@ scored: its advantage is 0, and it has no part in the statistics of its group.
     leave_one_out  R - mean of the others        Ahmadian et al., 2024, arXiv:2402.14740
     mean           (R - mean) / mean             Tajwar et al., 2026, arXiv:2602.02710
 
-Means and standard deviations are those of the group, the latter with n - 1 in the denominator, as in TRL.
+R is the reward of a reply. Means and standard deviations are those of its group, but for batch_std; the latter have
+n - 1 in the denominator, as in TRL.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _STD_EPS = 1e-4
 
 
 def group_advantages(rewards: Array, advantage: str) -> Array:
-    """Return the advantages (P, n) of `rewards` (P, n), for one of the formulas of the module.
+    """Return the advantages (P, n) of `rewards` (P, n), by the formula with the name `advantage` above.
 
     Raise ConfigError for "mean" if the mean of a group is below 0.
     """
@@ -44,7 +45,7 @@ def group_advantages(rewards: Array, advantage: str) -> Array:
         case "batch_std":
             return ahead / (_batch_std(rewards[scored]) + _STD_EPS)
         case "leave_one_out":
-            # R - mean of the others = n / (n - 1) (R - mean): a reply without others has nothing to compare with.
+            # R - mean of the others = n / (n - 1) (R - mean): a reply without others has the advantage 0.
             result: Array = ahead * counts / np.maximum(counts - 1, 1)
             return result
     assert advantage == "mean", advantage
@@ -59,24 +60,25 @@ def group_advantages(rewards: Array, advantage: str) -> Array:
 def rewards_with_kl(rewards: Array, log_probs: Array, reference: Array, beta: float) -> Array:
     """Return `rewards` minus `beta` times k1, each (P, n).
 
-    `log_probs`, `reference`: sums over the tokens of each reply of its log-probs by the policy that began the batch,
-    and by the reference model. Their difference is k1, whose mean is KL(policy || reference) of complete replies.
+    `log_probs`, `reference`: each reply's sum of the log-probs of its tokens, by the policy that began the batch and by
+    the reference model. Their difference is k1, whose mean is KL(policy || reference) of complete replies.
     """
     return rewards - beta * (log_probs - reference)
 
 
 def teacher_advantages(teacher: Array, log_probs: Array) -> Array:
     """Return the advantage of each token for on-policy distillation: its log-prob by the teacher minus that by the
-    policy that began the batch. Where both arrays are 0, it is 0."""
+    policy that began the batch."""
     return teacher - log_probs
 
 
 def _std(ahead: Array, counts: NDArray[np.int64]) -> Array:
-    """Return the standard deviation (P, 1) of each group of `counts` replies; 0 for a single one."""
+    """Return the standard deviation (P, 1) of each group of `counts` replies, whose rewards are `ahead` of their mean;
+    0 for a single reply."""
     variance: Array = (ahead**2).sum(1, keepdims=True) / np.maximum(counts - 1, 1)
     return np.sqrt(variance)
 
 
 def _batch_std(scored: Array) -> float:
-    """Return the standard deviation of all rewards; 0 for a single one."""
+    """Return the standard deviation of all rewards `scored`; 0 for a single one."""
     return float(scored.std(ddof=1)) if len(scored) > 1 else 0.0

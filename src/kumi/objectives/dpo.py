@@ -1,6 +1,7 @@
 """Direct preference optimisation and its variants: a pair's loss is a function of its advantage over the reference.
 
-With L and R the sums of policy and reference log-probs over a side's trained tokens, or their means:
+A pair has a chosen and a rejected side. With L and R the sums of log-probs by the policy and by the reference over the
+trained tokens of a side, or their means:
 
     h = (L_chosen - R_chosen) - (L_rejected - R_rejected)
 
@@ -12,8 +13,9 @@ With L and R the sums of policy and reference log-probs over a side's trained to
     apo_zero   1 - S(b (L_c - R_c)) + S(b (L_r - R_r))          D'Oosterlinck et al., 2024, arXiv:2408.06266, eq. 7
     apo_down   S(b (L_c - R_c)) + 1 - S(b h)                    the same, eq. 8
 
-S is the logistic function. With `length` = "mean", sigmoid is the length-normalised DPO of Tulu 3 (arXiv:2411.15124,
-eq. 6). A margin is that of ODPO (arXiv:2402.10571), the `sft` term that of iterative RPO (arXiv:2404.19733, eq. 1).
+S is the logistic function, b is `beta`, and e is `label_smoothing`; c and r are short for chosen and rejected. With
+`length` = "mean", sigmoid is the length-normalised DPO of Tulu 3 (arXiv:2411.15124, eq. 6). The margin is from ODPO
+(arXiv:2402.10571), the `sft` term from iterative RPO (arXiv:2404.19733, eq. 1).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ LENGTHS = ("sum", "mean")
 
 @dataclass(frozen=True)
 class DirectPreference(PreferenceObjective):
-    """DPO, cDPO, robust DPO, hinge, IPO and APO, see the module."""
+    """DPO, cDPO, robust DPO, hinge, IPO and APO: the losses in the module's docstring."""
 
     loss_type: str = described("The function of a pair's advantage over the reference.", "sigmoid", DPO_LOSSES)
     beta: float = described("Factor of log-probs; a larger one keeps the policy nearer to the reference.", 0.1)
@@ -87,7 +89,7 @@ class DirectPreference(PreferenceObjective):
         return self.beta * self._ahead(totals, batch)
 
     def _ahead(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the log-probs of each sequence minus the reference's, (B, G)."""
+        """Return L - R of each sequence, (B, G)."""
         ahead = totals - batch["reference"]
         return token_means(ahead, batch) if self.averages_tokens else ahead
 

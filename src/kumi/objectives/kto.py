@@ -5,9 +5,11 @@ With L and R the sums of policy and reference log-probs over a reply's tokens, a
     desirable    w_D (1 - S(b (L - R - z)))
     undesirable  w_U (1 - S(b (z - (L - R))))
 
+b is `beta`; w_D and w_U are `desirable_weight` and `undesirable_weight`.
+
 z = max(0, mean of L - R over mismatched pairs), without a gradient. A mismatched pair is a prompt and the reply of the
-unit before it in the data. The mean is over the whole step, so that no layout and no number of microbatches changes z;
-TRL's is over a microbatch of each process.
+example before it in the data. The mean is over the whole step, so that no layout and no number of microbatches changes
+z. TRL takes the mean over a microbatch of each process.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kto(MismatchedObjective):
-    """The mean over replies of KTO's loss, see the module."""
+    """The mean over replies of KTO's loss, see the module's docstring."""
 
     beta: float = described("Factor of log-probs; a larger one keeps the policy nearer to the reference.", 0.1)
     desirable_weight: float = described("Weight of desirable replies in the loss.", 1.0)
@@ -55,44 +57,47 @@ class Kto(MismatchedObjective):
         return losses.sum() / units
 
     def statistics(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the sum of L - R over mismatched pairs, and their number, (2,)."""
-        exist = (batch["mismatched_trained"] > 0).to(totals.dtype)
-        return _sum_and_number(totals - batch["mismatched_reference"], exist)
+        """Return the sum of L - R over mismatched pairs, and the number of these pairs, (2,)."""
+        mask = (batch["mismatched_trained"] > 0).to(totals.dtype)
+        return _sum_and_count(totals - batch["mismatched_reference"], mask)
 
     def measure(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the rewards b (L - R) and the mean log-prob of a token, of desirable ("chosen") replies and of
-        others, and z."""
+        """Return a sum and the number of its terms for each of `metrics`.
+
+        "chosen" are desirable replies, "rejected" undesirable ones. The rewards are b (L - R), the mean over "logps" is
+        that over tokens, and "kl" is z.
+        """
         import torch
 
         rewards = self.beta * (totals - batch["reference"])
         desirable, undesirable = _sides(batch)
         tokens = batch["trained"].to(totals.dtype)
-        exist = desirable + undesirable
+        mask = desirable + undesirable
         return torch.stack(
             [
-                _sum_and_number(rewards, desirable),
-                _sum_and_number(rewards, undesirable),
+                _sum_and_count(rewards, desirable),
+                _sum_and_count(rewards, undesirable),
                 torch.stack([(totals * desirable).sum(), (tokens * desirable).sum()]),
                 torch.stack([(totals * undesirable).sum(), (tokens * undesirable).sum()]),
-                _sum_and_number(_baseline(batch) * exist, exist),
+                _sum_and_count(_baseline(batch) * mask, mask),
             ]
         )
 
 
 def _baseline(batch: Mapping[str, Tensor]) -> Tensor:
     """Return z, a scalar."""
-    total, number = batch["statistics"]
-    baseline: Tensor = (total / number.clamp(min=1)).clamp(min=0)
+    total, count = batch["statistics"]
+    baseline: Tensor = (total / count.clamp(min=1)).clamp(min=0)
     return baseline
 
 
 def _sides(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return 1.0 for desirable replies, and 1.0 for undesirable ones, each (B, G)."""
-    exist, desirable = (batch["trained"] > 0).double(), batch["desirable"].double()
-    return exist * desirable, exist * (1 - desirable)
+    """Return two masks (B, G): 1.0 for desirable replies, and 1.0 for undesirable ones, else 0.0."""
+    mask, desirable = (batch["trained"] > 0).double(), batch["desirable"].double()
+    return mask * desirable, mask * (1 - desirable)
 
 
-def _sum_and_number(values: Tensor, mask: Tensor) -> Tensor:
+def _sum_and_count(values: Tensor, mask: Tensor) -> Tensor:
     """Return the sum of `values` where `mask` is 1.0, and the number of such values, (2,)."""
     import torch
 

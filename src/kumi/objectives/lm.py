@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class LanguageModeling(LinearObjective):
     """The mean over all tokens with a label, weighted by the column "loss_weights" if the batch has it.
 
-    The loss is sum w l / sum w over all tokens of the step, and every w is 1 without the column. Either all batches of
-    a run have it, or none has.
+    With l the negative log-prob of a token and w its weight, the loss is sum w l / sum w over all tokens of the step.
+    Without the column, every w is 1. Either all batches of a run have the column, or none has.
     """
 
     columns: ClassVar[Mapping[str, Literal["token", "row"]]] = {"loss_weights": "token"}
@@ -42,7 +42,7 @@ class LanguageModeling(LinearObjective):
 class SupervisedFineTuning(LanguageModeling):
     """Language modelling on the replies of examples, each token with the weight of its message; plain text is refused.
 
-    Mixtures of examples and text are language modelling.
+    The objective for mixtures of examples and plain text is language modelling.
     """
 
     rows: ClassVar[RowForm] = RowForm(("chat", "prompt-completion", "instruction"))

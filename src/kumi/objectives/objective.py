@@ -30,11 +30,11 @@ class Objective(ABC):
     """A loss whose terms may be any function of the log-probs of a row's labels.
 
     `columns`: the columns, other than labels, that only the objective reads. A "token" column is (B, S), and context
-    parallelism shards its positions. A "row" column is (B, ...), and every rank has all of it. An objective may do
-    without a column that no batch of a run has.
+    parallelism shards its positions. A "row" column is (B, ...), and every rank has all of it. Some columns may be
+    missing, but then from all batches of a run.
     `rows`: the rows of data that the objective trains.
     `unit`: the word for its units, in the plural.
-    `reference`: the loss compares the policy with a reference model.
+    `reference`: True if the loss compares the policy with a reference model.
     `head`: the head of the model: "lm" for log-probs of labels, "score" for one number at each label.
     `metrics`: names of the numbers that its `measure` returns, if it has one.
     `usual_lr`: the default peak learning rate of a run that trains all weights of a pretrained model; None if the
@@ -51,7 +51,7 @@ class Objective(ABC):
 
     @property
     def reads_reference(self) -> bool:
-        """Return True if log-probs of a reference model are needed: stored ones, or those of every rollout batch."""
+        """Return True if log-probs of a reference model are needed, stored ones or those of every rollout batch."""
         return self.reference
 
     @property
@@ -70,7 +70,7 @@ class Objective(ABC):
         """Return the number of units in `batch`, or the sum of their weights."""
 
     def tokens(self, batch: Mapping[str, Any]) -> int:
-        """Return the number of trained tokens in `batch`, on which a run reports: those with a label."""
+        """Return the number of trained tokens in `batch`, which a run reports: by default those with a label."""
         return int((batch["labels"] != IGNORED).sum())
 
     @abstractmethod
@@ -106,7 +106,7 @@ class TokenObjective(Objective):
     def measure(self, log_probs: Tensor, batch: Mapping[str, Tensor], sums: SegmentSums) -> Tensor:
         """Return a sum over complete rows and the number of its terms for each of `metrics`, float64 (len(metrics), 2).
 
-        A metric of a step is the sum over all ranks and microbatches, divided by the number.
+        A metric of a step is the sum over all ranks and microbatches, divided by the number of terms.
         """
 
 
@@ -145,7 +145,7 @@ class SequenceObjective(Objective):
     def measure(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Return a sum and the number of its terms for each of `metrics`, float64 (len(metrics), 2).
 
-        A metric of a step is the sum over all ranks and microbatches, divided by the number.
+        A metric of a step is the sum over all ranks and microbatches, divided by the number of terms.
         """
 
 
@@ -161,8 +161,8 @@ class MismatchedObjective(SequenceObjective):
 
 
 def sequence_sums(log_probs: Tensor, batch: Mapping[str, Tensor], sums: SegmentSums, prefix: str = "") -> Tensor:
-    """Return the sums (B, G) of `log_probs` (B, S) over sequences, float64: a loss takes differences of large sums.
+    """Return the sums (B, G) of `log_probs` (B, S) over sequences, in float64: a loss takes differences of large sums.
 
-    `prefix`: of the columns that number the sequences, "mismatched_" for mismatched rows.
+    `prefix`: the prefix of the names of the columns that number the sequences; "mismatched_" for mismatched rows.
     """
     return sums(log_probs.double(), batch[f"{prefix}segments"], batch[f"{prefix}trained"].shape[1])

@@ -1,4 +1,4 @@
-"""The check that an option of an objective has a possible value."""
+"""Checks that an option of an objective has a possible value."""
 
 from __future__ import annotations
 

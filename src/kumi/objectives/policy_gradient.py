@@ -108,7 +108,7 @@ class PolicyGradient(PolicyOptions, TokenObjective):
 
     @property
     def reads_reference(self) -> bool:
-        """True if a divergence from a reference model, or a teacher, which takes its place, needs log-probs."""
+        """True for a divergence from a reference model, and for a teacher, which takes the reference model's place."""
         return self.has_kl or self.advantage == "teacher"
 
     @property
@@ -121,7 +121,7 @@ class PolicyGradient(PolicyOptions, TokenObjective):
         return self.advantage == "gae"
 
     def count(self, batch: Mapping[str, Any]) -> float:
-        """Return the number of trained tokens in `batch`, or of replies, or of replies times the constant."""
+        """Return the number of units in `batch`, by `average`: trained tokens, replies, or replies times `constant`."""
         if self.average == "tokens":
             return self.tokens(batch)
         replies = int((batch["trained"] > 0).sum())
@@ -176,7 +176,7 @@ class PolicyGradient(PolicyOptions, TokenObjective):
         gap = now - before
         if self.ratio == "none":
             gap = now - now.detach()
-        elif self.is_of_sequences:
+        elif self.has_sequence_ratio:
             lengths = batch["trained"].clamp(min=1).gather(1, batch["segments"])
             total = _reply_sums(gap.detach(), batch, sums)
             own = now - now.detach()
@@ -238,7 +238,7 @@ class PolicyGradient(PolicyOptions, TokenObjective):
     def _clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """Return True for tokens whose ratio is clipped at the lower bound, and at an upper bound, each (B, S)."""
         if self.cap is not None:
-            return ratio < 0, ratio > self.cap
+            return ratio < 0, ratio > self.cap  # there is no lower bound, and no ratio is below 0
         low = (ratio < 1 - self.clip_low) & (advantages < 0)
         high = (ratio > 1 + self.clip_high) & (advantages > 0)
         return low, high if self.delta is None else high | ((ratio > self.delta) & (advantages < 0))

@@ -16,7 +16,7 @@ CLIPS = ("ratio", "cispo", "none")
 AVERAGES = ("tokens", "sequences", "constant")
 KL_CHOICES = ("none", "reward", "k1", "k2", "k3")
 CORRECTIONS = ("none", "truncate", "mask", "sequence_mask")
-# The bounds of the weights of each correction, unless the options name others.
+# The default bounds of the weights of each correction; see `correction_low` and `correction_high`.
 _BOUNDS = {"none": (1.0, 1.0), "truncate": (0.0, 2.0), "mask": (0.5, 5.0), "sequence_mask": (0.0, 3.0)}
 
 
@@ -116,7 +116,7 @@ class PolicyOptions:
     @property
     def weighting(self) -> str:
         """Return the correction: that of the options, or the default for the ratio."""
-        return self.correction or ("sequence_mask" if self.is_of_sequences else "truncate")
+        return self.correction or ("sequence_mask" if self.has_sequence_ratio else "truncate")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -133,7 +133,7 @@ class PolicyOptions:
         return (1.0 if self.gamma is None else self.gamma, 0.95 if self.gae_lambda is None else self.gae_lambda)
 
     @property
-    def is_of_sequences(self) -> bool:
+    def has_sequence_ratio(self) -> bool:
         """Return True if all tokens of a reply have the same ratio."""
         return self.ratio in ("sequence", "sequence_sum")
 
@@ -180,7 +180,7 @@ class PolicyOptions:
             )
 
     def _check_sequences(self) -> None:
-        if self.is_of_sequences and self.weighting in ("truncate", "mask"):
+        if self.has_sequence_ratio and self.weighting in ("truncate", "mask"):
             raise ConfigError(
                 f"objective.correction={self.correction!r} does not go with objective.ratio={self.ratio!r}: a reply "
                 "with a single ratio cannot weight its tokens differently; use 'sequence_mask' or 'none'"

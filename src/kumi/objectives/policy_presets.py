@@ -1,8 +1,8 @@
 """Policy gradients by name: settings of `PolicyGradient`, which a run file may change one by one.
 
-By default, only RLOO and PPO need a reference model, because their rewards contain the divergence from it, and
-distillation, whose teacher it is. The others use one if `kl` and `beta` say so. Learning rates and corrections of the
-sampler's log-probs are those of `PolicyGradient`.
+By default, only RLOO, PPO and distillation need a reference model: the rewards of RLOO and PPO contain the divergence
+from it, and it is the teacher of distillation. The others use one if `kl` and `beta` say so. All have the learning rate
+and the correction of the sampler's log-probs of `PolicyGradient`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Gspo(PolicyGradient):
 
 @dataclass(frozen=True)
 class Cispo(PolicyGradient):
-    """CISPO, MiniMax, 2025, arXiv:2506.13585, which names no cap; 5 is one of Khatri et al., 2025, arXiv:2510.13786."""
+    """CISPO, MiniMax, 2025, arXiv:2506.13585, which names no cap; 5 is from Khatri et al., 2025, arXiv:2510.13786."""
 
     unit: ClassVar[str] = "tokens"
     clip: str = _default("clip", "cispo")

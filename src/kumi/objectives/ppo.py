@@ -1,7 +1,7 @@
 """PPO with a critic (Schulman et al., 2017, arXiv:1707.06347): rewards, advantages and returns of tokens.
 
 A critic is a second model with a score head, whose score at a token is the value V_t of the state before the label of
-that token. With r_t the reward of a token, and t + 1 the next trained token of the reply, V = 0 after its last:
+that token. With r_t the reward of a token, t + 1 the next trained token of the reply, and V = A = 0 after the last one:
 
     d_t       = r_t + gamma V_(t+1) - V_t
     A_t       = d_t + gamma lambda A_(t+1)          Schulman et al., 2016, arXiv:1506.02438, eq. 16
@@ -9,8 +9,8 @@ that token. With r_t the reward of a token, and t + 1 the next trained token of 
 
 The reward of a reply is given at its last token, and every token has the reward -beta k1 for the divergence from the
 reference model (Ziegler et al., 2019, arXiv:1909.08593, eq. 2). Tokens that are not trained, such as observations
-between two turns and padding at the end, are no steps: the sums go from the trained token before them to the one after
-them.
+between two turns and padding at the end, are no steps: the recursion goes from the trained token after them directly to
+the one before them.
 
 The loss of the policy is `PolicyGradient(advantage="gae")` on whitened advantages, that of the critic `ValueLoss`. A
 reply that could not be scored has no returns, and no loss.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Mask: TypeAlias = NDArray[np.bool_]
-# Added to the variance, for advantages that are all equal.
+# Added to the variance, which is 0 if all advantages are equal.
 _VARIANCE_EPS = 1e-8
 
 
@@ -72,12 +72,13 @@ def moments(advantages: Array, trained: Mask) -> Array:
     return np.array([len(chosen), chosen.sum(), (chosen**2).sum()], np.float64)
 
 
-def whitened(advantages: Array, trained: Mask, step: Array) -> Array:
-    """Return `advantages` with mean 0 and variance 1 over the trained tokens of the step. `step`: its `moments`.
+def whitened(advantages: Array, trained: Mask, step_moments: Array) -> Array:
+    """Return `advantages`, scaled to mean 0 and variance 1 over the trained tokens of the step, 0 at other tokens.
 
+    `step_moments`: the `moments` of the step.
     The variance has n - 1 in the denominator. A step of a single token keeps its advantage.
     """
-    count, total, squares = step
+    count, total, squares = step_moments
     if count < 2:
         return advantages
     mean = total / count
@@ -103,8 +104,8 @@ class ValueLoss(TokenObjective):
     so that a value that moved too far in the right direction has no gradient. Without a clip, (V - return)^2 / 2.
 
     Columns, 0 at tokens that are not trained: returns (B, S), nan in replies without one, and old_values (B, S), the
-    values with which the returns were computed. The "log-probs" of its methods are values: a score head gives one at
-    each label. `value_clip`: c; None for no clip.
+    values with which the returns were computed. The argument `log_probs` of the methods has values, not log-probs: a
+    score head gives a value at each label. `value_clip`: c; None for no clip.
     """
 
     value_clip: float | None = 0.2
@@ -131,8 +132,8 @@ class ValueLoss(TokenObjective):
         return (rows.sum() / units).to(log_probs.dtype)
 
     def measure(self, log_probs: Tensor, batch: Mapping[str, Tensor], sums: SegmentSums) -> Tensor:
-        """Return the sum and the number of `metrics`. clipped: whether a trained token's value moved so far that it has
-        no gradient."""
+        """Return the number of trained tokens whose value moved so far that it has no gradient ("clipped"), and the
+        number of all trained tokens, (1, 2)."""
         import torch
 
         plain, clipped, trained = self._squares(log_probs, batch)
@@ -141,7 +142,7 @@ class ValueLoss(TokenObjective):
         return torch.stack(totals)[None]
 
     def _squares(self, values: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (V - return)^2, the same of the clipped V, and 1.0 for trained tokens, else 0.0, (B, S) float64."""
+        """Return (V - return)^2, (clipped V - return)^2, and 1.0 for trained tokens, else 0.0, (B, S) float64."""
         import torch
 
         values, returns, old = values.double(), batch["returns"].double(), batch["old_values"].double()

@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 
 class Pairs(NamedTuple):
-    """The two sides of each pair of a batch, each (B, P); `exist` is 1.0 for a pair, 0.0 where a row has none."""
+    """The two sides of each pair of a batch, each (B, P); `mask` is 1.0 for a pair, 0.0 where a row has none."""
 
     chosen: Tensor
     rejected: Tensor
-    exist: Tensor
+    mask: Tensor
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` (B, P) over the pairs that exist."""
-        return (values * self.exist).sum()
+        """Return the sum of `values` (B, P) over all pairs."""
+        return (values * self.mask).sum()
 
 
 def pairs_of(values: Tensor, batch: Mapping[str, Tensor]) -> Pairs:
-    """Return the pairs of `values` (B, G): sequence 2k of a row is the chosen side of its pair k, 2k + 1 the other."""
-    exist = (batch["trained"][:, 0::2] > 0).to(values.dtype)
-    return Pairs(values[:, 0::2], values[:, 1::2], exist)
+    """Return the pairs of `values` (B, G): sequences 2k and 2k + 1 of a row are the chosen and the rejected side."""
+    mask = (batch["trained"][:, 0::2] > 0).to(values.dtype)
+    return Pairs(values[:, 0::2], values[:, 1::2], mask)
 
 
 def token_means(totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the mean over trained tokens for sums `totals` (B, G) over sequences."""
+    """Return the mean over the trained tokens of each sequence, given the sums `totals` (B, G)."""
     return totals / batch["trained"].clamp(min=1)
 
 
@@ -62,18 +62,21 @@ class PreferenceObjective(SequenceObjective):
         """Return the reward (B, G) of each sequence, for the metrics."""
 
     def measure(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the rewards of both sides, their difference, the share of pairs in which the chosen side has the
-        higher reward (a tie counts as half), and the mean log-prob of a token of each side."""
+        """Return a sum and the number of its terms for each of `metrics`.
+
+        "margins" is the difference of the rewards, "accuracies" the share of pairs in which the chosen side has the
+        higher reward (a tie counts as half), and "logps" the mean log-prob of a token.
+        """
         import torch
 
-        chosen, rejected, exist = pairs = pairs_of(self.rewards(totals, batch), batch)
+        chosen, rejected, mask = pairs = pairs_of(self.rewards(totals, batch), batch)
         ahead = chosen - rejected
-        right = (ahead > 0).to(exist.dtype) + 0.5 * (ahead == 0).to(exist.dtype)
-        number = exist.sum()
+        right = (ahead > 0).to(mask.dtype) + 0.5 * (ahead == 0).to(mask.dtype)
+        count = mask.sum()
         log_probs, tokens = pairs_of(totals, batch), pairs_of(batch["trained"].to(totals.dtype), batch)
         return torch.stack(
             [
-                *(torch.stack([pairs.sum(values), number]) for values in (chosen, rejected, ahead, right)),
+                *(torch.stack([pairs.sum(values), count]) for values in (chosen, rejected, ahead, right)),
                 torch.stack([log_probs.sum(log_probs.chosen), tokens.sum(tokens.chosen)]),
                 torch.stack([log_probs.sum(log_probs.rejected), tokens.sum(tokens.rejected)]),
             ]

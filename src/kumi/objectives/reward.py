@@ -2,8 +2,9 @@
 
     -log S(s_chosen - s_rejected - margin) + c (s_chosen + s_rejected)^2
 
-Ouyang et al., 2022, arXiv:2203.02155, eq. 1; the margin is of Touvron et al., 2023, arXiv:2307.09288, eq. 2, and the
-centring term of Eisenstein et al., 2023, arXiv:2312.09244. The score of a sequence is that of its last token.
+Ouyang et al., 2022, arXiv:2203.02155, eq. 1; the margin is from Touvron et al., 2023, arXiv:2307.09288, eq. 2, and the
+centring term from Eisenstein et al., 2023, arXiv:2312.09244. S is the logistic function, s the score of a side of a
+pair, and c is `center_rewards`. The score of a sequence is that of its last token.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RewardModel(PreferenceObjective):
-    """The pairwise loss of a reward model, see the module. The "log-probs" of its methods are scores."""
+    """The pairwise loss of a reward model, see the module's docstring. The "log-probs" of its methods are scores."""
 
     margin: float = described("Factor of the column `margin` of the rows, subtracted from the difference.", 1.0)
     center_rewards: float = described("Weight of the term that keeps the mean score of a pair near 0.", 0.0)
@@ -59,5 +60,5 @@ class RewardModel(PreferenceObjective):
         return totals
 
     def measure(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the scores of both sides, their difference, and the share of pairs in the right order."""
+        """Return the rows for `metrics` of what `PreferenceObjective.measure` returns: those without "logps"."""
         return super().measure(totals, batch)[: len(self.metrics)]

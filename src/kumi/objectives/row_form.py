@@ -10,12 +10,12 @@ LM_KINDS = ("text", "chat", "prompt-completion", "instruction")
 
 @dataclass(frozen=True)
 class RowForm:
-    """How units of examples become rows of a batch.
+    """How units of data (a document, a reply, or both sides of a comparison) become rows of a batch.
 
-    kinds: kinds of rows of a source that the objective trains.
+    kinds: the kinds of rows of data that the objective trains.
     sequences: batches have the columns of sequences (see `kumi.data.packing.sequence_columns`).
     scored: every token of a sequence is an input, and its only label is at its last token, where a score head is read.
-    mismatched: batches have as many rows again, in which each prompt is followed by the reply of the unit before it.
+    mismatched: batches have as many rows again, in which each prompt is followed by the reply of the unit before.
     generates: the data are prompts, and the policy generates the replies that are trained (see `kumi.rollout`).
     """
 

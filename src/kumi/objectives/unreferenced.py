@@ -7,7 +7,8 @@ With L the sum of a side's log-probs over its n trained tokens, m = L / n, and S
     simpo  -log S(b m_chosen - b m_rejected - g)               Meng et al., 2024, arXiv:2405.14734, eq. 6
     cpo    -log S(b (L_chosen - L_rejected)) - a m_chosen      Xu et al., 2024, arXiv:2401.08417
 
-Each is the mean over pairs. Only trained tokens count: a prompt has no part in the negative log-likelihood.
+b is `beta`, g is `gamma`, and a is `sft`, which SimPO may add, too. Each loss is the mean over pairs. Only trained
+tokens count: a prompt has no part in the negative log-likelihood.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OddsRatio(PreferenceObjective):
-    """ORPO, see the module."""
+    """ORPO, see the module's docstring."""
 
     beta: float = described("Weight of the log odds ratio beside the chosen side's likelihood.", 0.1)
 
@@ -49,7 +50,7 @@ class OddsRatio(PreferenceObjective):
 
 @dataclass(frozen=True)
 class SimplePreference(PreferenceObjective):
-    """SimPO, see the module."""
+    """SimPO, see the module's docstring."""
 
     beta: float = described("Factor of a side's mean log-prob.", 2.0)
     gamma: float = described("The margin of rewards that the chosen side should have.", 0.5)
@@ -75,7 +76,7 @@ class SimplePreference(PreferenceObjective):
 
 @dataclass(frozen=True)
 class ContrastivePreference(PreferenceObjective):
-    """CPO, see the module."""
+    """CPO, see the module's docstring."""
 
     beta: float = described("Factor of a side's log-prob.", 0.1)
     sft: float = described("Weight of the chosen side's mean negative log-prob, added to each pair's loss.", 1.0)

@@ -25,7 +25,7 @@ class GeneratedReply:
     ids: its tokens, int32 (n,), n at least 1, with the stop token that ended it.
     log_probs: the sampler's log-prob of each token, at the temperature of sampling, float64 (n,).
     finish: "stop" if a stop token ended it, "length" if it was cut at its largest number of tokens.
-    version: the number of updates after which the weights generated it.
+    version: the weights after this number of updates generated the reply.
     """
 
     ids: Array
@@ -122,7 +122,7 @@ def as_array(text: str) -> Array:
     """Return the array that `as_text` wrote. Raise ValueError for another text."""
     dtype, _, content = text.partition(":")
     if dtype not in _DTYPES:
-        raise ValueError(f"the unknown dtype {dtype[:8]!r} of an array")
+        raise ValueError(f"an array has the unknown dtype {dtype[:8]!r}")
     return np.frombuffer(base64.b64decode(content, validate=True), np.dtype(dtype)).astype(_DTYPES[dtype])
 
 

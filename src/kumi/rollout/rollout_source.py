@@ -124,7 +124,7 @@ class RolloutSource:
         return self._current.teaches(self._part(step), self._targets)
 
     def count_returns(self, step: int) -> int:
-        """Return the number of tokens of `step` that have a return for the critic. Its batch must have been collected."""
+        """Return how many tokens of `step` have a return for the critic. Its batch must have been collected."""
         return self._current.count_returns(self._part(step), self._targets)
 
     def metrics(self, step: int) -> Mapping[str, float]:
