@@ -1,9 +1,10 @@
 """Rewards of replies for reinforcement learning, without torch.
 
 reward_spec     the configured rewards
-scorer          replies of a step in, rewards out: in timed_workers (reward_worker), threads, or the calling process
+scorer          scores the replies of a step, in processes (timed_workers, reward_worker), in threads or directly
 text_rewards    answers, numbers (number_text), regular expressions, JSON schemas (json_schema)
-function_reward, gym_reward, length_reward, judge, code_reward (sandbox)
+function_reward, gym_reward, length_reward, judge (http_request), code_reward (sandbox)
+                each the reward of its name
 """
 
 from __future__ import annotations

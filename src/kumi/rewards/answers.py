@@ -15,5 +15,5 @@ def answers_in(value: Any) -> list[str] | None:
 
 
 def is_answer(text: str, answers: Sequence[str]) -> bool:
-    """Return True if `text` is one of `answers`, white space around both left out."""
+    """Return True if `text` is one of `answers`. White space around both is ignored."""
     return text.strip() in {answer.strip() for answer in answers}

@@ -1,4 +1,4 @@
-"""The code reward: the last code block of a reply, run with the tests of its row in a sandbox."""
+"""The code reward: runs the last code block of a reply with the tests of its row, in a sandbox."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ finally:
 
 
 def limits_of(spec: CodeReward) -> ProgramLimits:
-    """Return the limits of the programs of `spec`."""
+    """Return the limits of a program of `spec`, in bytes and processes."""
     return ProgramLimits(spec.memory_mb << 20, spec.processes, spec.files_mb << 20, spec.output_kb << 10)
 
 
 def check_sandbox(spec: CodeReward, groups: str, workers: int) -> BwrapSandbox | None:
-    """Return the sandbox on this machine for the programs of `spec`, from which no probe gets out; None for a service.
+    """Return the sandbox on this machine for programs of `spec`, after its self-test; None if `spec` names a service.
 
-    Raise ConfigError if there is no such sandbox, or the service does not run programs.
+    Raise ConfigError if this machine has no safe sandbox, or if the service does not run programs.
 
-    `groups`: the prefix of the names of control groups. `workers`: programs that run at a time.
+    `groups`: the prefix of the names of control groups. `workers`: number of programs that run at a time.
     """
     try:
         if spec.service:
@@ -76,7 +76,7 @@ def check_sandbox(spec: CodeReward, groups: str, workers: int) -> BwrapSandbox |
 
 
 def code_reward(spec: CodeReward, sandbox: BwrapSandbox | None) -> RewardFunction:
-    """Return the reward for the code of a reply, in the sandbox that `check_sandbox` returned."""
+    """Return the reward for the code of a reply. `sandbox`: the result of `check_sandbox`."""
     run = open_service(spec.service, limits_of(spec), spec.key_variable) if sandbox is None else sandbox.run
 
     def reward(prompt: str, reply: str, row: Mapping[str, Any]) -> float:
@@ -110,8 +110,10 @@ def _passed_asserts(code: str | None, tests: Sequence[str], spec: CodeReward, ru
 
 
 def _passed_pairs(code: str | None, pairs: Sequence[tuple[str, str]], spec: CodeReward, run: RunProgram) -> int:
-    """Return how many times the program `code` prints the second text of a pair for the first; with score="all", up to
-    its first failure. White space at the ends of lines does not count."""
+    """Return for how many of `pairs` the program `code` prints the second text if its input is the first one.
+
+    With score="all", stop at the first failure. White space at the ends of lines does not count.
+    """
     if code is None:
         return 0
     deadline, passed = time.monotonic() + spec.timeout_s, 0
@@ -141,8 +143,10 @@ def _statements(value: Any, column: str) -> list[str]:
 
 
 def _pairs(value: Any, column: str) -> list[tuple[str, str]]:
-    """Return the (input, output) pairs in a column: a list of {input, output}, or two lists {inputs, outputs}, also as
-    the text of that JSON, as in APPS and TACO."""
+    """Return the (input, output) pairs in a column: a list of {input, output}, or two lists {inputs, outputs}.
+
+    The column may also be a text with this JSON, as in APPS and TACO.
+    """
     try:
         pairs = untrusted.json_record(value) if isinstance(value, str) else value
         if isinstance(pairs, dict):

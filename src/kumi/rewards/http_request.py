@@ -16,17 +16,17 @@ from kumi.errors import ConfigError
 from kumi.files import untrusted
 from kumi.remote.retries import explain_failure
 
-# Bytes: of the largest answer, and of one read.
+# Bytes of the largest answer, and of one read from the connection.
 _LARGEST_ANSWER = 16 * 2**20
 _BLOCK = 1 << 16
 # Seconds between attempts: the first pause, which doubles with each attempt, and the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
-# Status codes that may be gone at another attempt: a timeout, too many requests, an error of the server.
+# Status codes of failures that may pass until another attempt: a timeout, too many requests, an error of the server.
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 
 class RequestError(Exception):
-    """A request without a usable answer. `passing`: another attempt may succeed."""
+    """A request without a usable answer. `passing`: True if another attempt may succeed."""
 
     def __init__(self, reason: str, passing: bool = False) -> None:
         super().__init__(reason)
@@ -34,13 +34,13 @@ class RequestError(Exception):
 
 
 class RequestTimeoutError(RequestError):
-    """The time of a request is over."""
+    """A request without an answer in its time."""
 
 
 def bearer(variable: str, where: str) -> Mapping[str, str]:
     """Return the header with the key in the environment variable `variable`; {} if `variable` is "".
 
-    Raise ConfigError if it is not set, or is not a key. The value is never shown.
+    Raise ConfigError if the environment variable is not set, or has no valid key. Its value is never shown.
     """
     if not variable:
         return {}
@@ -62,8 +62,8 @@ def post_json(
 ) -> Any:
     """Return the JSON that `url` answers to the JSON `content`, after at most `attempts` requests in `timeout_s`.
 
-    Raise RequestTimeoutError when the time is over, and RequestError when the last attempt failed, or one failed for a
-    lasting reason.
+    Raise RequestTimeoutError when the time is over, and RequestError when the last attempt failed, or an attempt failed
+    for a reason that lasts. `pause` waits for a number of seconds between attempts.
     """
     deadline = time.monotonic() + timeout_s
     for attempt in range(attempts):
@@ -99,10 +99,11 @@ _OPENER = _opener()
 
 
 def _post(url: str, body: bytes, headers: Mapping[str, str], deadline: float) -> Any:
+    """Return the JSON that `url` answers to one request. Raise RequestError without a usable answer."""
     sent = {"Content-Type": "application/json", "User-Agent": "kumi", **headers}
     request = urllib.request.Request(url, data=body, headers=sent, method="POST")
     try:
-        with _OPENER.open(request, timeout=_left(url, deadline)) as answer:
+        with _OPENER.open(request, timeout=_time_left(url, deadline)) as answer:
             raw = _read(url, answer, deadline)
     except urllib.error.HTTPError as error:
         with error:
@@ -123,11 +124,12 @@ def _read(url: str, answer: http.client.HTTPResponse, deadline: float) -> bytes:
         raw += block
         if len(raw) > _LARGEST_ANSWER:
             raise RequestError(f"{url} answered more than {_LARGEST_ANSWER} bytes")
-        _left(url, deadline)
+        _time_left(url, deadline)
     return raw
 
 
-def _left(url: str, deadline: float) -> float:
+def _time_left(url: str, deadline: float) -> float:
+    """Return the seconds until `deadline`, a time of `time.monotonic`. Raise RequestTimeoutError if there are none."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise RequestTimeoutError(f"{url} did not answer in time")
@@ -135,6 +137,7 @@ def _left(url: str, deadline: float) -> float:
 
 
 def _fail(url: str, error: Exception) -> NoReturn:
+    """Raise the RequestError that says why the connection to `url` failed with `error`."""
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(cause, TimeoutError):
         raise RequestTimeoutError(f"{url} did not answer in time")

@@ -1,8 +1,8 @@
 """Validation by JSON schemas (draft 2020-12), without a package for it.
 
 Every keyword of the draft's core, applicator and validation vocabularies is checked, except `$dynamicRef`,
-`unevaluatedItems`, `unevaluatedProperties`, and a `$ref` out of the schema; a schema with them, or with an unknown
-keyword, is refused. `format` says nothing about validity, as the draft has it.
+`unevaluatedItems`, `unevaluatedProperties`, and a `$ref` out of the schema; a schema with one of these, or with an
+unknown keyword, is refused. `format` says nothing about validity, as the draft specifies.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from fractions import Fraction
 from typing import Any
 
 Schema = bool | Mapping[str, Any]
-# The schema at a `$ref`.
+# A `$ref` -> the schema to which it refers.
 Resolve = Callable[[str], Schema]
 
+# Keywords that are allowed and that no function of `_KEYWORDS` checks.
 _ANNOTATIONS = frozenset(
     {"$schema", "$id", "$comment", "$defs", "definitions", "$anchor", "title", "description", "default", "examples"}
     | {"deprecated", "readOnly", "writeOnly", "format", "contentEncoding", "contentMediaType", "contentSchema"}
-    # The keywords `if` and `contains` read these.
+    # The functions of the keywords `if` and `contains` read these.
     | {"then", "else", "minContains", "maxContains"}
 )
 _TYPES: dict[str, Callable[[Any], bool]] = {
@@ -32,7 +33,8 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "number": lambda value: _is_number(value),
     "integer": lambda value: _is_number(value) and (isinstance(value, int) or value.is_integer()),
 }
-# Levels of `$ref` and of applicators, beyond which a schema refers to itself without end.
+# Levels of schemas within schemas, by `$ref` or by keywords such as `allOf`, beyond which a schema is taken to refer to
+# itself without end.
 _DEPTH = 100
 
 
@@ -64,6 +66,7 @@ def is_valid(value: Any, schema: Any) -> bool:
 
 
 def _checked(schema: Any) -> Schema:
+    """Return `schema`. Raise SchemaError unless it is an object with supported keywords, true or false."""
     if not isinstance(schema, bool | dict):
         raise SchemaError(f"a schema is an object, true or false, not {type(schema).__name__}")
     if isinstance(schema, dict):
@@ -76,12 +79,12 @@ def _checked(schema: Any) -> Schema:
 def _valid(value: Any, schema: Any, resolve: Resolve, depth: int) -> bool:
     schema = _checked(schema)
     if depth > _DEPTH:
-        raise SchemaError("it refers to itself without end")
+        raise SchemaError("the schema refers to itself without end")
     if isinstance(schema, bool):
         return schema
 
-    def below(inner: Any, other: Any) -> bool:
-        return _valid(inner, other, resolve, depth + 1)
+    def below(inner_value: Any, inner_schema: Any) -> bool:
+        return _valid(inner_value, inner_schema, resolve, depth + 1)
 
     return all(
         _KEYWORDS[keyword](value, argument, schema, below)
@@ -107,17 +110,18 @@ def _same(left: Any, right: Any) -> bool:
     return bool(left == right) if type(left) is type(right) or (_is_number(left) and _is_number(right)) else False
 
 
-# (value, argument of the keyword, the schema with the keyword, `below`) -> whether the value is valid. `below`
-# validates a value inside of it under a schema inside of the schema.
+# (value, argument of the keyword, the schema with the keyword, `below`) -> True if the value is valid. `below` returns
+# True if a value, such as an item of the value, is valid under a schema that the argument has.
 Keyword = Callable[[Any, Any, Mapping[str, Any], Callable[[Any, Any], bool]], bool]
 
 
-def _of(kind: type | tuple[type, ...], check: Callable[[Any, Any], bool]) -> Keyword:
+def _for_type(kind: type | tuple[type, ...], check: Callable[[Any, Any], bool]) -> Keyword:
     """Return the keyword that checks values of `kind`; values of other kinds are valid."""
     return lambda value, argument, schema, below: not isinstance(value, kind) or check(value, argument)
 
 
-def _of_numbers(check: Callable[[Any, Any], bool]) -> Keyword:
+def _for_numbers(check: Callable[[Any, Any], bool]) -> Keyword:
+    """Return the keyword that checks numbers; other values are valid."""
     return lambda value, argument, schema, below: not _is_number(value) or check(value, argument)
 
 
@@ -132,6 +136,7 @@ def _type(value: Any, argument: Any, schema: Any, below: Any) -> bool:
 def _multiple(value: Any, argument: Any) -> bool:
     if isinstance(value, float) and not math.isfinite(value):
         return False
+    # By their decimal digits: 0.3 is a multiple of 0.1.
     return Fraction(str(value)) % Fraction(str(argument)) == 0
 
 
@@ -203,20 +208,20 @@ _KEYWORDS: dict[str, Keyword] = {
     "type": _type,
     "enum": lambda value, argument, schema, below: any(_same(value, item) for item in argument),
     "const": lambda value, argument, schema, below: _same(value, argument),
-    "multipleOf": _of_numbers(_multiple),
-    "minimum": _of_numbers(lambda value, bound: value >= bound),
-    "maximum": _of_numbers(lambda value, bound: value <= bound),
-    "exclusiveMinimum": _of_numbers(lambda value, bound: value > bound),
-    "exclusiveMaximum": _of_numbers(lambda value, bound: value < bound),
-    "minLength": _of(str, lambda value, bound: len(value) >= bound),
-    "maxLength": _of(str, lambda value, bound: len(value) <= bound),
-    "pattern": _of(str, lambda value, pattern: re.search(pattern, value) is not None),
-    "minItems": _of(list, lambda value, bound: len(value) >= bound),
-    "maxItems": _of(list, lambda value, bound: len(value) <= bound),
-    "uniqueItems": _of(list, _unique),
-    "minProperties": _of(dict, lambda value, bound: len(value) >= bound),
-    "maxProperties": _of(dict, lambda value, bound: len(value) <= bound),
-    "required": _of(dict, lambda value, names: set(names) <= value.keys()),
+    "multipleOf": _for_numbers(_multiple),
+    "minimum": _for_numbers(lambda value, bound: value >= bound),
+    "maximum": _for_numbers(lambda value, bound: value <= bound),
+    "exclusiveMinimum": _for_numbers(lambda value, bound: value > bound),
+    "exclusiveMaximum": _for_numbers(lambda value, bound: value < bound),
+    "minLength": _for_type(str, lambda value, bound: len(value) >= bound),
+    "maxLength": _for_type(str, lambda value, bound: len(value) <= bound),
+    "pattern": _for_type(str, lambda value, pattern: re.search(pattern, value) is not None),
+    "minItems": _for_type(list, lambda value, bound: len(value) >= bound),
+    "maxItems": _for_type(list, lambda value, bound: len(value) <= bound),
+    "uniqueItems": _for_type(list, _unique),
+    "minProperties": _for_type(dict, lambda value, bound: len(value) >= bound),
+    "maxProperties": _for_type(dict, lambda value, bound: len(value) <= bound),
+    "required": _for_type(dict, lambda value, names: set(names) <= value.keys()),
     "properties": _properties,
     "patternProperties": _pattern_properties,
     "additionalProperties": _additional,

@@ -13,7 +13,7 @@ from kumi.rewards.templates import fill
 
 
 def judge(spec: JudgeReward) -> Callable[[str, str, Mapping[str, Any]], float]:
-    """Return the function that asks the judge for the reward of a reply: its score divided by `scale`.
+    """Return the function that asks the judge for the reward of a reply: the judge's score divided by `scale`.
 
     The function raises RequestError if the judge does not answer, or writes no score from 0 to `scale`. Raise
     ConfigError if the key of the service is not in the environment.

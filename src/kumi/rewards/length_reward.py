@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kumi.rewards.reward_spec import LengthReward
 
-# By default, the reward falls over the last fifth of the tokens: in DAPO, the last 4,096 of 20,480.
+# By default, the reward falls over the last 1 / 5 of the tokens: in DAPO, the last 4,096 of 20,480.
 _SOFT_SHARE = 5
 
 
 def length_bounds(spec: LengthReward, max_new_tokens: int) -> tuple[int, int]:
-    """Return the number of tokens up to which the reward is 0, and the number from which it is -1.
+    """Return the number of tokens up to which the reward is 0, and the number from which on it is -1.
 
     `max_new_tokens`: the tokens that a reply may have. Raise ConfigError if no reply can reach the second number, or if
     the first one would be below 0.
@@ -24,6 +24,6 @@ def length_bounds(spec: LengthReward, max_new_tokens: int) -> tuple[int, int]:
 
 
 def length_reward(tokens: int, bounds: tuple[int, int]) -> float:
-    """Return the reward of `tokens` tokens: 0 up to the first bound, falling linearly to -1 at the second."""
+    """Return the reward of a reply of `tokens`: 0 up to the first bound, falling linearly to -1 at the second."""
     start, longest = bounds
     return min(0.0, max(-1.0, (start - tokens) / (longest - start)))

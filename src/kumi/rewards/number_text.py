@@ -4,11 +4,12 @@ A number is written as one of
 - digits with a decimal point, and commas, `{,}`, `\,` or thin spaces between groups of three: 1,234.5
 - a fraction a/b, \frac{a}{b}, \dfrac, \tfrac, \frac12, or one after an integer: 1 1/2, 2\frac{1}{3}
 - digits times a power of ten: 1.5e3, 1.5 \times 10^{3}
-with a sign before it, a currency sign before it, and % or a unit behind it. A comma that separates no groups of three
-is no part of a number: "1,5" is two numbers.
+It may have a sign and a currency sign before it, and % or a unit behind it. A comma that does not separate groups of
+three digits is no part of a number: "1,5" is two numbers.
 
-A percentage is its hundredth. Where only one of two numbers has the sign, it may also be left out: 50% equals 0.5
-and 50. Units are not converted: they are left out where only one number has them, and must be equal where both do.
+A percentage is a hundredth of its number. Where only one of two numbers has a percent sign, the sign may also be
+ignored: 50% equals 0.5 and 50. Units are not converted: they are ignored where only one number has a unit, and must be
+equal where both have one.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-# Digits of a number, and the exponent of a power of ten, beyond which a text is no number: a fraction of them would
-# take memory without bound.
-_DIGITS, _EXPONENT = 300, 300
+# The most characters of a number, and the largest exponent of its power of ten. Beyond them a text is no number: its
+# exact fraction could take any amount of memory.
+_LONGEST, _LARGEST_EXPONENT = 300, 300
 
 _INTEGER = r"\d{1,3}(?:(?:,|\{,\}|\\,|[\u2009\u202f\u00a0])\d{3})+(?!\d)|\d+"
 _DECIMAL = rf"(?:(?:{_INTEGER})(?:\.\d+)?|\.\d+)"
@@ -39,12 +40,17 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>{_DECIMAL})(?P<power>{_POWER})?)"
     r"(?P<percent>\s*\\?%)?"
 )
+# The numerator or the denominator of a fraction.
 _PART = re.compile(rf"[-+]?\s*(?:{_DECIMAL})")
+# What stands between groups of three digits.
 _GROUPING = re.compile(r",|\{,\}|\\,|[\u2009\u202f\u00a0\s]")
 
 
 class WrittenNumber(NamedTuple):
-    """A number in a text, with its `unit` or "". After a percent sign `value` is its hundredth."""
+    """A number in a text. `percent`: True if it has a percent sign; `value` is then a hundredth of the written number.
+
+    `unit`: its unit, or "".
+    """
 
     value: Fraction
     percent: bool = False
@@ -52,7 +58,7 @@ class WrittenNumber(NamedTuple):
 
 
 def last_number(text: str) -> WrittenNumber | None:
-    """Return the last number in `text`, without its unit; None if there is none."""
+    """Return the last number in `text`, without a unit; None if there is no number."""
     last = None
     for match in _NUMBER.finditer(text):
         last = _value(match) or last
@@ -68,7 +74,7 @@ _CONSTANTS = frozenset({"pi", "tau", "e", "i", "inf", "infty", "infinity"})
 
 def whole_number(text: str) -> WrittenNumber | None:
     """Return the number that `text` consists of, with its unit; None if it is anything else."""
-    # In a text, a minus with a space behind it is an operator, or the mark of a list.
+    # Here a sign with a space behind it is the number's. Within a longer text, it is an operator or the mark of a list.
     text = re.sub(r"^([-+\u2212])\s+", r"\1", _without_markup(text))
     match = _NUMBER.match(text)
     number = None if match is None else _value(match)
@@ -82,6 +88,7 @@ def whole_number(text: str) -> WrittenNumber | None:
 
 
 def _is_unit(rest: str, unit: str) -> bool:
+    """Return True if `rest`, the text behind a number, is a unit; `unit` is `rest` with single spaces."""
     name = unit.partition("^")[0]
     if not _UNIT.fullmatch(rest) or name.lower() in _CONSTANTS:
         return False
@@ -89,7 +96,7 @@ def _is_unit(rest: str, unit: str) -> bool:
 
 
 def equal_numbers(left: WrittenNumber, right: WrittenNumber, tolerance: float = 0.0) -> bool:
-    """Return True if two numbers are equal, up to the relative difference `tolerance`."""
+    """Return True if two numbers are equal, up to the relative difference `tolerance`; for units and %, see above."""
     if left.unit and right.unit and left.unit != right.unit:
         return False
     if left.percent == right.percent:
@@ -103,8 +110,8 @@ def _close(left: Fraction, right: Fraction, tolerance: float) -> bool:
 
 
 def _value(match: re.Match[str]) -> WrittenNumber | None:
-    """Return the number of a match of `_NUMBER`; None if its denominator is 0 or it is too long."""
-    if len(match[0]) > _DIGITS:
+    """Return the number of a match of `_NUMBER`; None if a denominator is 0 or the number is too large."""
+    if len(match[0]) > _LONGEST:
         return None
     parts = match.groupdict()
     whole, mixed = parts["whole"] or parts["whole2"], parts["mixed"] or parts["mixed2"]
@@ -137,14 +144,15 @@ def _decimal(text: str) -> Fraction:
 
 
 def _exponent(power: str | None) -> int:
-    """Return the exponent of e3 or \\times 10^{3}; raise OverflowError for one beyond `_EXPONENT`."""
+    """Return the exponent of e3 or \\times 10^{3}; raise OverflowError for one beyond `_LARGEST_EXPONENT`."""
     exponent = 0 if power is None else int(re.findall(r"[-+]?\d+", power)[-1])
-    if abs(exponent) > _EXPONENT:
+    if abs(exponent) > _LARGEST_EXPONENT:
         raise OverflowError
     return exponent
 
 
-# Commands of LaTeX that change how an answer looks and not its value.
+# Spaces of LaTeX; commands that only change how an answer looks; commands for text, of which the content is read; and
+# the left side of an assignment such as "x =".
 _SPACES = re.compile(r"\\[!,;: ]|~|\\quad|\\qquad")
 _SIZES = re.compile(r"\\(?:left|right|displaystyle|big|Big|bigg|Bigg)(?![a-zA-Z])")
 _WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
@@ -157,7 +165,7 @@ def _without_markup(text: str) -> str:
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening) + len(closing):
             text = text[len(opening) : -len(closing)]
-    # A comma that LaTeX would set with a space, and the thin space between groups of digits.
+    # Separators between groups of digits become commas: {,} and the spaces \, and \!, also behind a comma.
     text = text.replace("{,}", ",")
     text = re.sub(r"(?<=\d)\\[,!](?=\d{3})", ",", text).replace(",,", ",")
     text = _SPACES.sub(" ", text)
@@ -193,16 +201,16 @@ def equal_answers(reply: str, answer: str, tolerance: float = 0.0) -> bool:
 
 
 def _elements(text: str) -> Sequence[str]:
-    """Return the elements of a list or a tuple, its brackets with the first and the last; the text if it is neither."""
+    """Return the elements of a list; brackets around it are the first and the last. Return `text` if it is no list."""
     text = _without_markup(text)
     if text[:1] in ("(", "[") and text[-1:] in (")", "]"):
         inner = text[1:-1]
-        # The brackets are elements of their own: an interval differs from a tuple.
+        # The brackets are elements, so that an interval such as (1, 2] differs from a tuple.
         return [f"\\{text[0]}", *inner.split(","), f"\\{text[-1]}"] if "," in inner else [text]
     return text.split(",")
 
 
-# Braces, and the beginnings of boxes. Escaped braces match so that they do not count as braces.
+# Escaped braces, the beginnings of boxes, and braces. Escaped braces match first, so that they do not count as braces.
 _BRACES = re.compile(r"\\[{}]|\\(?:boxed|fbox)\s*\{|[{}]")
 
 
@@ -217,7 +225,7 @@ def last_boxed(text: str) -> str | None:
             start = opened.pop() if opened else None
             if start is not None and (last is None or start > last[0]):
                 last = (start, match.start())
-        elif len(match[0]) > 2:
+        elif len(match[0]) > 2:  # a box, not an escaped brace
             opened.append(match.end())
     if last is not None:
         return text[slice(*last)]

@@ -25,7 +25,7 @@ class RewardSpec:
     """A configured reward.
 
     `kind`: the value of its key `kind`.
-    `in_worker`: it runs in a worker process.
+    `in_worker`: True if it runs in a worker process.
     """
 
     kind: ClassVar[str]
@@ -49,7 +49,7 @@ class RewardSpec:
 
     @property
     def columns(self) -> Sequence[str] | None:
-        """The columns of a row that the reward reads, by default that of the key `column`; None for all of them."""
+        """The columns of a row that the reward reads, by default the one that the key `column` names; None for all."""
         column: str = getattr(self, "column", "")
         return (column,) if column else ()
 
@@ -102,6 +102,7 @@ class NumberReward(_AnswerReward):
             raise self.error("tolerance", self.tolerance, "is not a relative difference; use at least 0 and below 1")
 
 
+# The values of the key `compare`.
 COMPARISONS = ("own", "math-verify")
 
 
@@ -184,6 +185,7 @@ class LengthReward(RewardSpec):
             raise self.error("soft_tokens", self.soft_tokens, "is not a number of tokens; use at least 1")
 
 
+# The values of the key `reads`.
 READINGS = ("tokens", "reply", "whole")
 
 
@@ -250,6 +252,7 @@ class JudgeReward(RewardSpec):
         return tuple(name for name in names_in(self.prompt) if name not in ("prompt", "reply"))
 
 
+# The values of the keys `tests` and `score`.
 TESTS, SCORES = ("assert", "stdin"), ("all", "share")
 
 
@@ -309,7 +312,7 @@ def check_pattern(spec: RewardSpec, pattern: str) -> int:
 
 
 def check_http(spec: RewardSpec, key: str, url: str) -> None:
-    """Raise ConfigError unless `url` is one of HTTP, without a password."""
+    """Raise ConfigError unless `url` begins with http:// or https:// and has no user and no password."""
     if not re.match(r"https?://[^/@\s]+(/[^\s]*)?$", url):
         raise spec.error(key, url, "is not a URL of http:// or https:// without a user and a password; correct it")
 
@@ -324,7 +327,7 @@ def check_variable(spec: RewardSpec, variable: str) -> None:
         )
 
 
-# The value of the key `kind` -> its class.
+# The value of the key `kind` -> the class of such rewards.
 REWARD_KINDS: dict[str, type[RewardSpec]] = {
     spec.kind: spec
     for spec in (
@@ -344,13 +347,13 @@ REWARD_KINDS: dict[str, type[RewardSpec]] = {
 
 
 def spec_from(written: Mapping[str, Any]) -> RewardSpec:
-    """Return the reward that `written` describes, with its `kind`. Raise ConfigError for keys that contradict."""
+    """Return the reward of `written`, its keys with `kind`. Raise ConfigError for values that it refuses."""
     keys = dict(written)
     return REWARD_KINDS[keys.pop("kind")](**keys)
 
 
 def check_rewards(rewards: Sequence[RewardSpec]) -> None:
-    """Raise ConfigError unless there are rewards with different names, one of them with a weight."""
+    """Raise ConfigError unless there are rewards, their names differ, and at least one has a weight other than 0."""
     if not rewards:
         raise ConfigError("no reward is configured; add a table [[rewards]]")
     names = [spec.name for spec in rewards]

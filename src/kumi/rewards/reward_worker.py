@@ -1,8 +1,9 @@
 """Worker process: score replies with the rewards of a run, one at a time.
 
 `kumi.rewards.timed_workers` runs it as `python -m kumi.rewards.reward_worker`. The first line of its input has the
-rewards; it answers {"ready": true}, or {"refused": sentence} if they cannot be used. Each further line is a reply to
-score; it answers {"value": number or null}, or {"error": reason}.
+rewards, the folder of their files and their sandboxes; the worker answers {"ready": true}, or {"refused": sentence} if
+a reward cannot be used. Each further line is a reply to score with one reward; the worker answers {"value": number or
+null}, or {"error": reason}.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ from kumi.rewards.text_rewards import (
     regex_reward,
 )
 
-# Seconds after its deadline at which a worker ends by itself: its parent, which ends it at the deadline, may be gone.
+# Seconds after a job's deadline at which a worker ends by itself: its parent, which would end it before, may be gone.
 _ORPHAN_S = 120.0
+# The most characters of an exception in an answer.
 _LONGEST_ERROR = 1000
 
 
 def build(spec: RewardSpec, folder: Path, sandbox: BwrapSandbox | None) -> RewardFunction:
     """Return the function of a reward that runs in workers. Raise ConfigError if it cannot be used.
 
-    `folder`: paths are relative to it. `sandbox`: for code that runs on this machine.
+    `folder`: paths are relative to it. `sandbox`: the sandbox of a code reward on this machine, else None.
     """
     match spec:
         case FunctionReward():
@@ -63,7 +65,7 @@ def build(spec: RewardSpec, folder: Path, sandbox: BwrapSandbox | None) -> Rewar
         case JsonSchemaReward():
             return json_schema_reward(spec, folder)
         case GymReward():
-            # Late: few runs have problems, and their package takes seconds to import.
+            # Imported here: few runs have problems of reasoning-gym, and its package takes seconds to import.
             from kumi.rewards.gym_reward import gym_reward
 
             return gym_reward(spec)
@@ -98,22 +100,23 @@ def _main() -> None:
     answer({"ready": True})
     for line in jobs:
         job = json.loads(line)
-        # The function may set this timer and its handler, too.
+        # Set for each job, because a function may change the timer and its handler.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, specs[job["reward"]].timeout_s + _ORPHAN_S)
-        result = _scored(functions[job["reward"]], job)
+        result = _answer_to(functions[job["reward"]], job)
         signal.setitimer(signal.ITIMER_REAL, 0)
         answer(result)
 
 
-def _scored(function: RewardFunction, job: dict[str, Any]) -> dict[str, Any]:
+def _answer_to(function: RewardFunction, job: dict[str, Any]) -> dict[str, Any]:
+    """Return the worker's answer to `job`, with the reward by `function`."""
     try:
         return {"value": checked_reward(function(job["prompt"], job["reply"], job["row"]))}
     except (Exception, SystemExit) as error:
-        return {"error": _explained(error)}
+        return {"error": _one_line(error)}
 
 
-def _explained(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Return the exception `error` as one line, with the place in a user's file where it was raised."""
     places = [
         f" ({Path(call.filename).name}:{call.lineno})"

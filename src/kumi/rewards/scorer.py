@@ -22,7 +22,8 @@ from kumi.rewards.reward_spec import CodeReward, JudgeReward, LengthReward, Mode
 from kumi.rewards.sandbox.control_groups import PREFIX, remove_left_groups
 from kumi.rewards.timed_workers import Job, TimedWorkers
 
-# Seconds after its deadline at which the worker of a reward is ended that should have ended by itself at the deadline.
+# The sandbox ends the programs of a code reward at their deadline. The worker that waits for it is ended this many
+# seconds later, if the sandbox does not.
 _GRACE_S = 30.0
 
 
@@ -31,8 +32,8 @@ class RewardRequest:
     """A reply to score.
 
     row: the row of data of its prompt, with all columns.
-    reply_tokens: the number of its tokens.
-    truncated: it ended at the limit of tokens, not by itself.
+    reply_tokens: the number of tokens of the reply.
+    truncated: True if the reply ended at the limit of tokens, not by itself.
     """
 
     prompt: str
@@ -74,7 +75,7 @@ class RewardFaults:
 
 
 class _Part(NamedTuple):
-    """The reward of one reply by one function. fault: "timeouts", "exceptions" or "missing", with its reason."""
+    """The value of one reward for one reply. fault: "timeouts", "exceptions" or "missing", with a reason, or ""."""
 
     value: float | None
     fault: str = ""
@@ -92,7 +93,8 @@ class Unscored:
     reason: str
 
 
-# (reward, requests) -> the score of each; the caller has the reward model in memory.
+# (reward, requests) -> the score of each request by a reward model, which the caller has in memory; None if the reward
+# does not apply to it.
 ScoreModel = Callable[[ModelReward, Sequence[RewardRequest]], Sequence[float | Unscored | None]]
 
 
@@ -101,8 +103,8 @@ class RewardScorer:
 
     rewards: the rewards of the run.
     folder: paths of files in `rewards` are relative to it.
-    workers: replies that are scored at a time, each in a process.
-    max_new_tokens: the tokens that a reply may have.
+    workers: number of replies that are scored at a time, each in a process.
+    max_new_tokens: the number of tokens that a reply may have.
     score_model: scores replies with a reward model; needed for rewards of kind "model" only.
 
     Entering it imports the files of functions and tests the sandbox of code. Raise ConfigError if a reward cannot be
@@ -134,10 +136,10 @@ class RewardScorer:
 
     def __enter__(self) -> RewardScorer:
         groups = f"{PREFIX}{os.getpid()}"
-        code = [spec for spec in self._rewards if isinstance(spec, CodeReward)]
+        code_rewards = [spec for spec in self._rewards if isinstance(spec, CodeReward)]
         with self._stack:
             sandboxes = {}
-            for spec in code:
+            for spec in code_rewards:
                 sandbox = check_sandbox(spec, groups, self._workers_count)
                 if sandbox is not None:
                     sandboxes[spec.name] = sandbox.as_json()
@@ -163,8 +165,8 @@ class RewardScorer:
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         """Return the rewards of the replies of one step, in their order.
 
-        Raise KumiError if a reward failed for every reply that it was asked for, if these are at least half of the
-        step, or if no reply can be scored because of failures and missing columns.
+        Raise KumiError if a reward failed for all replies that it was asked for, and was asked for at least half of the
+        replies. Also raise it if no reply can be scored because of failures and missing columns.
         """
         if not requests:
             return []
@@ -178,7 +180,7 @@ class RewardScorer:
         return results
 
     def _parts(self, requests: Sequence[RewardRequest]) -> dict[str, list[_Part]]:
-        """Return the parts of all requests for each reward: those of judges in threads, during those of workers."""
+        """Return the parts of all requests for each reward. Threads ask the judges while worker processes score."""
         parts: dict[str, list[_Part]] = {}
         with ExitStack() as stack:
             judged: dict[str, list[Future[_Part]]] = {}
@@ -186,26 +188,26 @@ class RewardScorer:
                 if isinstance(spec, JudgeReward):
                     threads = ThreadPoolExecutor(spec.concurrency)
                     stack.callback(threads.shutdown, cancel_futures=True)
-                    judged[spec.name] = [threads.submit(self._judged, spec, request) for request in requests]
-            parts |= self._worked(requests)
+                    judged[spec.name] = [threads.submit(self._judge_part, spec, request) for request in requests]
+            parts |= self._worker_parts(requests)
             for spec in self._rewards:
                 if isinstance(spec, LengthReward):
-                    parts[spec.name] = [self._length(spec, request) for request in requests]
+                    parts[spec.name] = [self._length_part(spec, request) for request in requests]
                 elif isinstance(spec, ModelReward):
                     assert self._score_model is not None, "checked at the start"
                     scores = self._score_model(spec, requests)
-                    parts[spec.name] = [_part(score) for score, _ in zip(scores, requests, strict=True)]
+                    parts[spec.name] = [_model_part(score) for score, _ in zip(scores, requests, strict=True)]
             parts |= {name: [future.result() for future in futures] for name, futures in judged.items()}
         return {spec.name: parts[spec.name] for spec in self._rewards}
 
-    def _worked(self, requests: Sequence[RewardRequest]) -> dict[str, list[_Part]]:
+    def _worker_parts(self, requests: Sequence[RewardRequest]) -> dict[str, list[_Part]]:
         """Return the parts of the rewards that run in worker processes."""
         parts: dict[str, list[_Part]] = {}
         jobs: list[Job] = []
         places: list[tuple[str, int]] = []
         for index, spec in enumerate(self._in_workers):
             parts[spec.name] = [_missing(spec, request) or _Part(None) for request in requests]
-            # Programs in a sandbox end at their own deadline: a reply whose program takes too long scores 0.
+            # The sandbox ends programs at the deadline: a reply whose program takes too long then scores 0.
             timeout_s = spec.timeout_s + (_GRACE_S if isinstance(spec, CodeReward) else 0.0)
             for row, request in enumerate(requests):
                 if not parts[spec.name][row].fault:
@@ -221,11 +223,11 @@ class RewardScorer:
                 parts[name][row] = _Part(None, "exceptions", str(answer.get("error")))
         return parts
 
-    def _length(self, spec: LengthReward, request: RewardRequest) -> _Part:
+    def _length_part(self, spec: LengthReward, request: RewardRequest) -> _Part:
         # A reply that was cut has all tokens that it may have, however the end of a reply is counted.
         return _Part(-1.0 if request.truncated else length_reward(request.reply_tokens, self._bounds[spec.name]))
 
-    def _judged(self, spec: JudgeReward, request: RewardRequest) -> _Part:
+    def _judge_part(self, spec: JudgeReward, request: RewardRequest) -> _Part:
         missing = _missing(spec, request)
         if missing is not None:
             return missing
@@ -241,16 +243,14 @@ class RewardScorer:
             if not part.fault:
                 continue
             faults, example = self._faults[spec.name], f"{part.fault.removesuffix('s')}_example"
-            if part.fault == "missing":
-                example = "missing_example"
             changes: dict[str, Any] = {part.fault: getattr(faults, part.fault) + 1}
             if not getattr(faults, example):
                 changes[example] = f"{part.reason}; prompt {brief(request.prompt)}, reply {brief(request.reply)}"
             self._faults[spec.name] = replace(faults, **changes)
 
     def _check(self, spec: RewardSpec, parts: Sequence[_Part]) -> None:
-        """Raise KumiError if the reward `spec` failed for all replies that it was asked for, if these are at least half
-        of the step."""
+        """Raise KumiError if the reward `spec` failed for all replies that it was asked for, at least half of the
+        step."""
         asked = [part for part in parts if part.fault != "missing"]
         if 2 * len(asked) >= len(parts) and all(part.failed for part in asked):
             faults = self._faults[spec.name]
@@ -269,7 +269,7 @@ class RewardScorer:
         return RewardResult(total, {name: part.value for name, part in parts.items()})
 
     def _check_scored(self, results: Sequence[RewardResult], parts: Mapping[str, Sequence[_Part]]) -> None:
-        """Raise KumiError if no reply has a sum, and a fault is the reason."""
+        """Raise KumiError if no reply has a sum of rewards, and a reward had a fault."""
         if any(result.total is not None for result in results):
             return
         faulty = [name for name, column in parts.items() if any(part.fault for part in column)]
@@ -295,14 +295,14 @@ def _missing(spec: RewardSpec, request: RewardRequest) -> _Part | None:
 
 
 def _content(spec: RewardSpec, request: RewardRequest) -> dict[str, Any]:
-    """Return a request as the content of a job, with the columns that the reward reads."""
+    """Return a request as the content of a job. Its row has only the columns that the reward reads."""
     names = request.row if spec.columns is None else spec.columns
-    # Dates and other values of parquet files that JSON lacks become texts.
+    # Values of parquet files that JSON lacks, such as dates, become texts.
     row = json.loads(json.dumps({name: request.row[name] for name in names}, default=str))
     return {"prompt": request.prompt, "reply": request.reply, "row": row}
 
 
-def _part(value: float | Unscored | None) -> _Part:
+def _model_part(value: float | Unscored | None) -> _Part:
     """Return the score of a reward model as a part."""
     if isinstance(value, Unscored):
         return _Part(None, "exceptions", value.reason)

@@ -36,7 +36,7 @@ def exact_reward(spec: ExactReward) -> RewardFunction:
 
 
 def number_reward(spec: NumberReward) -> RewardFunction:
-    """Return the reward for the last number of a reply. The answer's is its last, too: "... #### 72" of GSM8K is 72."""
+    """Return the reward for the last number of a reply. Of an answer, too, the last number counts, as in GSM8K."""
 
     def reward(prompt: str, reply: str, row: Mapping[str, Any]) -> float:
         answers = [(answer, last_number(answer)) for answer in _answers(row, spec.column)]
@@ -53,7 +53,7 @@ def number_reward(spec: NumberReward) -> RewardFunction:
 
 
 def boxed_reward(spec: BoxedReward) -> RewardFunction:
-    r"""Return the reward for the last `\boxed{}` of a reply. An answer with a `\boxed{}` is the content of its last."""
+    r"""Return the reward for the last `\boxed{}` of a reply. Of an answer, too, its last `\boxed{}` counts, if any."""
     equal = _algebraic() if spec.compare == "math-verify" else equal_answers
 
     def reward(prompt: str, reply: str, row: Mapping[str, Any]) -> float:
@@ -80,7 +80,8 @@ def _algebraic() -> Callable[[str, str, float], bool]:
     def equal(reply: str, answer: str, tolerance: float) -> bool:
         if equal_answers(reply, answer, tolerance):
             return True
-        # Both in math mode, as they come from a \boxed{}. Its own timeouts need signals; the worker has a deadline.
+        # Both in math mode, as they come from a \boxed{}. The timeouts of math-verify, which need signals, are off: the
+        # worker has a deadline.
         gold, target = (parse(f"${text}$", parsing_timeout=None) for text in (answer, reply))
         return bool(verify(gold, target, timeout_seconds=None))
 
@@ -135,14 +136,8 @@ def _parsed(text: str, column: str) -> Any:
 def _schema(path: Path, spec: JsonSchemaReward) -> Any:
     try:
         schema = untrusted.strict_json(untrusted.read_regular(path, untrusted.CONFIG.size, follow=True))
-        examples: list[Any] = [
-            None,
-            True,
-            0,
-            "",
-            [],
-            {},
-        ]  # a value of each type, because a keyword is read for values of its type only
+        # A value of each type, because a keyword is only read for values of its type.
+        examples: list[Any] = [None, True, 0, "", [], {}]
         for example in examples:
             is_valid(example, schema)
     except FileNotFoundError:
@@ -153,7 +148,7 @@ def _schema(path: Path, spec: JsonSchemaReward) -> Any:
 
 
 def text_after(reply: str, mark: str) -> str | None:
-    """Return the text after the last `mark` in `reply`, all of it for an empty mark; None if it does not occur."""
+    """Return the text after the last `mark` in `reply`; `reply` for an empty mark; None if the mark does not occur."""
     if not mark:
         return reply
     _, separator, text = reply.rpartition(mark)

@@ -24,7 +24,10 @@ class Job(NamedTuple):
 
 @dataclass
 class _Worker:
-    """A worker with the index of its job, None without one, and the time at which it is ended if it is not done."""
+    """A worker process. `deadline`: the time at which it is ended if it is not done, or not ready.
+
+    `job`: the index of its job; None while it has none.
+    """
 
     process: JsonWorker
     deadline: float
@@ -63,14 +66,14 @@ class TimedWorkers:
         """Return the answer to each job: the worker's, {"timeout": True}, or {"error": reason} if the worker ended."""
         answers: list[Answer | None] = [None] * len(jobs)
         pending = iter(range(len(jobs)))
-        left = len(jobs)
+        unanswered = len(jobs)
         for worker in self._workers:
             self._give(worker, pending, jobs)
-        while left:
+        while unanswered:
             for worker, answer in self._events():
                 if worker.job is not None and answer:
                     answers[worker.job] = answer
-                    left -= 1
+                    unanswered -= 1
                 worker.job = None
                 if worker in self._workers:
                     self._give(worker, pending, jobs)
@@ -82,7 +85,7 @@ class TimedWorkers:
                 pass
 
     def _events(self) -> Iterator[tuple[_Worker, Answer]]:
-        """Wait for a worker; yield workers that became free, each with the answer to its job, {} if it had none."""
+        """Wait for workers; yield those that became free, each with the answer to its job, or {} if it had no job."""
         busy = [worker for worker in self._workers if worker.job is not None or not worker.ready]
         patience = min(worker.deadline for worker in busy) - time.monotonic()
         for key, _ in self._selector.select(max(0.0, patience)):
@@ -98,6 +101,7 @@ class TimedWorkers:
                 yield from self._replace(worker, {"timeout": True})
 
     def _read(self, worker: _Worker) -> Iterator[tuple[_Worker, Answer]]:
+        """Read what `worker` has written, or that it has ended; yield it as `_events` does."""
         try:
             answers = worker.process.read()
         except ValueError:
@@ -116,7 +120,7 @@ class TimedWorkers:
             yield worker, {} if "ready" in answer else answer
 
     def _replace(self, worker: _Worker, answer: Answer) -> Iterator[tuple[_Worker, Answer]]:
-        """Stop `worker` and start another one; yield it with the answer to its job."""
+        """Stop `worker` and start another one in its place; yield the stopped one with `answer` if it had a job."""
         self._selector.unregister(worker.process)
         worker.process.stop()
         self._workers.remove(worker)

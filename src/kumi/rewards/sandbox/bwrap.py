@@ -1,12 +1,12 @@
 """Programs in bubblewrap: no network, no home, no other processes, and limits on all that they use.
 
 A program sees the system's programs and libraries, its interpreter, and two empty folders in memory, /tmp and /dev/shm.
-It has an unprivileged uid, no capability and no way to another namespace (`syscall_filter`). Where it ends, its
+It has an unprivileged uid, no capability and no way to another namespace (`syscall_filter`). When it ends, its
 processes end with it.
 
 Memory and processes are bounded by a control group of the program's own. Without one, resource limits bound them: the
-address space of each process and the number of processes, whose product then bounds the memory. As root, the kernel
-does not count processes of a uid, so that a control group is required.
+address space of each process and the number of processes, whose product then bounds the memory. If kumi runs as root,
+the kernel does not count the processes of a uid, so that a control group is required.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _OWN_PROCESSES = 2
 _OPEN_FILES = 64
 # Seconds for the pipes of a killed program to close.
 _END_S = 10.0
+# A remedy in error messages.
 _SERVICE = "name your own sandbox service with the key `service`"
 
 # A shell script that enters control groups, then becomes a command. Its arguments: the number of files to write to,
@@ -54,8 +55,8 @@ class BwrapSandbox:
     """Runs programs with `interpreter` within `limits`.
 
     bwrap: the path of bubblewrap.
-    groups: where to make a control group for each program; None for resource limits.
-    prefix: the first part of the names of these groups.
+    groups: the groups below which each program gets a control group of its own; None for resource limits.
+    prefix: the first part of the names of the programs' groups.
     """
 
     bwrap: str
@@ -65,14 +66,14 @@ class BwrapSandbox:
     prefix: str
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON, for `sandbox_from` in another process."""
+        """Return the fields as JSON data, for `sandbox_from` in another process."""
         groups = None if self.groups is None else [str(self.groups.memory), str(self.groups.pids)]
         return {**asdict(self), "groups": groups}
 
     def run(self, program: str, stdin: bytes, timeout_s: float) -> Outcome:
         """Run the Python source `program` for at most `timeout_s` seconds; return its outcome.
 
-        Raise OSError if it cannot be started.
+        Raise OSError if the program cannot be started.
         """
         with ExitStack() as stack:
             group = None
@@ -80,7 +81,7 @@ class BwrapSandbox:
                 memory, processes = self.limits.memory, self.limits.processes + _OWN_PROCESSES
                 group = stack.enter_context(open_group(self.groups, self.prefix, memory, processes))
             source, given, rules = (
-                stack.enter_context(_file(raw)) for raw in (program.encode(errors="replace"), stdin, _rules())
+                stack.enter_context(_file(raw)) for raw in (program.encode(errors="replace"), stdin, _filter())
             )
             entries = [] if group is None else [str(file) for file in group.entries]
             process = subprocess.Popen(
@@ -141,7 +142,8 @@ class BwrapSandbox:
 def open_bwrap(limits: ProgramLimits, interpreter: Interpreter, prefix: str, workers: int) -> BwrapSandbox:
     """Return the sandbox for programs within `limits`; `workers` of them run at a time.
 
-    Raise ConfigError where bwrap or its limits cannot be had. `kumi.rewards.sandbox.probes` shows that it holds.
+    Raise ConfigError where bwrap or its limits cannot be had. `kumi.rewards.sandbox.probes` tests that no program gets
+    out.
     """
     bwrap = shutil.which("bwrap")
     if bwrap is None:
@@ -185,7 +187,8 @@ def _system_mounts() -> Iterator[str]:
         yield from ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")
 
 
-def _rules() -> bytes:
+def _filter() -> bytes:
+    """Return the filter of system calls for this machine."""
     rules = filter_program()
     assert rules is not None, "open_bwrap has checked the machine"
     return rules
@@ -200,7 +203,7 @@ def _file(content: bytes) -> IO[bytes]:
 
 
 def _outcome(process: subprocess.Popen[bytes], limit: int, timeout_s: float) -> Outcome:
-    """Read the output of `process` until all of its processes have ended; kill it at a limit."""
+    """Read the output of `process` until all of its processes have ended; kill it at a limit of output or time."""
     assert process.stdout
     assert process.stderr
     blocks: dict[IO[bytes], bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
@@ -221,7 +224,7 @@ def _outcome(process: subprocess.Popen[bytes], limit: int, timeout_s: float) -> 
                 ended, deadline = "output" if too_much else "time", time.monotonic() + _END_S
                 process.kill()
             elif ended and time.monotonic() >= deadline:
-                break  # they are killed, and the kernel needs time, for example to write their pages
+                break  # the processes are killed, but the kernel needs time, for example to write their pages
     with suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)
     if process.returncode is None:

@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+# The list of this process's groups, and the folder in which Linux mounts all groups.
 _GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 # The name of every group begins with this and the id of the run's process.
 PREFIX = "kumi-reward-"
 # Seconds for the processes of a group to disappear after they were killed.
 _END_S = 10.0
+# Numbers the groups of this process.
 _numbers = count()
 
 
 @dataclass(frozen=True)
 class GroupFolders:
-    """The groups below which this process can make groups: in version 2 one for all limits, in version 1 two."""
+    """The groups below which this process can make groups: in version 2 one group for all limits, in version 1 two."""
 
     memory: Path
     pids: Path
@@ -35,7 +37,8 @@ class GroupFolders:
 def writable_groups(groups: Path = _GROUPS, mount: Path = _MOUNT) -> GroupFolders | None:
     """Return groups below which this process can make groups with limits, and move its children there; or None.
 
-    They are this process's own, or those above it: the children of a group with processes have no limits in version 2.
+    They are this process's own groups, or groups above these: in version 2, a group with processes in it, such as this
+    process's own, cannot have groups with limits below it.
     """
     paths = _own_paths(groups)
     if "" in paths and (mount / "cgroup.controllers").exists():
@@ -60,9 +63,9 @@ def _own_paths(groups: Path) -> dict[str, str]:
 
 
 def _upwards(root: Path, path: str) -> list[Path]:
-    """Return the group `path` below the mount point `root` and all groups above it, those that exist.
+    """Return the group `path` below the mount point `root` and all groups above it, as far as they exist.
 
-    In a container, the path may be the host's, and the mount point the root of the container's group.
+    In a container, `path` may be the path on the host, and `root` show the container's own group.
     """
     group = root / path.lstrip("/")
     return [folder for folder in (group, *group.parents) if folder.is_relative_to(root) and folder.is_dir()]
@@ -121,7 +124,7 @@ class ControlGroup:
 def open_group(folders: GroupFolders, prefix: str, memory: int, processes: int) -> Iterator[ControlGroup]:
     """Make a group with limits of `memory` bytes and `processes`; at the end, kill its processes and remove it.
 
-    Raise OSError if it cannot be made.
+    Raise OSError if the group cannot be made.
     """
     name = f"{prefix}-{os.getpid()}-{next(_numbers)}"
     parts = [folders.memory / name] if folders.version == 2 else [folders.memory / name, folders.pids / name]
@@ -143,7 +146,7 @@ def open_group(folders: GroupFolders, prefix: str, memory: int, processes: int) 
 
 
 def _limit(memory_group: Path, pids_group: Path, version: int, memory: int, processes: int) -> None:
-    """Write the limits; memory has no part on a swap device."""
+    """Write the limits. The limit of memory also holds for memory and swap together."""
     if version == 2:
         (memory_group / "memory.max").write_text(str(memory))
         for name, value in (("memory.swap.max", "0"), ("memory.oom.group", "1")):
@@ -158,9 +161,9 @@ def _limit(memory_group: Path, pids_group: Path, version: int, memory: int, proc
 
 
 def remove_left_groups(folders: GroupFolders) -> None:
-    """Remove the groups that this process, or a process that is gone, has left below `folders`; they have no process.
+    """Remove the groups below `folders` that this process, or one that has ended, left behind; they have no processes.
 
-    A worker that was killed leaves one.
+    A worker that was killed leaves its group behind.
     """
     for folder in {folders.memory, folders.pids}:
         for group in folder.glob(f"{PREFIX}*"):

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from kumi.errors import ConfigError
 
+# A program that prints the folders of its interpreter, and the file of the interpreter without links.
 _ASK = "import json, os, sys; print(json.dumps([sys.prefix, sys.base_prefix, os.path.realpath(sys.executable)]))"
-# Folders of the system that every sandbox has.
+# Folders of the system, which every sandbox has.
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64")
 
 
@@ -28,7 +29,7 @@ class Interpreter:
 def interpreter_at(path: str) -> Interpreter:
     """Return the interpreter at `path`, or for "" the one on which this process's virtual environment is based.
 
-    Raise ConfigError if it does not run, or if a folder that it needs contains the home folder.
+    Raise ConfigError if the interpreter does not run, or if a folder that it needs contains the home folder.
     """
     path = os.path.abspath(os.path.expanduser(path)) if path else getattr(sys, "_base_executable", sys.executable)
     try:
@@ -43,11 +44,12 @@ def interpreter_at(path: str) -> Interpreter:
     exposed = next((folder for folder in folders if _inside(home, [os.path.realpath(folder)])), None)
     if exposed is not None:
         raise ConfigError(
-            f"python={path!r} needs the folder {exposed}, which has your home folder in it; name an interpreter "
+            f"python={path!r} needs the folder {exposed}, which contains your home folder; name an interpreter "
             "elsewhere, such as /usr/bin/python3"
         )
     return Interpreter(path, folders)
 
 
 def _inside(folder: str, others: Sequence[str] | set[str]) -> bool:
+    """Return True if `folder` is one of `others` or inside of one."""
     return any(Path(folder).is_relative_to(other) for other in others)

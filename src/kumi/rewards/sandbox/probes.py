@@ -20,9 +20,10 @@ from kumi.errors import ConfigError
 from kumi.rewards.sandbox.bwrap import NOBODY, BwrapSandbox, last_line
 from kumi.rewards.sandbox.program_run import Outcome
 
-# Seconds of a probe that ends by itself, and of the one that does not. A machine may be busy.
+# Seconds for a probe that ends by itself, on a busy machine; and for the probe that must be ended.
 _TIMEOUT_S, _SHORT_S = 60.0, 0.5
 _PAGE = 4096
+# What a probe prints when it gets out.
 _ESCAPED = b"escaped"
 
 
@@ -50,10 +51,10 @@ def check_isolation(sandbox: BwrapSandbox) -> None:
 
 
 def _incomplete(outcome: Outcome) -> str | None:
-    """Return why a probe shows nothing if it did not run to its end; None if it did."""
+    """Return a phrase after "a program" if a probe did not run to its end, and so shows nothing; None if it did."""
     if b"done" in outcome.output:
         return None
-    return f"ended with code {outcome.code}, so that nothing is known about it: {last_line(outcome.errors)}"
+    return f"ended with code {outcome.code}, so that the self-test shows nothing: {last_line(outcome.errors)}"
 
 
 def _network(sandbox: BwrapSandbox) -> str | None:
@@ -61,15 +62,15 @@ def _network(sandbox: BwrapSandbox) -> str | None:
     with socket.create_server(("127.0.0.1", 0)) as port, socket.socket(socket.AF_UNIX) as local:
         local.bind(name)
         local.listen()
-        places = [("AF_INET", port.getsockname()), ("AF_UNIX", name)]
+        addresses = [("AF_INET", port.getsockname()), ("AF_UNIX", name)]
         outcome = sandbox.run(
             f"""
 import socket
-for family, place in {places!r}:
+for family, address in {addresses!r}:
     with socket.socket(getattr(socket, family)) as client:
         client.settimeout(2)
         try:
-            client.connect(place)
+            client.connect(address)
         except OSError:
             continue
         print("escaped")
@@ -116,7 +117,7 @@ print("done")
 
 
 def _canary_folders() -> Iterator[AbstractContextManager[Path]]:
-    """Yield new folders among temporary files and, if it can be written, in the home folder."""
+    """Yield a new folder among temporary files and, if the home folder can be written, one in it."""
     yield _new_folder(None)
     home = Path.home()
     if os.access(home, os.W_OK):
@@ -130,7 +131,7 @@ def _new_folder(parent: Path | None) -> Iterator[Path]:
 
 
 def _processes(sandbox: BwrapSandbox) -> str | None:
-    # A number that no other process has in its command line: `sleep` takes decimals.
+    # Digits that no other process has in its command line, as decimals of the seconds that `sleep` takes.
     token = str(secrets.randbelow(10**15) + 10**15)
     other = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
     with subprocess.Popen(["sleep", f"300.{token}"], stdin=subprocess.DEVNULL, cwd="/", **other) as child:  # type: ignore[call-overload]
@@ -195,7 +196,7 @@ for _ in range({limit} + 1):
     except OSError:
         break
     forks += 1
-# The first process is one of them.
+# The program's first process counts, too.
 print("escaped" if forks >= {limit} else "held", "done")
 """,
         b"",
@@ -221,7 +222,7 @@ print("escaped")
     return f"has more than {sandbox.limits.memory} bytes of memory" if _ESCAPED in outcome.output else None
 
 
-def _written(sandbox: BwrapSandbox) -> str | None:
+def _written_files(sandbox: BwrapSandbox) -> str | None:
     size, name = sandbox.limits.files + _PAGE, f"kumi-{secrets.token_hex(8)}"
     outcome = sandbox.run(
         f"""
@@ -251,7 +252,7 @@ print("done")
     )
 
 
-def _printed(sandbox: BwrapSandbox) -> str | None:
+def _output(sandbox: BwrapSandbox) -> str | None:
     size = sandbox.limits.output + 1
     outcome = sandbox.run(f"import time\nprint('x' * {size}, flush=True)\ntime.sleep(300)", b"", _TIMEOUT_S)
     over = len(outcome.output) > sandbox.limits.output or outcome.ended != "output"
@@ -289,8 +290,8 @@ _PROBES: dict[str, Callable[[BwrapSandbox], str | None]] = {
     "privileges": _privileges,
     "number of processes": _forks,
     "memory": _memory,
-    "written files": _written,
-    "output": _printed,
+    "written files": _written_files,
+    "output": _output,
     "time": _time,
     "processes at its end": _left_over,
 }

@@ -11,10 +11,10 @@ from typing import Literal
 class ProgramLimits:
     """Limits of a program with all processes that it starts.
 
-    memory: bytes, with those of the files that it writes.
-    processes: processes and threads.
+    memory: bytes of memory, with those of the files that it writes.
+    processes: number of processes and threads.
     files: bytes of files that it writes.
-    output: bytes of its standard output, and of its standard error.
+    output: bytes of its standard output, and as many of its standard error.
     """
 
     memory: int
@@ -30,7 +30,7 @@ class Outcome:
     code: its exit code, 128 + n if signal n ended it.
     output: its standard output, cut at the limit.
     errors: its standard error, cut at the limit.
-    ended: the limit at which it was ended; "" if it ended by itself, or at a limit of the system.
+    ended: the limit at which the sandbox ended it; "" if it ended by itself, or the kernel ended it at a limit.
     """
 
     code: int

@@ -16,7 +16,7 @@ from kumi.files.untrusted import brief
 from kumi.rewards.http_request import RequestError, bearer, post_json
 from kumi.rewards.sandbox.program_run import Outcome, ProgramLimits, RunProgram
 
-# Seconds for the way to the service and its own work, beyond those of the program.
+# Seconds for the connection and the service's own work, beyond those of the program.
 _SERVICE_S = 30.0
 _ATTEMPTS = 3
 
@@ -24,8 +24,8 @@ _ATTEMPTS = 3
 def open_service(url: str, limits: ProgramLimits, key_variable: str) -> RunProgram:
     """Return the function that runs programs on the service at `url`.
 
-    It raises RequestError if the service does not answer as described. Raise ConfigError if the key is not in the
-    environment.
+    The function raises RequestError if the service does not answer as described above. Raise ConfigError if the key is
+    not in the environment.
     """
     headers = bearer(key_variable, f"service {url}")
     sizes = {
@@ -43,6 +43,7 @@ def open_service(url: str, limits: ProgramLimits, key_variable: str) -> RunProgr
 
 
 def _outcome(url: str, answer: object, limit: int) -> Outcome:
+    """Return the outcome that the service answered, its output cut at `limit` bytes."""
     fields: Mapping[str, object] = answer if isinstance(answer, dict) else {}
     code, output, timed_out = (fields.get(name) for name in ("exit_code", "stdout", "timed_out"))
     if not (isinstance(code, int) and isinstance(output, str) and isinstance(timed_out, bool)):
@@ -51,7 +52,7 @@ def _outcome(url: str, answer: object, limit: int) -> Outcome:
 
 
 def check_service(url: str, run: RunProgram) -> None:
-    """Raise ConfigError unless the service at `url` runs a program. Its isolation is the user's affair."""
+    """Raise ConfigError unless the service at `url` runs a program. Whether it isolates programs is not tested."""
     token = secrets.token_hex(16)
     try:
         outcome = run("print(input())", token.encode() + b"\n", 10.0)

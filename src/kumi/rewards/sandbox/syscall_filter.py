@@ -1,7 +1,8 @@
-"""A seccomp filter of system calls that no test of a reply needs, and that lead out of limits or out of a namespace.
+"""A seccomp filter that refuses system calls which lead out of limits or out of a namespace.
 
-Refused are calls that make namespaces and mounts, that reach into other processes, that load code into the kernel, and
-that keep memory which no limit of address space counts (shared memory of System V, memfd).
+No test of a reply needs them. They are calls that make namespaces and mounts, that reach into other processes, that
+load code into the kernel, and that keep memory which no limit of address space counts (shared memory of System V,
+memfd).
 
 The filter is a program of classic BPF; see linux/filter.h and linux/seccomp.h. The numbers of calls are those of
 arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h.
@@ -82,7 +83,7 @@ _X32 = 0x40000000
 
 
 def filter_program(machine: str | None = None) -> bytes | None:
-    """Return the filter for `machine`, by default this one, as an array of struct sock_filter; None if it has none."""
+    """Return the filter for `machine`, by default this one, as an array of struct sock_filter; None without one."""
     entry = _MACHINES.get(machine or platform.machine())
     if entry is None:
         return None
