@@ -9,8 +9,8 @@ scored: its advantage is 0, and it does not count in means and standard deviatio
     leave_one_out  R - mean of the others        Ahmadian et al., 2024, arXiv:2402.14740
     mean           (R - mean) / mean             Tajwar et al., 2026, arXiv:2602.02710
 
-R is the reward of a reply. Means and standard deviations are those of its group, but for batch_std; the latter have
-n - 1 in the denominator, as in TRL.
+R is the reward of a reply; mean and std, where nothing else is said, are the mean and the standard deviation of its
+group. Standard deviations have n - 1 in the denominator, as in TRL.
 """
 
 from __future__ import annotations
@@ -73,8 +73,10 @@ def teacher_advantages(teacher: Array, log_probs: Array) -> Array:
 
 
 def _std(ahead: Array, counts: NDArray[np.int64]) -> Array:
-    """Return the standard deviation (P, 1) of each group of `counts` replies, whose rewards are `ahead` of their mean;
-    0 for a single reply."""
+    """Return the standard deviation (P, 1) of each group of `counts` replies; 0 for a single reply.
+
+    `ahead`: the rewards minus the mean of their group, (P, n).
+    """
     variance: Array = (ahead**2).sum(1, keepdims=True) / np.maximum(counts - 1, 1)
     return np.sqrt(variance)
 

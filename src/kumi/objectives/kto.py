@@ -64,8 +64,8 @@ class Kto(MismatchedObjective):
     def measure(self, totals: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Return a sum and the number of its terms for each of `metrics`.
 
-        "chosen" are desirable replies, "rejected" undesirable ones. The rewards are b (L - R), the mean over "logps" is
-        that over tokens, and "kl" is z.
+        "chosen" are desirable replies, "rejected" undesirable ones. The rewards are b (L - R), "logps" are log-probs of
+        single tokens, and "kl" is z.
         """
         import torch
 

@@ -111,7 +111,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 # (value, argument of the keyword, the schema with the keyword, `below`) -> True if the value is valid. `below` returns
-# True if a value, such as an item of the value, is valid under a schema that the argument has.
+# True if a value, such as an item of a list, is valid under a schema inside of the schema.
 Keyword = Callable[[Any, Any, Mapping[str, Any], Callable[[Any, Any], bool]], bool]
 
 

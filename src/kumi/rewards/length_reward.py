@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kumi.rewards.reward_spec import LengthReward
 
-# By default, the reward falls over the last 1 / 5 of the tokens: in DAPO, the last 4,096 of 20,480.
+# By default, the reward falls over the last fifth of the tokens: in DAPO, the last 4,096 of 20,480.
 _SOFT_SHARE = 5
 
 

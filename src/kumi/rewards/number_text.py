@@ -96,7 +96,10 @@ def _is_unit(rest: str, unit: str) -> bool:
 
 
 def equal_numbers(left: WrittenNumber, right: WrittenNumber, tolerance: float = 0.0) -> bool:
-    """Return True if two numbers are equal, up to the relative difference `tolerance`; for units and %, see above."""
+    """Return True if two numbers are equal, up to the relative difference `tolerance`.
+
+    The module's docstring has the rules for units and percent signs.
+    """
     if left.unit and right.unit and left.unit != right.unit:
         return False
     if left.percent == right.percent:
@@ -151,11 +154,13 @@ def _exponent(power: str | None) -> int:
     return exponent
 
 
-# Spaces of LaTeX; commands that only change how an answer looks; commands for text, of which the content is read; and
-# the left side of an assignment such as "x =".
+# Spaces of LaTeX.
 _SPACES = re.compile(r"\\[!,;: ]|~|\\quad|\\qquad")
+# Commands that change how an answer looks and not its value.
 _SIZES = re.compile(r"\\(?:left|right|displaystyle|big|Big|bigg|Bigg)(?![a-zA-Z])")
+# Commands for text; their content is part of the answer.
 _WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
+# The left side of an equation, such as "x =".
 _ASSIGNED = re.compile(r"^\s*[a-zA-Z](?:_\w|_\{\w+\})?\s*=(?!=)")
 
 

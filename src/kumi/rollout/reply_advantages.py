@@ -59,8 +59,8 @@ def _critic_targets(objective: PolicyGradient, batch: RolloutBatch) -> TokenTarg
     if objective.kl == "reward":
         old, reference = _old_and_reference(batch)
         k1 = padded(old - reference)
-    of_tokens = token_rewards(rewards, k1, trained, objective.beta)
-    advantages, returns = gae(of_tokens, padded(batch.values), trained, *objective.discounts)
+    rewards_of_tokens = token_rewards(rewards, k1, trained, objective.beta)
+    advantages, returns = gae(rewards_of_tokens, padded(batch.values), trained, *objective.discounts)
     white = whitened(advantages, trained, moments(advantages, trained))
     return TokenTargets(white[is_token], np.where(trained, returns, np.nan)[is_token])
 

@@ -94,7 +94,7 @@ def sequence_scores(
     lengths = [len(ids) for ids in sequences]
     plan = plan_rows(lengths, max(rows.longest, *lengths), rows.ranks, rows.multiple)
     own = plan.rows[mesh.layout.dp_index(mesh.rank) :: mesh.layout.dp]
-    objective = OBJECTIVES["lm"]()
+    objective = OBJECTIVES["lm"]()  # for `shard_batch`: the batch has no columns that only an objective reads
     with evaluating(model):
         for start in range(0, len(own), microbatch):
             part = own[start : start + microbatch]
@@ -125,7 +125,7 @@ def _fill(sequences: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], len
 
 
 def _read_back(sequences: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], scores: Array, out: Array) -> None:
-    """Write the score of each sequence of `rows`, which `scores` (B, S) has at its last token, to `out` (n,)."""
+    """Copy the score of each sequence of `rows` from its last token in `scores` (B, S) to its index in `out` (n,)."""
     for at, row in enumerate(rows):
         stop = 0
         for index in row:

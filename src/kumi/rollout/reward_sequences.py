@@ -30,7 +30,7 @@ _PAIRS = Format("prompt-completion", forced=True)
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """The tokens that a reward model reads.
+    """The limits of the tokens that a reward model reads.
 
     vocab_size: all ids are below it. longest: the largest number of tokens of a sequence. padding: the id of the
         padding token; None without one.

@@ -1,4 +1,4 @@
-"""A rollout batch: groups with their advantages, cut into the updates that train on it."""
+"""A rollout batch: groups of replies with their log-probs, cut into the updates that train on them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class RowSettings:
-    """The rows of an update: of at most `longest` positions, for `ranks` data-parallel ranks, in multiples of
-    `multiple` positions."""
+    """The rows of an update, for `ranks` data-parallel ranks. A row has at most `longest` positions, and a multiple of
+    `multiple`."""
 
     longest: int
     ranks: int

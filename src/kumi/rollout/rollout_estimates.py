@@ -1,6 +1,7 @@
 """Estimated seconds of the parts of a rollout batch, beside the measured ones.
 
-time/estimated_generate_s    generation, for the lengths of the batch before, or those that the plan of the run expects
+time/estimated_generate_s    generation, for the lengths of the batch before; in a run's first batch, for those that the
+                             plan expects
 time/estimated_score_s       reward models, for the lengths of this batch; missing without a reward model, because no
                              formula has the time of other rewards
 time/estimated_log_probs_s   log-probs, for the rows of this batch

@@ -41,7 +41,7 @@ class Trainer:
     old_log_probs, reference_log_probs, values: forward passes of the policy, of the reference model and of the critic;
         None without such a model.
     always_old: True if every update needs old log-probs, because advantages depend on them. Otherwise the first update
-        with a batch that is passed through once needs none: its own forward pass computes the same log-probs.
+        with a batch that is trained in a single pass needs none: its own forward pass computes the same.
     targets: returns what the updates with a batch train each token for.
     """
 

@@ -22,7 +22,7 @@ _FAULTS = {
 
 
 class GivenScores:
-    """The `score_model` of a `RewardScorer`: gives it the scores of reward models, which all ranks computed before."""
+    """The `score_model` of a `RewardScorer`: returns the scores of reward models, which all ranks computed before."""
 
     def __init__(self) -> None:
         self.scores: ModelScores = {}

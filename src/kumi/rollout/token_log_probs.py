@@ -40,6 +40,7 @@ def reply_log_probs(
     those of training, over the same rows, so that equal weights give equal log-probs.
     """
     total = np.zeros(max(sequence.first + len(sequence.reply) for sequence in sequences))
+    # `shard_batch` needs an objective, but the batch has no columns that only an objective reads.
     objective, microbatch = OBJECTIVES["lm"](), settings.microbatch
     with evaluating(model), at_temperature(model, settings.temperature):
         for plan in plans:

@@ -38,7 +38,7 @@ def writable_groups(groups: Path = _GROUPS, mount: Path = _MOUNT) -> GroupFolder
     """Return groups below which this process can make groups with limits, and move its children there; or None.
 
     They are this process's own groups, or groups above these: in version 2, a group with processes in it, such as this
-    process's own, cannot have groups with limits below it.
+    process's own often is, cannot have groups with limits below it.
     """
     paths = _own_paths(groups)
     if "" in paths and (mount / "cgroup.controllers").exists():

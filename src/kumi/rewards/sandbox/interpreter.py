@@ -44,7 +44,7 @@ def interpreter_at(path: str) -> Interpreter:
     exposed = next((folder for folder in folders if _inside(home, [os.path.realpath(folder)])), None)
     if exposed is not None:
         raise ConfigError(
-            f"python={path!r} needs the folder {exposed}, which contains your home folder; name an interpreter "
+            f"python={path!r} needs the folder {exposed}, which has your home folder in it; name an interpreter "
             "elsewhere, such as /usr/bin/python3"
         )
     return Interpreter(path, folders)

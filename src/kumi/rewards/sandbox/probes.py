@@ -54,7 +54,7 @@ def _incomplete(outcome: Outcome) -> str | None:
     """Return a phrase after "a program" if a probe did not run to its end, and so shows nothing; None if it did."""
     if b"done" in outcome.output:
         return None
-    return f"ended with code {outcome.code}, so that the self-test shows nothing: {last_line(outcome.errors)}"
+    return f"ended with code {outcome.code}, so that nothing is known about it: {last_line(outcome.errors)}"
 
 
 def _network(sandbox: BwrapSandbox) -> str | None:
