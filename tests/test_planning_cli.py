@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kumi.cli import _parser, main
-from kumi.config import load
+from kumi.config import load, resolve
 from kumi.errors import FitError
 from kumi.export import TRAINERS
 
@@ -61,6 +61,21 @@ def test_json_has_every_figure(run, capsys):
     assert {"model", "cluster", "expected", "uncertainty"} <= set(printed)
     assert [count["nodes"] for count in printed["node_counts"]] == [2]
     assert printed["node_counts"][0]["best"]["step_seconds"] < best["step_seconds"]
+
+
+def test_a_plan_is_the_estimate_of_the_run(run, capsys, tmp_path):
+    """With options of the trainer that change its time: compressed gradients, compiled layers, a loss kernel."""
+    keys = ["comm.compress=bf16", "precision.kernels=loss:triton", "layout.zero=2", "layout.microbatch=8"]
+    run.write_text(
+        f'name = "small"\n{run.read_text()}\n[data]\ntokenizer = {{ vocab_size = 32000 }}\n'
+        f'sources = [{{ path = "documents.jsonl" }}]\n[train]\nsteps = 10\nout = "{tmp_path}/out"\ncompile = true\n'
+    )
+    assert plan(run, *keys, "--json") == 0
+    printed = json.loads(capsys.readouterr().out)["best"]
+    estimate = resolve(load(run, keys)).estimate
+    assert (printed["step_seconds"], printed["layout"]["zero"]) == (estimate.step_seconds, 2)
+    assert plan(run, *keys, "precision.kernels=torch", "train.compile=false", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["best"]["step_seconds"] > 1.1 * estimate.step_seconds
 
 
 def test_the_report_names_the_layout_and_what_decides(run, capsys):

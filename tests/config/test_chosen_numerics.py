@@ -132,9 +132,25 @@ def test_what_was_measured_here_says_nothing_of_the_precision_of_other_machines(
     assert (run.precision.compute, run.numerics) == ("bfloat16", Numerics("", "default", ("fp32-long",)))
 
 
-def test_gpus_have_no_numerics():
+def test_gpus_of_a_described_cluster_are_measured_where_they_are_here(monkeypatch):
+    """Most runs name a preset. Elsewhere, such as on a login node, only a measurement in the cache counts."""
     config = load_plan(RUN, {"cluster.source": "h100-sxm"})
-    assert choose_numerics(config, cluster_spec(config.cluster)) == REFERENCE
+    cluster = cluster_spec(config.cluster)
+    assert choose_numerics(config, cluster) == REFERENCE
+    monkeypatch.setattr("kumi.config.numerics.has_gpu", lambda name: name == "NVIDIA H100 80GB HBM3")
+    assert choose_numerics(config, cluster) is None
+    assert (
+        choose_numerics(load_plan(RUN, {"cluster.source": "h200-sxm"}), cluster_spec(ClusterSection(source="h200-sxm")))
+        == REFERENCE
+    )
+    kernels = Numerics(kernels=(("loss", "triton"),))
+    cache_numerics(this_gpu(cluster.device.name), MeasuredNumerics(kernels, {"loss": {"triton": 1.0, "torch": 2.0}}))
+    assert choose_numerics(config, cluster) == kernels
+    monkeypatch.setattr("kumi.config.numerics.has_gpu", lambda name: False)
+    assert choose_numerics(config, cluster) == kernels
+    assert choose_numerics(load_plan(RUN, {"cluster.source": "h100-sxm", "precision.kernels": "torch"}), cluster) == (
+        REFERENCE
+    )
 
 
 def test_a_variable_that_says_something_else_is_refused(monkeypatch):

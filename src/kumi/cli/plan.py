@@ -102,7 +102,7 @@ def _plan(arguments: Namespace) -> int:
     config, defaults = load_plan_or_model(arguments.run, arguments.gpus, arguments.overrides)
     _check_adapters(config, arguments)
     asked, unsupported = plan_input(config), _unsupported(arguments)
-    job = replace(asked.job, engine=_engine(arguments))
+    job = replace(asked.job, engine=_engine(arguments, asked.job.engine))
     for key, value in defaults.items():
         print(f"{key}={value:_} by default; set it with {key}=VALUE")
     if arguments.days is not None:
@@ -165,14 +165,14 @@ def _check_adapters(config: PlanConfig, arguments: Namespace) -> None:
         )
 
 
-def _engine(arguments: Namespace) -> Engine:
-    """Return the trainer whose traits the estimate has: --engine, else --export, else kumi."""
+def _engine(arguments: Namespace, own: Engine) -> Engine:
+    """Return the trainer whose traits the estimate has: --engine, else --export, else kumi, with the traits `own`."""
     from kumi.plan.engines import ENGINES
 
     name = arguments.engine or (arguments.export if arguments.export in ENGINES else "kumi")
     if name not in ENGINES:
         raise ConfigError(f"plan: --engine {name} is unknown; use {', '.join(ENGINES)}")
-    return ENGINES[name]
+    return own if name == "kumi" else ENGINES[name]
 
 
 def _unsupported(arguments: Namespace) -> UnsupportedFn | None:

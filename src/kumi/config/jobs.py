@@ -12,7 +12,7 @@ from kumi.config.generating_run import generating_keys
 from kumi.config.job_sections import LoraSection
 from kumi.config.model_head import read_critic, read_model
 from kumi.config.model_source import model_name, read_hf_config
-from kumi.config.numerics import choose_numerics
+from kumi.config.numerics import choose_numerics, compiles_layers, pays
 from kumi.config.optim_section import choose_optim
 from kumi.config.planned_rollouts import rollout_spec
 from kumi.config.run_length import run_steps
@@ -61,8 +61,8 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
     """
     cluster = cluster_spec(config.cluster)
     numerics, kind = choose_numerics(config, cluster), config.precision.kind
-    if kind == "fp8" and numerics is not None and numerics.chosen("float8") == "off":
-        kind = "bf16"  # float8 does not pay on this GPU
+    if kind == "fp8" and not pays("float8", numerics):
+        kind = "bf16"
     hf_config = read_hf_config(config.model) if hf_config is None else hf_config
     model, lora = read_model(config, hf_config), None if config.lora is None else lora_spec(config.lora)
     return Job(
@@ -71,7 +71,7 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
         batch=BatchSpec(config.batch.seq_len, config.batch.tokens_per_step, document_span(config)),
         precision=reduce_precision(choose_precision(kind, cluster.device, numerics), comm_spec(config)),
         optim=choose_optim(config.optim, run_steps(config)),
-        engine=engine_for(comm_spec(config)),
+        engine=engine_for(comm_spec(config), cluster.device, numerics, compiled=compiles_layers(config, numerics)),
         passes=loss_passes(config),
         rollout=rollout_spec(config),
         critic=read_critic(hf_config, lora) if config.objective.trains_critic else None,

@@ -117,15 +117,26 @@ def threads_per_rank(nproc: int, environ: Mapping[str, str]) -> int:
 
 def _gpus() -> list[DeviceFile]:
     """Return the CUDA devices that a program can use, as nvidia-smi lists them: to import torch would take seconds."""
+    gpus = _listed_gpus()
+    if gpus is None:
+        _refuse_rocm()
+    return [_gpu(gpu) for gpu in _visible(gpus or [], os.environ.get("CUDA_VISIBLE_DEVICES"))]
+
+
+def has_gpu(name: str) -> bool:
+    """Return True if this machine has a GPU of NVIDIA's that the driver calls `name`."""
+    return name in {gpu["name"] for gpu in _listed_gpus() or []}
+
+
+def _listed_gpus() -> list[dict[str, str]] | None:
+    """Return `_FIELDS` of each GPU that nvidia-smi lists; None without nvidia-smi or if it fails."""
     query = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        _refuse_rocm()
-        return []
+        return None
     rows = [[part.strip() for part in line.split(",")] for line in listed.strip().splitlines()]
-    gpus = [dict(zip(_FIELDS, row, strict=True)) for row in rows]
-    return [_gpu(gpu) for gpu in _visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))]
+    return [dict(zip(_FIELDS, row, strict=True)) for row in rows]
 
 
 def _refuse_rocm() -> None:

@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kumi.config.job_sections import ClusterSection
-from kumi.config.local_machine import cpu_flags, cpu_name, threads_per_rank
+from kumi.config.local_machine import cpu_flags, cpu_name, has_gpu, threads_per_rank
 from kumi.config.schema import PlanConfig, RunConfig
 from kumi.errors import ConfigError, ModelError
 from kumi.files.output import open_new
@@ -103,17 +103,20 @@ def choose_numerics(config: PlanConfig, cluster: ClusterSpec) -> Numerics | None
 
 
 def _choose_kernels(config: PlanConfig, cluster: ClusterSpec) -> Numerics | None:
-    """Return the kernels of the GPUs of `cluster`; None if they are GPUs of this machine that have to be measured."""
+    """Return the kernels of the GPUs of `cluster`; None if this machine has such GPUs, which have to be measured."""
     if config.precision.kernels != "auto":
         return Numerics(kernels=parse_kernels(config.precision.kernels))
     numerics = numerics_from_environment()
     if numerics is not None:
         return Numerics(kernels=numerics.kernels)
-    # No kernel is taken on trust: the GPUs of a cluster that a file describes, or other devices, use PyTorch's
-    # operations.
-    if not cluster.device.is_gpu or config.cluster.source != "auto":
+    # No kernel is taken on trust: devices that were not measured and are not here use PyTorch's operations.
+    if not cluster.device.is_gpu:
         return REFERENCE
-    return chosen_of(read_cached_numerics(this_gpu(cluster.device.name)), asked_settings(config))
+    name = cluster.device.name
+    measured = chosen_of(read_cached_numerics(this_gpu(name)), asked_settings(config))
+    if measured is not None or config.cluster.source == "auto" or has_gpu(name):
+        return measured
+    return REFERENCE
 
 
 def asked_settings(config: PlanConfig) -> tuple[str, ...]:
@@ -121,6 +124,16 @@ def asked_settings(config: PlanConfig) -> tuple[str, ...]:
     compiles = config.train is not None and config.train.compile
     asked = {"compile": compiles, "float8": config.precision.kind == "fp8", "async_tp": config.comm.async_tp}
     return tuple(name for name in ASKED if asked[name])
+
+
+def compiles_layers(config: PlanConfig, numerics: Numerics | None) -> bool:
+    """Return True if layers are compiled: if `config` asks for it, and `numerics` do not say that it does not pay."""
+    return config.train is not None and config.train.compile and pays("compile", numerics)
+
+
+def pays(setting: str, numerics: Numerics | None) -> bool:
+    """Return False if a measurement left out `setting`, a key of `ASKED`; `numerics` is None before measurements."""
+    return numerics is None or numerics.chosen(setting) != "off"
 
 
 def chosen_of(measured: MeasuredNumerics | None, asked: Sequence[str]) -> Numerics | None:

@@ -18,7 +18,7 @@ from kumi.config.job_sections import LayoutSection
 from kumi.config.jobs import comm_spec, plan_input
 from kumi.config.model_head import with_objective_head
 from kumi.config.model_source import fetch_snapshots, local_folder, read_hf_config, source_folder
-from kumi.config.numerics import pin_numerics, with_numerics_pinned
+from kumi.config.numerics import compiles_layers, pays, pin_numerics, with_numerics_pinned
 from kumi.config.pinned_run import pin_layout
 from kumi.config.reward_section import model_rewards
 from kumi.config.run_length import run_steps, steps_of_epochs, unknown_steps
@@ -120,15 +120,12 @@ class ResolvedRun:
     def comm(self) -> Comm:
         """How gradients, parameters and tokens are communicated."""
         comm = comm_spec(self.config)
-        return comm if self._pays("async_tp") else replace(comm, async_tp=False)
+        return comm if pays("async_tp", self.numerics) else replace(comm, async_tp=False)
 
     @property
     def compiles(self) -> bool:
         """True if layers are compiled: if the run file asks for it, and it pays on this GPU."""
-        return self.config.train.compile and self._pays("compile")
-
-    def _pays(self, setting: str) -> bool:
-        return self.numerics is None or self.numerics.chosen(setting) != "off"
+        return compiles_layers(self.config, self.numerics)
 
     @property
     def memory(self) -> MemoryEstimate:

@@ -2,11 +2,11 @@
 
     ENGINES["megatron-lm"]  ->  the traits of current Megatron-Core
 
-The defaults of `Engine` are kumi's traits; each entry names the differences. The facts were read in the trainers'
-documentation and code, which `source` cites. A trainer's switch has its default setting, or the setting in the
-trainer's published benchmark recipes. No source states `dispatch`, the host time per kernel. It was fitted to the
-smallest published runs, which are host-bound: SC'21's smallest model, BLOOM's, nanotron's, and Llama 3 8B of
-Megatron-Bridge.
+The defaults of `Engine` are kumi's traits on a CPU; each entry names the differences. The facts were read in the
+trainers' documentation and code, which `source` cites. A trainer's switch has its default setting, or the setting in
+the trainer's published benchmark recipes. No source states `dispatch`, the host time per kernel. It was fitted to the
+smallest published runs, which are host-bound: SC'21's smallest model, BLOOM's, nanotron's, and Llama 3 8B of Megatron-
+Bridge.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _MEGATRON = Engine(
     recompute_whole=True,
     half_weights=True,
     kernels="fused",
+    scan_kernels="fused",
     attention="flash-3",
     logit_bytes=8.0,
     scatter_sends=True,
@@ -69,6 +70,8 @@ _TORCHTITAN = Engine(
     name="torchtitan",
     whole_rows=True,
     kernels="compiled",
+    loss_kernels="compiled",
+    scan_kernels="fused",
     logit_bytes=4.0,
     cut_logit_bytes=8.0,
     overlap_pp=False,
@@ -87,6 +90,8 @@ _ACCELERATE = replace(
     _TORCHTITAN,
     name="accelerate-fsdp",
     kernels="eager",
+    loss_kernels="eager",
+    scan_kernels="eager",
     logit_bytes=14.0,
     cut_logit_bytes=0.0,
     selective="products",
@@ -109,6 +114,7 @@ ENGINES: dict[str, Engine] = {
         name="megatron-bridge",
         overlap_tp=True,
         tokens_once=True,
+        loss_kernels="fused",
         logit_bytes=4.0,
         grad_itemsize=2,
         grad_reduce_itemsize=2,
@@ -157,6 +163,7 @@ ENGINES: dict[str, Engine] = {
         recompute_whole=True,
         grad_itemsize=2,
         kernels="eager",
+        scan_kernels="eager",
         autograd=("norm", "gate", "attention"),
         logit_bytes=14.0,
         whole_logits=True,
@@ -201,6 +208,7 @@ ENGINES: dict[str, Engine] = {
     "torchtitan-2024": replace(
         _TORCHTITAN,
         name="torchtitan-2024",
+        loss_kernels="eager",
         logit_bytes=12.0,
         cut_logit_bytes=20.0,
         source="pytorch/torchtitan v0.1: train.py (loss_fn not compiled); torch/distributed/tensor/parallel/loss.py",
@@ -210,6 +218,7 @@ ENGINES: dict[str, Engine] = {
         _TORCHTITAN,
         name="llm-foundry",
         kernels="fused",
+        loss_kernels="fused",
         autograd=(),
         selective="products",
         head_stays=True,

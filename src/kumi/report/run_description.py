@@ -196,7 +196,7 @@ def _numerics(config: PlanConfig, job: Job) -> dict[str, Any]:
     is_cpu = cluster.device.kind == "cpu"
     processor = this_processor(cluster.devices_per_node) if is_cpu else this_gpu(cluster.device.name)
     numerics, measured = job.numerics, read_cached_numerics(processor)
-    own = measured is not None and config.cluster.source == "auto"
+    own = measured is not None and (config.cluster.source == "auto" or not is_cpu)
     chosen = None if measured is None else measured.numerics if is_cpu else chosen_of(measured, asked_settings(config))
     seconds = measured.seconds if measured is not None and own and numerics == chosen else {}
     return {

@@ -45,7 +45,7 @@ def _grouped_query_ops(spec: ModelSpec, att: Attention, name: str) -> Iterator[O
             init = "zeros" if spec.zero_centered_norm else "ones"
             yield norm(f"{name}.{which}", "rmsnorm", dim, weight=weight, init=init)
     if att.rope is not None:
-        yield Op(f"{name}.rope", "rope", heads, heads)
+        yield Op(f"{name}.rope", "rope", heads, heads, kv_size=2 * kv_heads.size)
     yield _attention_kernel(name, heads, heads, (kv_heads, kv_heads), window=att.sliding_window, sinks=att.sinks)
     yield linear(f"{name}.o_proj", heads, embed, bias=att.out_bias)
 

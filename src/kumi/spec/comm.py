@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kumi.spec.cluster import ClusterSpec
+from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.engine import KUMI, Engine
 from kumi.spec.field_docs import described
 from kumi.spec.layout import Layout
+from kumi.spec.numerics import REFERENCE, Numerics
 from kumi.spec.precision import Precision
 
 COMPRESS = ("none", "bf16", "fp16", "powersgd")
@@ -54,9 +55,25 @@ def reduce_precision(precision: Precision, comm: Comm) -> Precision:
     return replace(precision, reduce=_DTYPES[comm.compress]) if comm.compress in _DTYPES else precision
 
 
-def engine_for(comm: Comm) -> Engine:
-    """Return the traits of kumi's trainer with the options of `comm`."""
-    return replace(KUMI, grad_reduce_itemsize=2) if comm.compress in _DTYPES else KUMI
+def engine_for(comm: Comm, device: Device, numerics: Numerics | None = None, *, compiled: bool = False) -> Engine:
+    """Return the traits of kumi's trainer on `device` with the options of `comm`.
+
+    `numerics`: the kernels of a GPU; None for PyTorch's operations.
+    `compiled`: True if layers are compiled.
+    """
+    engine = replace(KUMI, grad_reduce_itemsize=2) if comm.compress in _DTYPES else KUMI
+    if not device.is_gpu:
+        return engine
+    chosen = (numerics or REFERENCE).chosen
+    return replace(
+        engine,
+        kernels="compiled" if compiled else "fused-norms",
+        loss_kernels=chosen("loss") or "eager",
+        scan_kernels="fused" if chosen("scan") else "eager",
+        expert_kernels=chosen("experts") or "eager",
+        fused_rotation=chosen("rotation") is not None,
+        attention="flash-3" if chosen("attention") in ("fa3", "fa4") else "pytorch",
+    )
 
 
 def illegal_comm(comm: Comm, layout: Layout, microbatches: int, cluster: ClusterSpec | None = None) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Engine:
-    """The traits of a trainer that decide memory and time. The defaults are kumi's own.
+    """The traits of a trainer that decide memory and time. The defaults are kumi's own on a CPU.
 
     Memory:
 
@@ -39,11 +39,18 @@ class Engine:
 
     Compute:
 
-    - `kernels`: element-wise operations run op by op ("eager"), in hand-written fused kernels ("fused"), or compiled
-      ("compiled").
+    - `kernels`: element-wise operations of a layer run op by op ("eager"), op by op but for PyTorch's fused norms
+      ("fused-norms"), in hand-written fused kernels ("fused"), or compiled ("compiled").
+    - `loss_kernels`: element-wise operations on logits: "eager", "fused" or "compiled" as above, or in kumi's Triton
+      kernels ("triton").
+    - `scan_kernels`: Mamba's scan runs op by op ("eager") or in one kernel ("fused").
+    - `expert_kernels`: tokens are copied to the rows of their experts, and summed back, as in Megatron-Core
+      ("megatron"), by kumi's PyTorch operations ("eager"), or in kumi's Triton kernels ("triton").
+    - `fused_rotation`: a rotary position embedding runs in one kernel, whatever `kernels` says.
     - `attention`: "flash" (Dao, 2023, arXiv:2307.08691), "flash-3" (Shah et al., 2024, arXiv:2407.08608, and other
-      kernels written for their device), "flash-1" (Dao et al., 2022, arXiv:2205.14135), or the scores in memory, with
-      a fused softmax ("fused-softmax") or without ("eager").
+      kernels written for their device), "flash-1" (Dao et al., 2022, arXiv:2205.14135), "pytorch" ("flash-3" for whole
+      rows, for which PyTorch has cuDNN's kernel, and "flash" for documents, windows and context parallelism), or the
+      scores in memory, with a fused softmax ("fused-softmax") or without ("eager").
     - `whole_rows`: attention crosses the documents of a row.
     - `dispatch`: time that the host takes per kernel, as a multiple of the device's bare launch interval.
     - `recompute_whole`: a recomputed layer repeats its last collective as well, and the head's input is all-gathered a
@@ -70,6 +77,10 @@ class Engine:
     grad_itemsize: int = 4
     half_grads: bool = False
     kernels: str = "eager"
+    loss_kernels: str = "eager"
+    scan_kernels: str = "eager"
+    expert_kernels: str = "megatron"
+    fused_rotation: bool = False
     attention: str = "flash"
     whole_rows: bool = False
     logit_bytes: float = 0.0

@@ -226,7 +226,7 @@ def _host_seconds(job: InferenceJob, layout: Layout, busy: Floats) -> Floats:
     return np.zeros_like(busy) if job.graphs else np.maximum(0.0, host - busy)
 
 
-def _kernels(op: Op, layout: Layout) -> int:
+def _kernels(op: Op, layout: Layout) -> float:
     if op.kind in ("attention", "scan", "convolution"):
         return _ATTENTION_KERNELS
     if op.kind in MEMORY_PASSES:

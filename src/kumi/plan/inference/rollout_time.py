@@ -19,7 +19,8 @@ from kumi.plan.layout_batch import Floats, batch_layouts
 from kumi.plan.time.layer_costs import cost_table
 from kumi.plan.time.op_costs import MicrobatchCost
 from kumi.spec.batch import BatchSpec
-from kumi.spec.engine import KUMI, Engine
+from kumi.spec.comm import DEFAULT_COMM, engine_for
+from kumi.spec.engine import Engine
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.optim import Optim
@@ -122,7 +123,7 @@ def prefill_seconds(job: InferenceJob, layout: Layout, length: int) -> float:
     precision = Precision(
         "inference", job.compute, job.compute, job.compute, job.weights if job.weights != job.compute else ""
     )
-    engine = _FUSED if job.graphs else KUMI
+    engine = _FUSED if job.graphs else engine_for(DEFAULT_COMM, job.cluster.device)
     batch = BatchSpec(length, length * prompts_per_pass * layout.dp)
     training = Job(job.model, job.cluster, batch, precision, Optim(), engine)
     pass_layout = Layout(**{**vars(layout), "microbatch": prompts_per_pass})

@@ -51,7 +51,7 @@ _NOT_OFFLOADED = CHOICES["offload"].index("none")
 # torchtitan's documents of December 2024 and its commits 808 and 822 report three layouts, compiled (0.08, 0.10, 0.13)
 # and op by op (0.17, 0.20, 0.20). As a share of all allocated memory the overhead was 0.028 to 0.093 in 43 runs of
 # fused kernels on B200 (SimuMax 1.2).
-ALLOCATOR_OVERHEAD = {"eager": 0.18, "fused": 0.10, "compiled": 0.10}
+ALLOCATOR_OVERHEAD = {"eager": 0.18, "fused-norms": 0.18, "fused": 0.10, "compiled": 0.10}
 _STATES = ("params", "grads", "optimizer")
 # The kinds whose bytes differ between the moments of a step, in the order in which they are added up.
 _KINDS_OF_MOMENTS = ("grads", "gathered", "optimizer", "activations", "head")

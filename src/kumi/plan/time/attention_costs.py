@@ -11,7 +11,7 @@ from kumi.plan.time.scan_costs import BACKWARD_MATMULS, scan_kernels, scan_matmu
 from kumi.spec.ledger import Op
 
 # Speed of fused attention relative to FlashAttention-2.
-_FLASH_SPEED = {"flash": 1.0, "flash-1": 0.6, "flash-3": 1.0}
+_FLASH_SPEED = {"flash": 1.0, "flash-1": 0.6, "flash-3": 1.0, "pytorch": 1.0}
 # On Hopper, kernels made for earlier processors reach this share of the speed of kernels made for Hopper
 # (FlashAttention-3, arXiv:2407.08608, figure 5: 370 against 600 TFLOP/s forward).
 _BEFORE_HOPPER = 0.65
@@ -41,9 +41,9 @@ def _add_flash(sizes: LayoutSizes, cost: MicrobatchCost, op: Op, flops: Floats) 
 
     The backward pass has 2.5 times as many, because it recomputes the scores.
     """
-    speed = peak_flops(sizes.device, sizes.job.precision.compute) * _FLASH_SPEED[sizes.engine.attention]
-    if "float8" in sizes.device.dtypes and sizes.engine.attention != "flash-3":
-        speed *= _BEFORE_HOPPER
+    speed = np.asarray(peak_flops(sizes.device, sizes.job.precision.compute) * _FLASH_SPEED[sizes.engine.attention])
+    if "float8" in sizes.device.dtypes:
+        speed = speed * np.where(_has_newest_kernel(sizes, op), 1.0, _BEFORE_HOPPER)
     # A query in a document of N tokens sees (N + 1) / 2 keys on average. With a window, N is the length of the document
     # in which a query would see as many keys.
     tokens = np.asarray(2 * op.reach(sizes.job.attention_len) - 1)
@@ -58,6 +58,15 @@ def _add_flash(sizes: LayoutSizes, cost: MicrobatchCost, op: Op, flops: Floats) 
     cost.backward += 2.5 * flops / (backward * narrow)
     cost.kernels_forward += 1
     cost.kernels_backward += 3
+
+
+def _has_newest_kernel(sizes: LayoutSizes, op: Op) -> Floats:
+    """Return True where attention runs in a kernel that is written for the device, (rows,)."""
+    if sizes.engine.attention != "pytorch":
+        return np.full(np.shape(sizes.cp), sizes.engine.attention == "flash-3")
+    seq_len = sizes.job.batch.seq_len
+    whole_rows = sizes.job.attention_len == seq_len and (op.window is None or op.window >= seq_len)
+    return np.asarray(whole_rows & (sizes.cp == 1))
 
 
 def _add_unfused(sizes: LayoutSizes, cost: MicrobatchCost, op: Op, flops: Floats, scores: Floats) -> None:
@@ -97,7 +106,7 @@ def add_scan(sizes: LayoutSizes, cost: MicrobatchCost, op: Op) -> None:
     A fused kernel reads its inputs and writes its outputs; unfused kernels also read and write the scores.
     """
     add_scan_matmuls(sizes, cost, op)
-    if sizes.engine.kernels != "eager":
+    if sizes.engine.scan_kernels != "eager":
         sizes.add_passes(cost, MEMORY_PASSES["gated_norm"]["fused"], sizes.output_elements(op))
         return
     forward, backward = scan_score_seconds(sizes.job, op, sizes.tokens, sizes.tp)

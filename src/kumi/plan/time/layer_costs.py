@@ -21,7 +21,7 @@ from kumi.plan.time.layer_collectives import (
     layer_collectives,
     seconds_each,
 )
-from kumi.plan.time.op_costs import MEMORY_PASSES, LayoutSizes, MicrobatchCost
+from kumi.plan.time.op_costs import MEMORY_PASSES, LayoutSizes, MicrobatchCost, memory_passes
 from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
 from kumi.spec.ledger import Op, embedding_ops, head_ops, logit_chunk, unique_layer_ops
@@ -42,9 +42,6 @@ _ROUNDING_BYTES = 3.0
 
 # Speed of a grouped matmul over experts relative to one large matmul on a GPU. Fitted to Megatron-Bridge's tables.
 _GROUPED_MATMUL_SPEED = 0.75
-
-# From this many bytes per logit on, the loss has float32 copies of the logits.
-_FLOAT32_LOGIT_BYTES = 8.0
 
 # Launch intervals that the host spends on a collective: bookkeeping of the library, and kernels that rearrange data.
 _COLLECTIVE_LAUNCHES = 4.4
@@ -246,9 +243,7 @@ class _OpCosts(LayoutSizes):
         cost.weight += weight * (not op.frozen)
         cost.kernels_forward += 1
         cost.kernels_backward += 2 + again
-        # A loss with float32 copies of the logits runs op by op.
-        kernels = "eager" if self.engine.logit_bytes >= _FLOAT32_LOGIT_BYTES else self.engine.kernels
-        self.add_passes(cost, MEMORY_PASSES["logits"][kernels], self.tokens * columns)
+        self.add_passes(cost, memory_passes("logits", self.engine.loss_kernels), self.tokens * columns)
 
     def _head_again(self, columns: Floats) -> Floats:
         """Return 1 where the backward pass computes the head's first matmul again, else 0. `columns`: of its output."""

@@ -27,7 +27,7 @@ def scan_matmul_seconds(job: Job, op: Op, sequences: Floats, tp: Floats) -> Floa
     Unfused kernels compute in float32, if the device's float32 speed is known.
     """
     device, length = job.cluster.device, job.batch.seq_len
-    in_float32 = job.engine.kernels == "eager" and device.peak_flops("float32")
+    in_float32 = job.engine.scan_kernels == "eager" and device.peak_flops("float32")
     dtype = "float32" if in_float32 else job.precision.compute
     flops = sequences * op.forward_flops(length, length) / tp
     return np.asarray(flops / (peak_flops(device, dtype) * device.matmul_share(dtype)))
