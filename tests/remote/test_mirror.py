@@ -202,6 +202,23 @@ def test_rotation_during_the_upload_changes_nothing(url, tmp_path, monkeypatch):
     assert [name for name in written if name.startswith("checkpoints/")][-1].endswith("step_000001/index.json")
 
 
+def test_a_checkpoint_that_rotation_removed_before_its_upload_is_not_said_to_be_there(url, tmp_path, monkeypatch):
+    """The report after a failure, "the newest checkpoint is there", depends on the result."""
+    out = tmp_path / "run"
+    new_run(out, 1)
+    link = os.link
+
+    def too_late(*arguments, **options):
+        shutil.rmtree(step_folder(out / "checkpoints", 1), ignore_errors=True)
+        link(*arguments, **options)
+
+    monkeypatch.setattr(os, "link", too_late)
+    with open_store(url) as store:
+        mirror = mirror_of(store, out)
+        assert not mirror.update()
+        assert complete_steps(store) == []
+
+
 def test_a_store_that_fails_for_ever_does_not_fill_the_disk(url, tmp_path, monkeypatch):
     out = tmp_path / "local" / "run"
     new_run(out)

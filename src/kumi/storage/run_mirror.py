@@ -92,14 +92,11 @@ class RunMirror:
         self.on_progress: Callable[[], None] = lambda: None
 
     def update(self) -> bool:
-        """Upload the newest complete checkpoint and the best one. Return False if both were uploaded before.
+        """Upload the newest complete checkpoint and the best one. Return True if one was uploaded now.
 
         Raise the errors of the store, and DisplacedError if another start of the run writes there now.
         """
-        folders = self._due()
-        for folder in folders:
-            self._upload(folder)
-        return bool(folders)
+        return any([self._upload(folder) for folder in self._due()])
 
     def finish(self) -> None:
         """Upload everything that the store lacks. Raise as `update` does."""
@@ -130,22 +127,24 @@ class RunMirror:
         folder = None if step is None else step_folder(root, step)
         return folder if folder in list_complete(root) else None  # rotation and best.json change one after the other
 
-    def _upload(self, folder: Path) -> None:
+    def _upload(self, folder: Path) -> bool:
+        """Upload the checkpoint `folder` and the files beside it. Return False if rotation removed it meanwhile."""
         step = step_of(folder)
         files = self._linked(folder)
         if files is None:
-            return
+            return False
         self._upload_files()
         try:
             upload_checkpoint(self._store, files, step, self._check_owner, self._advance)
         except FileNotFoundError:
             if folder in list_complete(self._out / ROOT):
                 raise
-            return  # without hard links: rotation has removed it, and a newer one is complete
+            return False  # without hard links; a newer checkpoint is complete
         self._complete.add(step)
         remove_tree(step_folder(self._uploading, step))
         self._upload_best()
         self._prune()
+        return True
 
     def _linked(self, folder: Path) -> Path | None:
         """Return a folder with hard links to the files of `folder`, or `folder` itself where links are impossible.
