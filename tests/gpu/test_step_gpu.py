@@ -11,7 +11,6 @@ import torch
 
 from kumi.data import Batch
 from kumi.parallel.state_tensors import fill_pieces, model_pieces, optimizer_pieces
-from kumi.parallel.weight_copies import refresh_weight_copies
 from kumi.storage import checkpoint
 from kumi.train.step import StepBatch, train_step
 from kumi.train.train_state import RankState, TrainState
@@ -34,7 +33,6 @@ def parts_on(device: torch.device, precision: str, recompute: str = "none", comp
         for name, parameter in parts.model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.05
             parameter.copy_(1 + noise if name.endswith("norm.weight") else noise)
-    refresh_weight_copies(parts.model)
     return parts
 
 
@@ -91,7 +89,6 @@ def test_a_checkpoint_holds_everything_bit_for_bit(device, tmp_path):
     )
     restored = [*model_pieces(again.model, again.mesh), *optimizer_pieces(again.model, again.optimizer, again.mesh)]
     fill_pieces(restored, checkpoint.open(tmp_path / "step_000002").read)
-    refresh_weight_copies(again.model)
     assert {piece.name for piece in restored} == saved.keys()
     for piece in restored:
         assert piece.data.device == saved[piece.name].device

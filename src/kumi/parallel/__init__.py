@@ -7,7 +7,6 @@
     loss = forward_backward(model, mesh, objective, batches, units)     # this rank's part of the loss of a step
     norm = clip_gradients(model, optim.grad_clip, mesh)
     optimizer.step()
-    refresh_weight_copies(model)                        # on a GPU in bf16, layers have copies of float32 weights
     clear_grads(model, optimizer)
 
     pieces = [*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)]
@@ -36,7 +35,6 @@ from kumi.parallel.optim import build_optimizer
 from kumi.parallel.optim.adamw import init_adamw
 from kumi.parallel.stage_modules import unwrap
 from kumi.parallel.state_tensors import fill_pieces, model_pieces, optimizer_pieces, owned_pieces
-from kumi.parallel.weight_copies import refresh_weight_copies
 
 __all__ = [
     "LossScale",
@@ -57,6 +55,5 @@ __all__ = [
     "optimizer_pieces",
     "owned_pieces",
     "pipeline",
-    "refresh_weight_copies",
     "unwrap",
 ]

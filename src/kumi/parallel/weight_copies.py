@@ -2,13 +2,15 @@
 
 One GPU and the replicas of DDP hold float32 master weights. A linear layer would cast its weight in every forward pass,
 and autograd would keep the copy until the backward pass has used it. Instead, the copies stay, and one fused operation
-after each update fills all of them. Layers that are recomputed go on casting: between their forward and their backward
-pass they keep no copy, so copies that stay would need memory that the planner does not count.
+fills all of a stage before its first forward pass after an update. Layers that are recomputed go on casting: between
+their forward and their backward pass they keep no copy, so copies that stay would need memory that the planner does not
+count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,23 +37,42 @@ def uses_weight_copies(mesh: Mesh, precision: Precision) -> bool:
 
 def add_weight_copies(model: nn.Module, precision: Precision) -> None:
     """Give the linear layers of `model`, a result of `build`, copies of their weights, if they are not recomputed."""
+    dtype = getattr(torch, precision.compute)
     for stage in stages_of(unwrap(model)).values():
         assert isinstance(stage, Decoder)
+        copied = list[Linear]()
         for layer in stage.model.layers.values():
             assert isinstance(layer, DecoderLayer)
             if not any(isinstance(wrapper, Recompute) for wrapper in layer.wrappers):
-                for linear in _cast_linears(layer, getattr(torch, precision.compute)):
-                    linear.weight_copy = torch.empty_like(linear.weight, dtype=getattr(torch, precision.compute))
-    refresh_weight_copies(model)
+                copied += _cast_linears(layer, dtype)
+        for linear in copied:
+            linear.weight_copy = torch.empty_like(linear.weight, dtype=dtype)
+        if copied:
+            copies = WeightCopies(copied)
+            copies.fill()
+            stage.register_forward_pre_hook(copies)
 
 
-@torch.no_grad()
-def refresh_weight_copies(model: nn.Module) -> None:
-    """Copy the weights of `model` again. Call it whenever they have changed."""
-    pairs = list(_pairs(linears(unwrap(model))))
-    if pairs:
-        copies, weights = zip(*pairs, strict=True)
-        torch._foreach_copy_(copies, weights)
+class WeightCopies:
+    """The copies of the weights of `layers`: a forward pre-hook of their stage, which fills them if weights changed.
+
+    PyTorch counts the changes of a tensor in place in `Tensor._version`: those of an optimizer, and of values loaded.
+    """
+
+    def __init__(self, layers: list[Linear]) -> None:
+        self._weights: list[torch.Tensor] = [layer.weight for layer in layers]
+        self._copies = [copy for layer in layers if (copy := layer.weight_copy) is not None]
+        self._version = -1  # the sum over weights when the copies were filled
+
+    def __call__(self, stage: nn.Module, inputs: Any) -> None:
+        if sum(weight._version for weight in self._weights) != self._version:
+            self.fill()
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copy the weights."""
+        torch._foreach_copy_(self._copies, self._weights)
+        self._version = sum(weight._version for weight in self._weights)
 
 
 def _cast_linears(layer: nn.Module, dtype: torch.dtype) -> Iterator[Linear]:
@@ -59,9 +80,3 @@ def _cast_linears(layer: nn.Module, dtype: torch.dtype) -> Iterator[Linear]:
     for linear in linears(layer):
         if linear.packed is None and linear.weight.requires_grad and linear.weight.dtype != dtype:
             yield linear
-
-
-def _pairs(layers: Iterable[Linear]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for layer in layers:
-        if layer.weight_copy is not None:
-            yield layer.weight_copy, layer.weight.detach()

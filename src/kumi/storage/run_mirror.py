@@ -96,7 +96,8 @@ class RunMirror:
 
         Raise the errors of the store, and DisplacedError if another start of the run writes there now.
         """
-        return any([self._upload(folder) for folder in self._due()])
+        uploaded = [self._upload(folder) for folder in self._due()]
+        return any(uploaded)
 
     def finish(self) -> None:
         """Upload everything that the store lacks. Raise as `update` does."""

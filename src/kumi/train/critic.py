@@ -22,7 +22,6 @@ from kumi.parallel.optim.optimizer import Optimizer, clear_grads
 from kumi.parallel.run_microbatches import MetricSums, forward_backward
 from kumi.parallel.stage_modules import unwrap
 from kumi.parallel.state_tensors import PieceReader, fill_pieces, optimizer_pieces
-from kumi.parallel.weight_copies import refresh_weight_copies
 from kumi.spec.optim import Optim
 from kumi.spec.saved_tensors import CRITIC_PREFIX
 from kumi.train.expert_balance import balance_experts, prepare_routers
@@ -100,7 +99,6 @@ def update_critic(
     # A float16 gradient that overflowed is useless, as for the policy.
     if not run.precision.loss_scaling or bool(torch.isfinite(norm)):
         critic.optimizer.step()
-        refresh_weight_copies(critic.model)
     clear_grads(critic.model, critic.optimizer)
     balance_experts(critic.model, run, mesh, scale)
     sums = all_reduce_sum(torch.cat([loss.reshape(1).double(), metrics.sums.flatten()]), mesh)

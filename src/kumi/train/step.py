@@ -21,7 +21,6 @@ from kumi.parallel.optim.optimizer import clear_grads
 from kumi.parallel.pipeline_trace import gather_timeline, start_trace
 from kumi.parallel.run_microbatches import MetricSums, forward_backward
 from kumi.parallel.stage_modules import unwrap
-from kumi.parallel.weight_copies import refresh_weight_copies
 from kumi.train import expert_balance
 from kumi.train.critic import CriticStep, update_critic
 from kumi.train.expert_balance import ExpertBalance
@@ -117,7 +116,6 @@ def _update(rank_state: RankState, state: TrainState, *, learns: bool) -> tuple[
     # A float16 gradient that overflowed is useless: skip the update and lower the loss scale.
     if learns and (not scaling or bool(torch.isfinite(norm))):
         rank_state.optimizer.step()
-        refresh_weight_copies(rank_state.model)
     clear_grads(rank_state.model, rank_state.optimizer)
     return norm, lr
 

@@ -8,7 +8,6 @@ import torch
 
 from kumi.parallel import Mesh, all_reduce_sum, build, clip_gradients, init_adamw, pipeline, unwrap
 from kumi.parallel.context_parallel import shard_sequence
-from kumi.parallel.weight_copies import refresh_weight_copies
 from kumi.spec.comm import DEFAULT_COMM, Comm
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed_names
@@ -69,7 +68,6 @@ def tiny_steps(case: TinyCase, mesh: Mesh) -> list[tuple[float, float]]:
         loss = pipeline.train_microbatches(model, mesh, _inputs(case, mesh, step))
         norm = clip_gradients(model, 0.5, mesh)
         optimizer.step()
-        refresh_weight_copies(model)
         optimizer.zero_grad()
         results.append((all_reduce_sum(loss * (mesh.index("tp") == 0), mesh).item(), norm.item()))
     return results

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kumi.parallel.optim.optimizer import drop_grads, local_grad, make_param_groups
+from kumi.parallel.optim.optimizer import count_change, drop_grads, local_grad, make_param_groups
 from kumi.parallel.stage_modules import local_shard
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import COUNTER, MOMENTS
@@ -74,6 +74,7 @@ def adamw_update(
         amsgrad=False,
         maximize=False,
     )
+    count_change(parameters)
 
 
 def init_adamw(

@@ -39,6 +39,14 @@ class Optimizer(Protocol):
         """Free the gradients."""
 
 
+def count_change(parameters: Sequence[Tensor]) -> None:
+    """Count a change of `parameters` in place (`Tensor._version`), as PyTorch's fused optimizer kernels do not.
+
+    `kumi.parallel.weight_copies` reads the count.
+    """
+    torch.autograd.graph.increment_version(list(parameters))
+
+
 @dataclass(frozen=True)
 class TrainedParams:
     """The input of an optimizer.

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kumi.parallel.optim.optimizer import TrainedParams, drop_grads, local_grad, make_param_groups, zero_states
+from kumi.parallel.optim.optimizer import (
+    TrainedParams,
+    count_change,
+    drop_grads,
+    local_grad,
+    make_param_groups,
+    zero_states,
+)
 from kumi.parallel.stage_modules import local_shard
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import MOMENTUM
@@ -35,8 +42,9 @@ class SGD:
             buffers = [self.state[parameter][MOMENTUM] for parameter in trained] if momentum else []
             if not trained:
                 continue
+            shards = [local_shard(parameter) for parameter in trained]
             torch._fused_sgd_(
-                [local_shard(parameter) for parameter in trained],
+                shards,
                 [local_grad(parameter) for parameter in trained],
                 buffers,
                 weight_decay=group["weight_decay"],
@@ -47,6 +55,7 @@ class SGD:
                 maximize=False,
                 is_first_step=False,  # zero buffers give the first step's momentum: the gradient
             )
+            count_change(shards)
 
     def zero_grad(self) -> None:
         """Free the gradients."""
