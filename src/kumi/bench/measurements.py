@@ -39,6 +39,7 @@ class Transfer:
 class Measurements:
     """All measurements of a machine.
 
+    `kernels`, `transfers`: the timed kernels and collectives.
     `reserved`: bytes of a rank before it allocates a tensor.
     `processors`: multiprocessors of the device, 0 on a CPU.
     `threads`: CPU threads of a rank.

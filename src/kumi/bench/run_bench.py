@@ -35,9 +35,11 @@ _BUSY = 0.5
 def bench(*, out: Path | None, ranks: int | None, quick: bool, write_json: Callable[[Any], None] | None = None) -> int:
     """Measure this machine with `ranks` ranks at once, and write the new cluster file `out`. Return the exit code.
 
-    Without `out`, print the file's text after the tables. `write_json` receives everything as plain data instead.
+    Print tables of the measurements and, without `out`, the text of the file. With `write_json`, pass it the
+    measurements and the text instead.
 
-    Raise RefusedError before measuring if `out` exists, and ConfigError if the machine has fewer GPUs than `ranks`.
+    Raise RefusedError before measuring if `out` cannot be a new cluster file, and ConfigError if the machine has fewer
+    GPUs than `ranks`.
     """
     if out is not None:
         refuse_existing(out, "--out")
