@@ -13,7 +13,8 @@ from kumi.spec.schedules.v_shape import DOWN, UP, transfer_delay
 
 
 def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
-    # The ranks between this one and the bottom of the V, and those from the top to this one.
+    """Return the actions of `rank` in a step: F forward, B backward, I and W input and weight gradients of a chunk."""
+    # The number of ranks between this one and the bottom of the V, and from the top to this one, itself included.
     far, pair = pp - 1 - rank, rank + 1
     warmup = (*(("F", DOWN),) * (2 * far), *(("F", DOWN), ("F", UP)) * pair, *(("I", UP), ("W", UP), ("F", UP)) * far)
     steady = (("F", DOWN), ("B", UP), ("F", UP), ("B", DOWN))
@@ -25,10 +26,16 @@ def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
 
 
 def in_flight(xp: ArrayNamespace, pp: Any, stages: Any, microbatches: Any, rank: Any) -> Any:
+    """Return the peak number of (microbatch, stage) pairs with live activations on `rank`."""
     return xp.minimum(2 * microbatches, 2 * pp + 1)
 
 
 def bubble(xp: ArrayNamespace, x: PipelineTimes) -> Any:
+    """Return the seconds of a step beyond the work of the busiest rank.
+
+    q is the number of other ranks. A path counts forwards, input gradients, weight gradients and transfers beyond that
+    work.
+    """
     q = x.other_ranks
     paths = [
         (q, 0, 0, 3 * q),
