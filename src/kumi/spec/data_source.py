@@ -74,6 +74,7 @@ class Source:
             raise ConfigError(f"data source {self.path!r}: max={self.max} must be at least 1")
 
 
+# Values of `ChatOptions.turns`.
 TURNS = ("all", "last")
 
 

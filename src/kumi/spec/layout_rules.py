@@ -1,7 +1,8 @@
 """The rules that a layout must keep to be legal for a model, a cluster and a batch, whatever trains it.
 
 `layout_rules` returns all of them. The search applies the rules to arrays of layouts, `kumi.spec.checks` applies them
-to one layout. The limits of this version's trainer are in `kumi.spec.trainable`.
+to one layout: `x` in a condition is a `Layout` or a `kumi.plan.layout_batch.LayoutBatch` (see `LayoutRule`). The limits
+of this version's trainer are in `kumi.spec.trainable`.
 """
 
 from __future__ import annotations
@@ -257,6 +258,7 @@ def _multiple(number: int, of: int) -> int:
 
 
 def _divides_all(name: str, counts: tuple[int, ...]) -> Callable[[Any], Any]:
+    """Return the condition that the degree `name` divides all `counts`."""
     return lambda x: reduce(and_, (count % getattr(x, name) == 0 for count in counts), True)
 
 
@@ -454,6 +456,7 @@ def _schedules_by_needs() -> tuple[tuple[str, ...], ...]:
 
 
 def _recompute_rules(model: ModelSpec) -> Iterator[LayoutRule]:
+    """Yield the rules of `recompute_layers`: it needs a kind of recomputation, and a rank with as many layers."""
     layers, after = model.num_hidden_layers, ("degrees", "stages", "schedule", "microbatches", "recompute")
     recomputing = all_but(RECOMPUTE, "none")
 

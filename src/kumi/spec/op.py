@@ -1,4 +1,7 @@
-"""An operation of the forward pass: its dims, its parameters, its FLOPs, and the activations that it saves."""
+"""An operation of the forward pass: its dims, its parameters, its FLOPs, and the activations that it saves.
+
+The ledger (`kumi.spec.ledger`) describes a model as a list of these operations.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from math import prod
 
 from kumi.spec.model import ModelSpec
 
+# Values of `Op.kind`.
 OP_KINDS = (
     "embedding",
     "positions",

@@ -19,6 +19,7 @@ from kumi.spec.precision import ITEMSIZE
 
 # AdamW's moments, and the step counter: a float32 scalar on each rank.
 MOMENTS, COUNTER = ("exp_avg", "exp_avg_sq"), "step"
+# The momentum of Muon and of SGD.
 MOMENTUM = "momentum_buffer"
 # Adafactor's mean squares of the rows and of the columns of a matrix, and of the elements of other tensors.
 ROW_MEANS, COLUMN_MEANS, MEAN_SQUARES = "row_var", "col_var", "variance"
@@ -110,6 +111,7 @@ def _sgd(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
     return _same_shape(param, MOMENTUM) if optim.betas[0] else ()
 
 
+# Optimizer -> a function of its options and a parameter, which returns the states for the parameter.
 STATES: Mapping[str, Callable[[Optim, Param], tuple[OptimizerState, ...]]] = {
     "adamw": _adamw,
     "adamw-8bit": _adamw_8bit,
