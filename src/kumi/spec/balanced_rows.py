@@ -35,7 +35,7 @@ def plan_rows(positions: Sequence[int], longest: int, ranks: int, multiple: int 
 
 
 def _balanced(order: Sequence[int], positions: Sequence[int], count: int, longest: int) -> list[list[int]] | None:
-    """Return `count` rows: each sequence of `order` in turn goes to the emptiest row. None if a sequence does not fit."""
+    """Return `count` rows: each sequence of `order` in turn goes to the emptiest row. None if one does not fit."""
     rows: list[list[int]] = [[] for _ in range(count)]
     emptiest = [(0, row) for row in range(count)]
     for sequence in order:

@@ -111,7 +111,10 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _weights(norms: int) -> Weights:
-    """Return the format of the tensors in files; `norms` is the number of norms before a parallel layer."""
+    """Return the format of the tensors in files (see `kumi.spec.weight_rules`): kumi's names come first.
+
+    `norms` is the number of norms before a parallel layer.
+    """
     renamed_norms = (
         (Rename("input_layernorm", "ln_attn"), Rename("post_attention_layernorm", "ln_mlp")) if norms == 2 else ()
     )
