@@ -100,7 +100,7 @@ def _kernels(measured: Measurements) -> Table:
 
 
 def _collectives(measured: Measurements) -> Table:
-    """Return one row per kind and group size: latency, bandwidth and error of a line fitted to all sizes."""
+    """Return one row per kind and group size: the line fitted to all sizes, its error, and the largest size's time."""
     table = _table("collectives", "kind", "ranks", "latency", "bandwidth", "error", "largest", "time")
     for kind, degree in sizes_of(measured):
         timed = [transfer for transfer in measured.transfers if (transfer.kind, transfer.degree) == (kind, degree)]

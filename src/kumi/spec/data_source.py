@@ -1,4 +1,4 @@
-"""A source of training documents."""
+"""The options of a source of training data, and of how conversations become tokens."""
 
 from __future__ import annotations
 
