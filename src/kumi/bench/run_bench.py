@@ -124,6 +124,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _print(measured: Measurements, node: NodeFile, text: str, out: Path | None) -> None:
+    """Print the tables, and the text of the cluster file or where it was written."""
     from kumi.bench.bench_tables import render_measurements
     from kumi.report.run_description import make_console
 

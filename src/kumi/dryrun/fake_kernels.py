@@ -112,6 +112,7 @@ class BalancedExchange(ExpertExchange):
         return super().dispatch(x, routing)
 
     def _splits(self, counts: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Return equal numbers of rows to send and to receive; the counts are exchanged as in training."""
         assert self.ep is not None
         sent, ranks = counts.view(self.ep.size(), -1), self.ep.size()
         received = torch.empty_like(sent)

@@ -96,6 +96,7 @@ def _word_rule(name: str, words: tuple[str, ...]) -> LayoutRule:
 
 
 def _zero_rules() -> Iterator[LayoutRule]:
+    """Yield the rules that zero > 0 has ranks to shard over, dp_shard > 1 has states to shard, and zero=2 has pp=1."""
     yield LayoutRule(
         "zero",
         lambda x: (x.zero == 0) | (x.dp_shard * x.cp > 1) | (x.dp_replicate == 1),
@@ -123,6 +124,7 @@ def _zero_rules() -> Iterator[LayoutRule]:
 
 
 def _cluster_rules(cluster: ClusterSpec) -> Iterator[LayoutRule]:
+    """Yield the rule that the layout uses all devices of `cluster`."""
     yield LayoutRule(
         "cluster",
         lambda x: x.world_size == cluster.devices,
@@ -146,6 +148,7 @@ def _uses(place: str, offload: str) -> bool:
 
 
 def _host_rule(missing: str, possible: list[str]) -> LayoutRule:
+    """Return the rule that `offload` is one of `possible`, because the fields `missing` of the host are unknown."""
     return LayoutRule(
         "offload",
         lambda x: x.one_of("offload", possible),
@@ -198,6 +201,7 @@ def tp_rules(model: ModelSpec) -> Iterator[LayoutRule]:
 
 
 def _sequence_rules(batch: BatchSpec) -> Iterator[LayoutRule]:
+    """Yield the rules that cp, and tp with sequence parallelism, split a sequence into equal chunks."""
     yield LayoutRule(
         "sequence",
         lambda x: (x.cp == 1) | (batch.seq_len % (2 * x.cp) == 0),
@@ -336,6 +340,7 @@ def _packed(op: Op) -> bool:
 
 
 def _length_rules(model: ModelSpec, batch: BatchSpec) -> Iterator[LayoutRule]:
+    """Yield the rule that the positions of `model` suffice for a sequence."""
     yield LayoutRule(
         "length",
         lambda x: batch.seq_len <= model.max_position_embeddings,

@@ -124,7 +124,10 @@ class LatentAttention:
 
     @property
     def qk_head_dim(self) -> int:
+        """The dimensions of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    # The next three properties have the names of `Attention`, for code that reads both classes.
 
     @property
     def num_key_value_heads(self) -> int:

@@ -115,9 +115,7 @@ class Op:
     - `passes`: how often a token goes through the operation: once per routed expert, else once.
     - `experts`: the number of routed experts with weights in the operation; 0 for others.
     - `heads`: query heads of attention, or heads of a scan.
-    - `kv_size`: width of a token's keys and values together; for a scan, of B and C, the projections into and out of
-      its
-      state.
+    - `kv_size`: width of a token's keys and values together; for a scan, of B and C, which write and read its state.
     - `window`: positions that a query attends to, itself included; None for all earlier ones.
     - `buffers`: tensors that are not trained.
     - `frozen`: no parameter that the operation reads is trained, also none of another operation (a tied head).

@@ -71,6 +71,7 @@ def has_quantized_moments(param: Param) -> bool:
 
 
 def _adamw_8bit(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
+    """Return the step, both moments in bytes, and their scales; for vectors and small tensors, the states of AdamW."""
     if not has_quantized_moments(param):
         return _adamw(optim, param)
     blocks = Dim("blocks", -(-param.dims[-1].size // QUANTIZED_BLOCK))
@@ -92,6 +93,7 @@ def _muon(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
 
 
 def _adafactor(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
+    """Return the step and the mean squares: of rows and of columns for a matrix, else of elements."""
     if not param.decayed:
         return (_counter(param), *_same_shape(param, MEAN_SQUARES, dtype="float32"))
     *outer, rows, columns = param.dims

@@ -81,6 +81,7 @@ def _quoted(values: Iterable[object]) -> str:
 
 
 def _float8_rule(name: str, allowed: tuple[Any, ...]) -> LayoutRule:
+    """Return the rule that the field `name` has a value of `allowed` with float8."""
     return _rule(
         "float8",
         is_one_of(name, allowed),
@@ -179,6 +180,7 @@ def _shards(x: Any) -> Any:
 
 
 def _tiles_rule(name: str, allowed: tuple[Any, ...]) -> LayoutRule:
+    """Return the rule that the field `name` has a value of `allowed` with more than one tile."""
     fits = is_one_of(name, allowed)
     return _rule(
         "tiles",
