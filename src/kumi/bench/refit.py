@@ -158,7 +158,7 @@ def _check_same_machine(folder: Path, kind: str, section: ClusterSection, cluste
     if node.device.kind != kind:
         raise ConfigError(
             f"calibrate: {folder} ran on a {kind} device, but {cluster} describes a {node.device.kind} device; "
-            f"name the cluster file of the machine on which the run ran"
+            f"name the cluster file of the machine that the run used"
         )
     if kind == "cpu" and node.devices_per_node != ranks:
         raise ConfigError(

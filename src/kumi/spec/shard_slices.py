@@ -1,10 +1,10 @@
 """The shard of each parameter on a rank, as slices of the global tensor, and the axes along which it is replicated.
 
     slices(param, layout, rank)         position of the rank's local tensor in the global one, without padding
-    replica_axes(param, layout)         axes along which ranks hold the same shard tied_axes(model, param, layout)
-    for a tied embedding, the axis of the first and the last stage, which both hold it partial_grad_params(model,
-    layout)  parameters with gradients that tp ranks must sum partial_expert_params(model, layout) parameters with
-    gradients that expert_tp ranks must sum
+    replica_axes(param, layout)         axes along which ranks hold the same shard
+    tied_axes(model, param, layout)     for a tied embedding, the axis of the first and last stage, which both hold it
+    partial_grad_params(model, layout)  parameters with gradients that tp ranks must sum
+    partial_expert_params(model, layout) parameters with gradients that expert_tp ranks must sum
 
 Checkpoints, initial weights and the gradient norm use these functions.
 """

@@ -13,7 +13,7 @@ from kumi.spec.schedules.v_shape import DOWN, UP, transfer_delay
 
 
 def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
-    """Return the actions of `rank` in a step: F forward, B backward, I and W input and weight gradients of a chunk."""
+    """Return the actions (kind, chunk) of `rank` in a step: F forward, B backward, I input and W weight gradient."""
     # The number of ranks between this one and the bottom of the V, and from the top to this one, itself included.
     far, pair = pp - 1 - rank, rank + 1
     warmup = (*(("F", DOWN),) * (2 * far), *(("F", DOWN), ("F", UP)) * pair, *(("I", UP), ("W", UP), ("F", UP)) * far)
@@ -33,8 +33,7 @@ def in_flight(xp: ArrayNamespace, pp: Any, stages: Any, microbatches: Any, rank:
 def bubble(xp: ArrayNamespace, x: PipelineTimes) -> Any:
     """Return the seconds of a step beyond the work of the busiest rank.
 
-    q is the number of other ranks. A path counts forwards, input gradients, weight gradients and transfers beyond that
-    work.
+    A path counts forwards, input gradients, weight gradients and transfers; q is the number of other ranks.
     """
     q = x.other_ranks
     paths = [

@@ -9,7 +9,7 @@ from kumi.spec.schedules.schedule_record import ArrayNamespace, PipelineTimes, R
 
 
 def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
-    """Return the actions of `rank` in a step: F forward, B backward, I and W input and weight gradients of a chunk."""
+    """Return the actions (kind, chunk) of `rank` in a step: F forward, B backward, I input and W weight gradient."""
     total, one_round = stages * microbatches, stages * pp
     forwards = [("F", chunk) for chunk in range(stages) for _ in range(pp)]
     backwards = [("B", chunk) for chunk in reversed(range(stages)) for _ in range(pp)]
@@ -33,7 +33,7 @@ def bubble(xp: ArrayNamespace, x: PipelineTimes) -> Any:
 
     After the first microbatch, a chunk takes the longest of: the busiest rank's work on it (`own`); a round trip over
     the q other ranks, divided by the 2 q + 1 chunks in flight (`trip`); one action and one transfer (`turn`); and its
-    share of the time on a link (`link`).
+    share of the time on a link (`link`). A path counts forwards, input gradients, weight gradients and transfers.
     """
     q, v = x.other_ranks, x.stages
     own, other = x.busiest_work / v, x.other_work / v

@@ -9,7 +9,7 @@ from kumi.spec.schedules.schedule_record import ArrayNamespace, PipelineTimes, R
 
 
 def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
-    """Return the actions of `rank` in a step: F forward, B backward, I and W input and weight gradients of a chunk."""
+    """Return the actions (kind, chunk) of `rank` in a step: F forward, B backward, I input and W weight gradient."""
     warmup = min(microbatches, pp - 1 - rank)
     early = min(microbatches - warmup, rank)
     late = min(microbatches, rank) - early
@@ -28,8 +28,9 @@ def in_flight(xp: ArrayNamespace, pp: Any, stages: Any, microbatches: Any, rank:
 def bubble(xp: ArrayNamespace, x: PipelineTimes) -> Any:
     """Return the seconds of a step beyond the work of the busiest rank.
 
-    The bubble is `short` if work hides the transfers of later microbatches; else each of these is `late`. q is the
-    number of other ranks, k that of microbatches after the first, at most q.
+    A path counts forwards, input gradients, weight gradients and transfers. The bubble is `short` if work hides the
+    transfers of later microbatches; else each of these is `late`. q is the number of other ranks, k that of
+    microbatches after the first, at most q.
     """
     q, k = x.other_ranks, xp.minimum(x.later, x.other_ranks)
     short = x.critical_path(xp, [(q, q - k, 0, 2 * q + k), (q - k, q, 0, 2 * q), (q, q, -k, 2 * q + 2 * k)])

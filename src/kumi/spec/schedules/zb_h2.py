@@ -9,7 +9,7 @@ from kumi.spec.schedules.schedule_record import ArrayNamespace, PipelineTimes, R
 
 
 def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
-    """Return the actions of `rank` in a step: F forward, B backward, I and W input and weight gradients of a chunk."""
+    """Return the actions (kind, chunk) of `rank` in a step: F forward, B backward, I input and W weight gradient."""
     warmup = min(microbatches, 2 * (pp - rank) - 1)
     early = min(microbatches - warmup, 2 * rank)
     late = min(microbatches, 2 * rank) - early
@@ -28,8 +28,9 @@ def in_flight(xp: ArrayNamespace, pp: Any, stages: Any, microbatches: Any, rank:
 def bubble(xp: ArrayNamespace, x: PipelineTimes) -> Any:
     """Return the seconds of a step beyond the work of the busiest rank.
 
-    q is the number of other ranks, k that of microbatches after the first, at most 2 q. After the first microbatch,
-    each one takes at least as long as a round trip divided by the microbatches in flight (`trip`), and as a transfer.
+    A path counts forwards, input gradients, weight gradients and transfers. q is the number of other ranks, k that of
+    microbatches after the first, at most 2 q. After the first microbatch, each one takes at least as long as a round
+    trip divided by the microbatches in flight (`trip`), and as a transfer.
     """
     q, k = x.other_ranks, xp.minimum(x.later, 2 * x.other_ranks)
     up, down = q - xp.ceil(k / 2), q - xp.floor(k / 2)

@@ -16,7 +16,7 @@ from kumi.spec.schedules.v_shape import DOWN, UP, transfer_delay
 
 
 def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
-    """Return the actions of `rank` in a step: F forward, B backward, I and W input and weight gradients of a chunk."""
+    """Return the actions (kind, chunk) of `rank` in a step: F forward, B backward, I input and W weight gradient."""
     # The number of ranks from this one to the bottom of the V, and the fewest microbatches that fill all phases.
     far, enough = pp - rank, 2 * pp - 1
     if microbatches < enough:
@@ -44,8 +44,9 @@ def in_flight(xp: ArrayNamespace, pp: Any, stages: Any, microbatches: Any, rank:
 def bubble(xp: ArrayNamespace, x: PipelineTimes) -> Any:
     """Return the seconds of a step beyond the work of the busiest rank.
 
-    q is the number of other ranks, k that of microbatches after the first, at most 2 q. `few` and `many` are the paths
-    with fewer than 2 q of these microbatches, and with as many or more.
+    A path counts forwards, input gradients, weight gradients and transfers. q is the number of other ranks, k that of
+    microbatches after the first, at most 2 q. `few` and `many` are the paths with fewer than 2 q of these microbatches,
+    and with as many or more.
     """
     q, k = x.other_ranks, xp.minimum(x.later, 2 * x.other_ranks)
     less = 2 * q - k
