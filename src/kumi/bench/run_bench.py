@@ -84,7 +84,8 @@ def machine_to_measure(ranks: int | None) -> ClusterSpec:
         return cluster_spec(ClusterSection(source="auto", devices_per_node=ranks or _CPU_RANKS))
     if ranks is not None and ranks > machine.devices_per_node:
         raise ConfigError(
-            f"bench: --ranks {ranks}, and this machine has {machine.devices_per_node} GPUs; use at most as many"
+            f"bench: --ranks {ranks}, but this machine has {machine.devices_per_node} GPUs; use at most "
+            f"{machine.devices_per_node}"
         )
     return cluster_spec(ClusterSection(source="auto", devices_per_node=ranks)) if ranks else machine
 

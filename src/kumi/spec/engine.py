@@ -44,7 +44,7 @@ class Engine:
     - `attention`: "flash" (Dao, 2023, arXiv:2307.08691), "flash-3" (Shah et al., 2024, arXiv:2407.08608, and other
       kernels written for their device), "flash-1" (Dao et al., 2022, arXiv:2205.14135), or the scores in memory, with
       a fused softmax ("fused-softmax") or without ("eager").
-    - `whole_rows`: attention crosses the documents of a row.
+    - `whole_rows`: attention crosses the documents of a row, a sequence of the batch.
     - `dispatch`: time that the host takes per kernel, as a multiple of the device's bare launch interval.
     - `recompute_whole`: a recomputed layer repeats its last collective as well, and the head's input is all-gathered a
       second time for the gradient of its weights.

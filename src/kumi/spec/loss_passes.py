@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LossPasses:
-    """The work of a loss in a step, beside one forward and one backward pass over its rows.
+    """The work of a loss in a step, beside one forward and one backward pass over its rows, the sequences of a batch.
 
     `head_again`: the backward pass computes the head's logits again, unless `keeps_chunk`, because the weight of a
         log-prob in the gradient depends on other log-probs of its row. If all weights are known before the forward

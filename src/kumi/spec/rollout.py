@@ -8,8 +8,9 @@ from typing import Literal
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 
-# How often one call of the engine fills the slots of a data-parallel rank: the replies of the call on a rank, divided
-# by the sequences that it decodes at once. All ranks wait for the longest reply only at the end of a call.
+# How often one call of the generating engine fills the slots of a data-parallel rank: the replies of the call on a
+# rank, divided by the sequences that it decodes at once. All ranks wait for the longest reply only at the end of a
+# call.
 FILLS = 8
 
 # Where a number of tokens comes from: its upper bound, as nothing else is known ("assumed"), a key of the run file, the
