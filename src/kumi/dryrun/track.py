@@ -47,7 +47,7 @@ _ATTENTION: dict[Any, tuple[Callable[..., int], int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention: (attention_flops, 3),
     torch.ops.aten._scaled_dot_product_flash_attention_backward: (attention_backward_flops, 4),
 }
-# Value that `.item()` of a fake tensor returns, by dtype; other floats give 0.5, other integers 1.
+# Value that `.item()` of a fake tensor returns, by dtype; floats give 0.5, and integers 1.
 _NUMBERS: dict[torch.dtype, float | bool] = {torch.bool: True}
 
 
