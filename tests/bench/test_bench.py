@@ -99,7 +99,7 @@ def test_a_rank_of_a_launcher_is_refused(tiny, monkeypatch, capsys):
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     gpus = replace(cluster_spec(ClusterSection(source="h100-sxm")), devices_per_node=8)
     monkeypatch.setattr(run_bench, "cluster_spec", lambda section: gpus)
-    with pytest.raises(run_bench.ConfigError, match="--ranks 9, and this machine has 8 GPUs"):
+    with pytest.raises(run_bench.ConfigError, match="--ranks 9, but this machine has 8 GPUs"):
         run_bench.machine_to_measure(9)
 
 

@@ -43,6 +43,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _summary(measured: Measurements, node: NodeFile) -> Table:
+    """Return the machine and the figures of its cluster file, one per row."""
     from rich.table import Table
 
     device = node.device
@@ -66,7 +67,7 @@ def _summary(measured: Measurements, node: NodeFile) -> Table:
             "memory", f"{device.memory_bandwidth / 1e9:.4g} GB/s, element-wise operations reach {device.stream:.1%}"
         )
         reads = ", ".join(f"{dtype} {share:.1%}" for dtype, share in (device.read or {}).items())
-        table.add_row("", f"products of few rows read their weights at {reads} of it")
+        table.add_row("", f"products of few rows read their weights at {reads} of this bandwidth")
         table.add_row("launch", f"{device.launch * 1e6:.3g} us per operation")
     for link in node.links:
         table.add_row("link", f"{link.name}: {link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us per hop")
@@ -74,7 +75,7 @@ def _summary(measured: Measurements, node: NodeFile) -> Table:
 
 
 def _products(measured: Measurements, node: NodeFile) -> Table:
-    """Return one row per shape and one column per dtype."""
+    """Return one row per form and shape of a product, and one column per dtype."""
     dtypes = list(dict.fromkeys(timing.dtype for timing in measured.of("product")))
     table = _table(
         "matrix products (rows x columns x inner)", "shape", *(f"{dtype}: TFLOP/s, of peak" for dtype in dtypes)
@@ -88,6 +89,7 @@ def _products(measured: Measurements, node: NodeFile) -> Table:
 
 
 def _kernels(measured: Measurements) -> Table:
+    """Return one row per timed kernel that is not a matrix product."""
     table = _table("other kernels", "kernel", "dtype", "time", "rate")
     for timing in measured.kernels:
         if timing.kind != "product":
@@ -98,7 +100,7 @@ def _kernels(measured: Measurements) -> Table:
 
 
 def _collectives(measured: Measurements) -> Table:
-    """Return one row per kind and group size: a line that is fitted to all sizes, and the time of the largest size."""
+    """Return one row per kind and group size: the line fitted to all sizes, its error, and the largest size's time."""
     table = _table("collectives", "kind", "ranks", "latency", "bandwidth", "error", "largest", "time")
     for kind, degree in sizes_of(measured):
         timed = [transfer for transfer in measured.transfers if (transfer.kind, transfer.degree) == (kind, degree)]

@@ -1,4 +1,4 @@
-"""Write a cluster file: a node with its device and links as TOML, for `cluster.source`."""
+"""Write a cluster file: a node with its device and links as TOML, which the key `cluster.source` of a run can name."""
 
 from __future__ import annotations
 

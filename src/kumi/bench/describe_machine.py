@@ -16,8 +16,8 @@ from kumi.spec.cluster import Device
 from kumi.spec.precision import ITEMSIZE
 from kumi.units import write_bandwidth, write_bytes, write_duration, write_flops
 
-# Element-wise kinds whose rates are averaged for the fraction of the bandwidth. Other kinds are fused on CUDA and move
-# fewer bytes than the planner counts.
+# Element-wise kinds whose rates are averaged for `stream`, the fraction of the memory bandwidth that they reach. Other
+# kinds are fused on CUDA and move fewer bytes than the planner counts.
 STREAMED = {"cpu": ("add", "gate", "norm", "rope", "logits"), "cuda": ("add", "gate")}
 
 # The passes of attention. The `what` of a timing begins with its pass.
@@ -27,8 +27,8 @@ _DIRECTIONS = ("forward", "backward")
 def node_of(measured: Measurements, base: Device, ranks: int) -> NodeFile:
     """Return a node of `ranks` devices like `base`, with measured numbers.
 
-    The memory of `base` stays, and the peak and the bandwidth of a GPU with a data sheet. Measured fractions are
-    relative to these.
+    The size of the memory is that of `base`. The peak and the memory bandwidth of a GPU with a data sheet are those of
+    `base` too, and measured fractions are relative to them.
     """
     device = _device(measured, base, ranks)
     links = [_link(measured, base.kind, ranks)] if ranks > 1 else []
@@ -68,6 +68,7 @@ def bandwidth(measured: Measurements, base: Device) -> float:
 
 
 def _device(measured: Measurements, base: Device, ranks: int) -> dict[str, Any]:
+    """Return the `device` table of the cluster file; quantities are texts with units."""
     peak, dtype, memory = peaks(measured, base), main_dtype(base), bandwidth(measured, base)
     shares = {
         name: round_to_four_digits(matmul_fraction(measured, name, peak[name]))
@@ -102,7 +103,8 @@ def _device(measured: Measurements, base: Device, ranks: int) -> dict[str, Any]:
 def _read_share(measured: Measurements, timing: Timing, memory: float, flops_per_second: float) -> float:
     """Return the share of the bandwidth `memory` at which the products of `timing` read their weights.
 
-    A GPU computes while it reads. A CPU does both in turn, so the time of the FLOPs at full speed is subtracted.
+    A GPU computes while it reads. A CPU does both in turn, so the time of the FLOPs at full speed is subtracted, but at
+    most half of the measured time.
     """
     seconds = timing.seconds
     if not measured.processors:
@@ -134,6 +136,7 @@ def _attention(measured: Measurements, dtype: str, peak: float) -> dict[str, Any
 
 
 def _nonzero(**figures: Any) -> dict[str, Any]:
+    """Return the figures that are not 0, empty or None."""
     return {name: value for name, value in figures.items() if value}
 
 

@@ -9,7 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of a kernel for `amount` FLOPs or bytes, mean over the ranks; fields as in `time_kernels.Kernel`."""
+    """The seconds of a kernel for `amount` FLOPs or bytes, mean over the ranks.
+
+    `kind`, `dtype`: the kind of kernel (see `time_kernels.Kernel`), and the dtype of the computation.
+    `what`: the shape or variant, for display.
+    `tokens`: the tokens of a document, for attention. `rows`: the rows of the products that read weights.
+    """
 
     kind: str
     dtype: str
@@ -27,7 +32,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The seconds of a collective of `size` bytes over `degree` ranks; see `time_collectives.CollectiveCase`."""
+    """The seconds of a collective over `degree` ranks, on the slowest rank.
+
+    `kind`: such as "all_reduce" (see `time_collectives.KINDS`). `size`: bytes of the full tensor.
+    """
 
     kind: str
     degree: int
@@ -39,6 +47,7 @@ class Transfer:
 class Measurements:
     """All measurements of a machine.
 
+    `kernels`, `transfers`: the timed kernels and collectives.
     `reserved`: bytes of a rank before it allocates a tensor.
     `processors`: multiprocessors of the device, 0 on a CPU.
     `threads`: CPU threads of a rank.

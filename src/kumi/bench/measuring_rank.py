@@ -37,7 +37,7 @@ class BenchRequest:
     `dtypes`: the dtypes to measure.
     `main`: the dtype among these in which training computes.
     `quick`: measure fewer shapes and sizes.
-    `numerics`: how a CPU computes.
+    `numerics`: how a CPU computes (see `kumi.spec.numerics`).
     """
 
     device_type: str
@@ -72,6 +72,7 @@ def measure_rank(request: BenchRequest, out: Path) -> int:
 
 
 def _measure(request: BenchRequest, mesh: Mesh, flag: StopFlag) -> Measurements:
+    """Time all kernels and collectives together with the other ranks. Raise Stopped if a rank received a signal."""
     torch.manual_seed(mesh.rank)
     interpreter = baseline_memory(mesh.device)
     if request.device_type == "cpu":

@@ -1,4 +1,8 @@
-"""`kumi plan --calibrate`: refit the constants of a cluster file to finished runs."""
+"""`kumi plan --calibrate`: refit the constants of a cluster file to finished runs.
+
+A constant is a figure of the file on which estimates depend, such as a bandwidth or the share of the peak that matmuls
+reach.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ DEFAULT_OUT = "calibrated.toml"
 def recalibrate(folders: Sequence[Path], cluster: str, out: Path) -> Calibration:
     """Refit the constants of `cluster` (a preset or a TOML file) to the runs in `folders`; write the new file `out`.
 
-    Raise ConfigError for a run that cannot be used and for runs on different devices, RefusedError if `out` exists.
+    Raise ConfigError for a run that cannot be used and for runs on different devices; see `refuse_existing` for `out`.
     """
     refuse_existing(out, "--out")
     runs = [read_run(folder, cluster) for folder in folders]
@@ -68,8 +72,8 @@ def run(
 ) -> int:
     """Refit the cluster of the run file `plan` to the runs in `folders`, and write the new file `out`.
 
-    Without `plan`, refit the cluster of the first run. Without `out`, write `calibrated.toml` into its folder. Print
-    the changes, or pass them to `write_json`. Return the exit code.
+    Without `plan`, refit the cluster of the first run. Without `out`, write `calibrated.toml` into the first run's
+    folder. Print the changes, or pass them to `write_json`. Return the exit code.
     """
     first = Path(folders[0])
     cluster = (_stored_config(first) if plan is None else load_plan(plan, overrides)).cluster.source
@@ -86,7 +90,8 @@ def run(
 def read_run(folder: Path, cluster: str) -> MeasuredRun:
     """Return the measurements of the run in `folder`, with `cluster` as its cluster.
 
-    Raise ConfigError if it is not a run folder, has too few steps, or ran on another kind of machine.
+    Raise ConfigError if `folder` is not a run folder, or if the run has [rollout] or too few steps, or used another
+    kind of machine.
     """
     config = _stored_config(folder)
     if config.rollout is not None:
@@ -121,7 +126,7 @@ def read_run(folder: Path, cluster: str) -> MeasuredRun:
 
 
 def _stored_config(folder: Path) -> RunConfig:
-    """Return the configuration of the run in `folder`. Raise ConfigError if it is not a run folder."""
+    """Return the configuration of the run in `folder`. Raise ConfigError if `folder` is not a run folder."""
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
             f"calibrate: {shown_path(folder)} has no {CONFIG_FILE}, so it is not a run folder; name the "
@@ -153,7 +158,7 @@ def _check_same_machine(folder: Path, kind: str, section: ClusterSection, cluste
     if node.device.kind != kind:
         raise ConfigError(
             f"calibrate: {folder} ran on a {kind} device, but {cluster} describes a {node.device.kind} device; "
-            f"name the cluster file of the machine that it ran on"
+            f"name the cluster file of the machine that the run used"
         )
     if kind == "cpu" and node.devices_per_node != ranks:
         raise ConfigError(
@@ -180,7 +185,7 @@ def refit_node(node: NodeFile, calibration: Calibration) -> NodeFile:
 
 
 def _measured(reserved: int, calibration: Calibration) -> MeasuredFile:
-    """Return how far the runs are off the refitted estimates; `reserved`: reserved bytes before the refit."""
+    """Return the mean ratios of measured to refitted times and memory; `reserved`: reserved bytes before the refit."""
     before, after = calibration.moved.get("device.reserved", (reserved, reserved))
     memory = [(run.measured_memory + before) / (run.estimated_memory + after) for run in calibration.runs]
     return MeasuredFile(
@@ -191,6 +196,7 @@ def _measured(reserved: int, calibration: Calibration) -> MeasuredFile:
 
 
 def _device(file: DeviceFile, calibration: Calibration) -> DeviceFile:
+    """Return `file` with the changed constants of the device, `device.FIELD` and `device.matmul.DTYPE`."""
     moved = {
         name.removeprefix("device."): round_to_four_digits(after)
         for name, (_, after) in calibration.moved.items()
@@ -206,6 +212,7 @@ def _device(file: DeviceFile, calibration: Calibration) -> DeviceFile:
 
 
 def _refit_link(file: AnyLink, factors: Mapping[str, float], source: str) -> AnyLink:
+    """Return `file` with its bandwidth and latency multiplied by `factors`, by names such as "NVLink 3: latency"."""
     names = [name for name in ("bandwidth", "latency") if f"{file.name}: {name}" in factors]
     update: dict[str, Any] = {
         name: round_to_four_digits(getattr(file, name) * factors[f"{file.name}: {name}"]) for name in names
@@ -224,7 +231,7 @@ def _sources(before: Mapping[str, str], names: Sequence[str], source: str) -> di
 
 
 def render_calibration(calibration: Calibration) -> RenderableType:
-    """Return tables of the changed constants and of the runs before and after, and why other constants stayed."""
+    """Return tables of the changed constants and of the runs before and after, and why others are unchanged."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -254,7 +261,7 @@ def render_calibration(calibration: Calibration) -> RenderableType:
 
 
 def _stopped(calibration: Calibration) -> list[RenderableType]:
-    """Return a sentence on the constants that stopped at a bound, if the runs differ from their estimates for it."""
+    """Return a sentence on the constants that stopped at a bound, if the runs still differ from their estimates."""
     if not calibration.bounded or abs(calibration.time_ratio - 1) <= phrases.SMALL_ERROR:
         return []
     from rich.text import Text
@@ -264,6 +271,7 @@ def _stopped(calibration: Calibration) -> list[RenderableType]:
         Text(
             f"stopped at a bound: {', '.join(calibration.bounded)}, and the runs still take {slower} than estimated; "
             f"a factor beyond {MAX_FACTOR:g} or a share above 100% indicates another cause, such as other programs on "
-            f"the machine, so remove it and measure again (until then intervals of plans with this file cover both)"
+            f"the machine, so remove this cause and measure again (until then, the intervals of plans with this file "
+            f"cover times with and without it)"
         )
     ]

@@ -35,9 +35,11 @@ _BUSY = 0.5
 def bench(*, out: Path | None, ranks: int | None, quick: bool, write_json: Callable[[Any], None] | None = None) -> int:
     """Measure this machine with `ranks` ranks at once, and write the new cluster file `out`. Return the exit code.
 
-    Without `out`, print the file's text after the tables. `write_json` receives everything as plain data instead.
+    Print tables of the measurements and, without `out`, the text of the file. With `write_json`, pass it the
+    measurements and the text instead.
 
-    Raise RefusedError before measuring if `out` exists, and ConfigError if the machine has fewer GPUs than `ranks`.
+    Raise RefusedError before measuring if `out` cannot be a new cluster file, and ConfigError if the machine has fewer
+    GPUs than `ranks`.
     """
     if out is not None:
         refuse_existing(out, "--out")
@@ -82,7 +84,8 @@ def machine_to_measure(ranks: int | None) -> ClusterSpec:
         return cluster_spec(ClusterSection(source="auto", devices_per_node=ranks or _CPU_RANKS))
     if ranks is not None and ranks > machine.devices_per_node:
         raise ConfigError(
-            f"bench: --ranks {ranks}, and this machine has {machine.devices_per_node} GPUs; use at most as many"
+            f"bench: --ranks {ranks}, but this machine has {machine.devices_per_node} GPUs; use at most "
+            f"{machine.devices_per_node}"
         )
     return cluster_spec(ClusterSection(source="auto", devices_per_node=ranks)) if ranks else machine
 
@@ -122,6 +125,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _print(measured: Measurements, node: NodeFile, text: str, out: Path | None) -> None:
+    """Print the tables, and the text of the cluster file or where it was written."""
     from kumi.bench.bench_tables import render_measurements
     from kumi.report.run_description import make_console
 

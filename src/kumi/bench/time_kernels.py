@@ -165,6 +165,7 @@ QUICK_TOKENS = 4096
 
 
 def _products(device: torch.device, dtype: str, sizes: Sizes, *, quick: bool) -> Iterator[Kernel]:
+    """Yield the products of the largest square in all FORMS, and the products of other shapes in the forward form."""
     peak = sizes.peak
     for form in FORMS:
         yield _product(device, dtype, (peak, peak, peak), form)
@@ -197,6 +198,7 @@ FORMS = ("forward", "backward input", "backward weight")
 
 
 def _product(device: torch.device, dtype: str, shape: tuple[int, int, int], form: str) -> Kernel:
+    """Time the matmul `form` (one of FORMS) of a linear layer with the shape (M, N, K)."""
     m, n, k = shape
 
     def prepare() -> Work:
@@ -322,7 +324,8 @@ def _rope(x: Tensor) -> Forward:
     return lambda: rope.rotate(x, angles, angles)
 
 
-# Kind of operation in the ledger -> function that builds its forward pass from an input.
+# Kind of operation in the ledger, the list of a model's operations (`kumi.spec.ledger`) -> function that builds its
+# forward pass from an input.
 ELEMENT_WISE: dict[str, Callable[[Tensor], Forward]] = {"add": _add, "gate": _gate, "norm": _norm, "rope": _rope}
 
 

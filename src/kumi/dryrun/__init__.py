@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def dry_run(job: Job, layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:
     """Return the memory, FLOPs and messages of each of `ranks` in a step as plain data (see `kumi.dryrun.compare`).
 
-    Raise LayoutError if `layout` is illegal, if this version cannot train it, if it offloads, or if it lacks a rank.
+    Raise LayoutError if `layout` is illegal, if this version cannot train it, if it offloads, or if it lacks one of
+    `ranks`.
     """
     wrong = illegal(job.model, layout, job.cluster, job.batch) or unsupported_by_trainer(job, layout)
     if wrong:

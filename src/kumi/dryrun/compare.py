@@ -1,4 +1,7 @@
-"""Compare the measurements of a dry run with the planner's figures for the same rank, as plain data."""
+"""Compare the measurements of a dry run with the planner's figures for the same rank, as plain data.
+
+The ledger (`kumi.spec.ledger`) is the list of the model's operations, from which the planner counts FLOPs.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def model_flops(job: Job, layout: Layout, pp_rank: int) -> float:
     """Return one rank's part of the ledger's FLOPs of a step in the stages of `pp_rank`.
 
     All ranks that have these stages compute the same number. The backward counts as twice the forward, with full
-    attention and no recomputation. (The ledger is the list of the model's operations, `kumi.spec.ledger`.)
+    attention and no recomputation.
     """
     bounds = stage_bounds(layout, job.model.num_hidden_layers)
     stages = stage_assignment(layout.schedule, layout.pp, layout.stages)[pp_rank]

@@ -32,6 +32,7 @@ def dry_run_tables(result: dict[str, Any]) -> RenderableType:
 
 
 def _title(result: dict[str, Any], rank: dict[str, Any]) -> str:
+    """Return the title of a rank: its coordinates other than 0, and the microbatches of a step."""
     coordinates = ", ".join(f"{axis} {index}" for axis, index in rank["coordinates"].items() if index)
     count = rank["microbatches"]
     run = f", {count['carried_out']} of them run" if count["carried_out"] < count["step"] else ""
@@ -49,6 +50,7 @@ def _table(*columns: str) -> Table:
 
 
 def _memory(memory: dict[str, Any]) -> Table:
+    """Return one row per kind of memory, and the total."""
     table = _table("memory at the peak", "dry run", "planner", "difference")
     for kind, sizes in memory["kinds"].items():
         if sizes["measured"] or sizes["planned"]:
@@ -60,6 +62,7 @@ def _memory(memory: dict[str, Any]) -> Table:
 
 
 def _verdict(memory: dict[str, Any]) -> str:
+    """Return whether the measured peak and the reserved memory fit on the device."""
     need = memory["measured"] + memory["reserved"]
     fits = "fits" if memory["fits"] else "does not fit"
     return (
@@ -69,6 +72,7 @@ def _verdict(memory: dict[str, Any]) -> str:
 
 
 def _flops(flops: dict[str, float]) -> str:
+    """Return the measured FLOPs beside those of the model, which are without recomputation."""
     model, measured = flops["model"], flops["measured"]
     unit, size = ("TFLOP", 1e12) if model >= 1e12 else ("GFLOP", 1e9)
     rest = "; the rest is recomputation" if measured > 1.0005 * model else ""
@@ -79,6 +83,7 @@ def _flops(flops: dict[str, float]) -> str:
 
 
 def _messages(rows: list[dict[str, Any]]) -> Table:
+    """Return one row per kind, axis and size of messages, sent and planned."""
     table = _table("message", "over", "bytes", "dry run", "planner", "")
     for row in rows:
         size = format_bytes(row["bytes"]) if row["bytes"] else "various"

@@ -2,8 +2,8 @@
 
 kumi calls different kernels on a CPU and on a GPU. These replacements save the same tensors for the backward as a
 GPU's: attention saves queries, keys, values, output and log-sum-exp (flash attention), a norm its input and 1 / rms,
-the loss the logits of a GPU's chunks. Every routed expert gets the same number of tokens, because fake scores choose no
-experts.
+the loss the logits of a GPU's chunks. Every routed expert gets the same number of tokens, because a router's fake
+scores choose no experts.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def _unpacked_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _use_flash(decoder: Decoder, mesh: Mesh) -> None:
+    """Make `decoder` use fake flash attention, under Ulysses on each rank's heads; leave ring attention as it is."""
     group = mesh.group("cp")
     if group is None:
         decoder.make_attention = lambda tokens, document_ids, cu_seqlens=None: _flash
@@ -99,7 +100,10 @@ class _Norm(torch.autograd.Function):
 
 
 class BalancedExchange(ExpertExchange):
-    """An expert exchange in which every rank sends the same number of rows to every rank."""
+    """An expert exchange in which every rank sends the same number of rows to every rank.
+
+    `rows`: the rows (one per token and chosen expert) that this rank sends in the current dispatch.
+    """
 
     rows = 0
 
@@ -108,6 +112,7 @@ class BalancedExchange(ExpertExchange):
         return super().dispatch(x, routing)
 
     def _splits(self, counts: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Return equal numbers of rows to send and to receive; the counts are exchanged as in training."""
         assert self.ep is not None
         sent, ranks = counts.view(self.ep.size(), -1), self.ep.size()
         received = torch.empty_like(sent)

@@ -54,6 +54,7 @@ class Measured:
 
     @property
     def peak(self) -> int:
+        """The bytes of all kinds together at the peak."""
         return sum(self.memory.values())
 
 
@@ -71,8 +72,8 @@ def dry_step(job: Job, layout: Layout, rank: int) -> Measured:
     """Measure the step of `rank` of `layout`.
 
     Of a step with many microbatches, only the first are run: once the pipeline is full, all microbatches cost the same.
-    A second run has one more round of microbatches. The difference of the two runs gives the FLOPs and messages of the
-    remaining rounds.
+    A second run has one more round of microbatches: pp of them if the schedule takes them in groups of pp, else one.
+    The difference of the two runs gives the FLOPs and messages of the remaining rounds.
     """
     with fake_rank(layout, rank) as mesh:
         model = assemble(job.model, mesh, job.precision)
@@ -121,6 +122,7 @@ def _track_other(
 
 
 def _measure(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, tracker: Tracker) -> Measured:
+    """Run one or two steps of few microbatches, and extrapolate FLOPs and messages to a step of `job`."""
     total = job.batch.microbatches(mesh.layout)
     # DDP rebuilds its buckets after the first step, which needs real tensors: run all microbatches in one step.
     first, more = (total, 0) if isinstance(model, DistributedDataParallel) else microbatches_to_run(mesh.layout, total)
@@ -161,7 +163,7 @@ def track_head(model: nn.Module, tracker: Tracker) -> None:
 
 
 def track_unpacked(model: nn.Module, tracker: Tracker) -> None:
-    """Make `tracker` count unpacked matrices as kind "weights"."""
+    """Make `tracker` count NF4 matrices that a layer has unpacked as kind "weights"."""
     for packed in packed_matrices(unwrap(model)).values():
         packed.unpack = tracker.within("weights", packed.unpack)
 
@@ -185,7 +187,7 @@ def run_step(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, track
         batches = ({name: torch.zeros(shape, dtype=torch.int64) for name in names} for _ in range(microbatches))
         is_nonlinear = job.passes.head_again or job.model.head == "score"
         objective = _MeanOutput() if is_nonlinear else OBJECTIVES["lm"]()
-        # Fake labels have no values, from which the trained ones would follow: the head computes all.
+        # Fake labels have no values that tell which positions are trained, so the head computes all positions.
         forward_backward(
             model, mesh, objective, batches, job.batch.tokens_per_step, label_positions=lambda labels: None
         )

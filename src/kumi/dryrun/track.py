@@ -6,9 +6,13 @@
         ...                          # any program on real or fake tensors
     tracker.peak()                   # bytes at the peak, by kind
 
+Kinds are the states of training in `STATES`; gathered (parameters that FSDP2 has gathered); weights (parameters that
+are cast or unpacked for use); the names that a program gives to parts of itself (`Tracker.of`); and activations, the
+rest.
+
 A storage counts from the operation that returns its first tensor until Python frees it. Its size may change meanwhile:
 FSDP2 frees gathered parameters by resizing their storages to 0. The workspace of a kernel is not seen. Composite
-operators of kumi run inside the tracker, which so sees their parts. The allocator's rounding and caching is not
+operators of kumi run inside the tracker, so it sees their parts. The allocator's rounding and caching is not
 included.
 """
 
@@ -43,7 +47,7 @@ _ATTENTION: dict[Any, tuple[Callable[..., int], int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention: (attention_flops, 3),
     torch.ops.aten._scaled_dot_product_flash_attention_backward: (attention_backward_flops, 4),
 }
-# Value that `.item()` of a fake tensor returns, by dtype; other floats give 0.5, other integers 1.
+# Value that `.item()` of a fake tensor returns, by dtype; floats give 0.5, and integers 1.
 _NUMBERS: dict[torch.dtype, float | bool] = {torch.bool: True}
 
 
@@ -61,13 +65,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inside: dict[Any, Callable[..., Any]] = dict(IMPLEMENTATIONS)  # composite operator -> its implementation
         self.current = 0
         self.kind = "activations"
-        self._sizes: dict[int, tuple[int, int]] = {}  # storage -> (number, bytes)
+        # Storages are numbered in the order in which they are tracked, because addresses are used again.
+        self._sizes: dict[int, tuple[int, int]] = {}  # address of a storage -> (number, bytes)
         self._kinds: list[str] = []  # number -> kind
-        self._events: list[tuple[int, int]] = []  # (number, bytes allocated or freed)
-        self._parameters: set[int] = set()
+        self._events: list[tuple[int, int]] = []  # (number, bytes allocated, or minus the bytes freed)
+        self._parameters: set[int] = set()  # addresses of the storages of parameters
 
     def track(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count `tensors` that exist already as `kind`; change the kind of those already tracked."""
+        """Count existing `tensors` as `kind`, also those that are tracked already, unless their kind is in `STATES`."""
         for tensor in tensors:
             shard = local_shard(tensor.detach())
             self._add(shard, kind)
@@ -145,6 +150,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count the results, the FLOPs and the message of the operator `func`."""
         kind = self._kind_of(func, args, kwargs)
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
@@ -163,6 +169,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.messages[message] += 1
 
     def _kind_of(self, func: Any, args: Any, kwargs: Any) -> str:
+        """Return the kind of the results of `func`; mark the arguments of FSDP2's own operators as gathered too."""
         if func.namespace == "fsdp":
             for tensor in tree_iter((args, kwargs)):
                 if isinstance(tensor, Tensor):
@@ -173,6 +180,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.kind
 
     def _add(self, tensor: Tensor, kind: str) -> None:
+        """Begin to track the storage of `tensor` as `kind`, or update its size if it is tracked already."""
         if tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
@@ -203,6 +211,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kinds[entry[0]] = kind
 
     def _freed(self, key: int) -> None:
+        """Record that the storage `key` was freed."""
         number, size = self._sizes.pop(key)
         self._parameters.discard(key)
         self._log(number, -size)

@@ -1,4 +1,8 @@
-"""Add LoRA adapters to the operations of a layer, and freeze the parameters that are not trained."""
+"""Add LoRA adapters to the operations of a layer, and freeze the parameters that are not trained.
+
+The operations are those of the ledger (`kumi.spec.ledger`), the list of what a model computes. The matrix of a linear
+layer gets an adapter of two factors, A and B, as in `kumi.spec.lora`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,10 @@ from kumi.spec.op import Activation, Dim, Op, Param
 _ENDINGS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 # The kinds of operations that `Lora.modules` may name.
 _TRAINABLE = ("embedding", "positions", "norm", "log_prob", "score")
+# The token table and the head, which have one weight if embeddings are tied.
 _TIED = ("model.embed_tokens", "lm_head")
-# Routed experts have a parameter where other layers have a module, so names of their adapters have no dot.
+# Routed experts have a parameter where other layers have a module, so the names of their adapters' tensors end
+# without a dot.
 _EXPERT_ENDINGS = ("_lora_A", "_lora_B")
 
 
@@ -203,8 +209,10 @@ def _check_experts(lora: Lora, target: str) -> None:
 
 
 def _last_names(ops: Sequence[Op]) -> list[str]:
+    """Return the last parts of the names of the matrices in `ops` that are not routed experts, each once."""
     return list(dict.fromkeys(op.name.rpartition(".")[2] for op in ops if can_adapt(op)))
 
 
 def _adaptable(ops: Sequence[Op]) -> str:
+    """Return a list of the targets that select matrices in `ops`, for messages."""
     return ", ".join([*_last_names(ops), *([repr(ROUTED_EXPERTS)] if any(op.experts for op in ops) else [])])

@@ -1,6 +1,7 @@
 """The operations of x + attention(norm(x)) with FlashAttention, and the tensors that they save for the backward pass.
 
-A Mamba mixer may take the place of attention: see `kumi.spec.mamba_ops`.
+A Mamba mixer may take the place of attention: see `kumi.spec.mamba_ops`. The third argument of a `Dim` is the size of
+its smallest part for a tensor-parallel rank, here a head.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _latent_ops(spec: ModelSpec, att: LatentAttention, name: str) -> Iterator[Op
 def _attention_kernel(
     name: str, queries: Dim, values: Dim, kv: tuple[Dim, Dim], *, window: int | None = None, sinks: bool = False
 ) -> Op:
-    """Return the attention kernel.
+    """Return the attention kernel with the dims of queries, of keys and values (`kv`) and of its output (`values`).
 
     It saves queries, keys, values, its output, and the log-sum-exp of each head's scores.
     """

@@ -11,7 +11,7 @@ from kumi.spec.layout import Layout
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """A step trains on `tokens_per_step` tokens over all ranks, in sequences of `seq_len` tokens.
+    """A step trains on `tokens_per_step` tokens over all ranks, in sequences (rows) of `seq_len` tokens.
 
     `document_span`: the mean over tokens of the number of tokens that a token's document has in its row: the mean of
         the squared lengths of documents over their mean length, after rows cut them. It is `seq_len` if attention

@@ -1,8 +1,9 @@
 """The cache of generation: the tensors that each layer has for a sequence, with their shapes.
 
-    Attention        keys and values (tokens, K, E); a sliding window needs only its latest positions
-    LatentAttention  the latent vector and the rotated key that all heads share (tokens, rank + rope), as in DeepSeek-V2
-                     (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1)
+    Attention        keys and values (tokens, key-value heads, head size); a sliding window needs only its latest
+                     positions
+    LatentAttention  the latent vector and the rotated key that all heads share (tokens, kv_lora_rank +
+                     qk_rope_head_dim), as in DeepSeek-V2 (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1)
     Mamba            the inputs of its convolutions at the latest positions, and the state of each head: a fixed size
     none             nothing
 
@@ -31,7 +32,7 @@ class CacheTensor:
     """A tensor that a layer keeps for one sequence.
 
     - `name`: "key", "value", "latent", "x_conv", "b_conv", "c_conv" or "ssm".
-    - `dims`: of one position, or of the whole tensor if it does not grow.
+    - `dims`: the dims of one position, or of the whole tensor if it does not grow.
     - `grows`: the tensor has a leading dimension of positions.
     - `window`: the number of latest positions that it has at most; None for all.
     - `wide`: its dtype is float32 (float64 for a float64 model), because it accumulates over positions; else it is the
@@ -51,7 +52,10 @@ class CacheTensor:
         return length if self.window is None else min(length, self.window)
 
     def can_shorten(self, length: int, to: int) -> bool:
-        """Return True if the tensor of a sequence of `length` tokens has all that a token at position `to` needs."""
+        """Return True if generation can go on after a cut of the sequence from `length` to `to` tokens.
+
+        The tensor must have all that the token at position `to` needs.
+        """
         if not self.grows:
             return to == length
         # The tensor has the positions from length - window on, and the token sees those from to - window + 1 on.
@@ -101,6 +105,7 @@ def _latent_tensors(att: LatentAttention) -> tuple[CacheTensor, ...]:
 
 
 def _mamba_tensors(mamba: Mamba) -> tuple[CacheTensor, ...]:
+    """Return the latest inputs of the convolutions of x, b and c (see `kumi.spec.mamba_ops`), and the heads' states."""
     groups, kernel = mamba.n_groups, Dim("kernel", mamba.conv_kernel - 1)
     channels = Dim("groups", mamba.width, mamba.width // groups)
     shared = Dim("groups", groups * mamba.state_size, mamba.state_size)

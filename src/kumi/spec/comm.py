@@ -13,6 +13,7 @@ from kumi.spec.numerics import REFERENCE, Numerics
 from kumi.spec.precision import Precision
 
 COMPRESS = ("none", "bf16", "fp16", "powersgd")
+# Value of `Comm.compress` -> the dtype in which gradients are sent.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -105,6 +106,7 @@ def illegal_comm(comm: Comm, layout: Layout, microbatches: int, cluster: Cluster
 
 
 def _illegal_async_tp(layout: Layout, cluster: ClusterSpec | None) -> Iterator[str]:
+    """Yield the reasons why `async_tp` does not fit `layout`, or `cluster` if given."""
     if layout.tp == 1 or not layout.sequence_parallel:
         yield (
             f"comm.async_tp=true has no effect with tp={layout.tp} and "

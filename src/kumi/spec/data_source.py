@@ -1,4 +1,4 @@
-"""A source of training documents."""
+"""The options of a source of training data, and of how conversations become tokens."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ class Source:
             raise ConfigError(f"data source {self.path!r}: max={self.max} must be at least 1")
 
 
+# Values of `ChatOptions.turns`.
 TURNS = ("all", "last")
 
 

@@ -70,7 +70,7 @@ def divisibility(model: ModelSpec) -> Divisibility:
 
 
 def _tp_dims(op: Op) -> Iterator[tuple[str, int]]:
-    """Return the name and the number of units of each dim of `op` that tp shards."""
+    """Return, for each dim of `op` that tp shards, the name and the number of parts (heads, columns) to distribute."""
     return ((dim.name, dim.count) for dim in (op.source, op.target) if DIM_TO_AXIS.get(dim.name) == "tp")
 
 

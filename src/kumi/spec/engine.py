@@ -51,7 +51,7 @@ class Engine:
       kernels written for their device), "flash-1" (Dao et al., 2022, arXiv:2205.14135), "pytorch" ("flash-3" for whole
       rows, for which PyTorch has cuDNN's kernel, and "flash" for documents, windows and context parallelism), or the
       scores in memory, with a fused softmax ("fused-softmax") or without ("eager").
-    - `whole_rows`: attention crosses the documents of a row.
+    - `whole_rows`: attention crosses the documents of a row, a sequence of the batch.
     - `dispatch`: time that the host takes per kernel, as a multiple of the device's bare launch interval.
     - `recompute_whole`: a recomputed layer repeats its last collective as well, and the head's input is all-gathered a
       second time for the gradient of its weights.

@@ -59,9 +59,9 @@ class Layout:
     context: str = "ring"
     tiles: int = 1
 
-    def one_of(self, name: str, words: Container[str]) -> bool:
-        """Return whether the field `name`, which holds text, is one of `words`."""
-        return getattr(self, name) in words
+    def one_of(self, name: str, values: Container[str]) -> bool:
+        """Return whether the field `name`, which holds text, is one of `values`."""
+        return getattr(self, name) in values
 
     @property
     def recomputes_all(self) -> bool:

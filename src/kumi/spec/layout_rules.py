@@ -1,7 +1,8 @@
 """The rules that a layout must keep to be legal for a model, a cluster and a batch, whatever trains it.
 
 `layout_rules` returns all of them. The search applies the rules to arrays of layouts, `kumi.spec.checks` applies them
-to one layout. The limits of this version's trainer are in `kumi.spec.trainable`.
+to one layout: `x` in a condition is a `Layout` or a `kumi.plan.layout_batch.LayoutBatch` (see `LayoutRule`). The limits
+of this version's trainer are in `kumi.spec.trainable`.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def _word_rule(name: str, words: tuple[str, ...]) -> LayoutRule:
 
 
 def _zero_rules() -> Iterator[LayoutRule]:
+    """Yield the rules that zero > 0 has ranks to shard over, dp_shard > 1 has states to shard, and zero=2 has pp=1."""
     yield LayoutRule(
         "zero",
         lambda x: (x.zero == 0) | (x.dp_shard * x.cp > 1) | (x.dp_replicate == 1),
@@ -122,6 +124,7 @@ def _zero_rules() -> Iterator[LayoutRule]:
 
 
 def _cluster_rules(cluster: ClusterSpec) -> Iterator[LayoutRule]:
+    """Yield the rule that the layout uses all devices of `cluster`."""
     yield LayoutRule(
         "cluster",
         lambda x: x.world_size == cluster.devices,
@@ -145,6 +148,7 @@ def _uses(place: str, offload: str) -> bool:
 
 
 def _host_rule(missing: str, possible: list[str]) -> LayoutRule:
+    """Return the rule that `offload` is one of `possible`, because the fields `missing` of the host are unknown."""
     return LayoutRule(
         "offload",
         lambda x: x.one_of("offload", possible),
@@ -197,6 +201,7 @@ def tp_rules(model: ModelSpec) -> Iterator[LayoutRule]:
 
 
 def _sequence_rules(batch: BatchSpec) -> Iterator[LayoutRule]:
+    """Yield the rules that cp, and tp with sequence parallelism, split a sequence into equal chunks."""
     yield LayoutRule(
         "sequence",
         lambda x: (x.cp == 1) | (batch.seq_len % (2 * x.cp) == 0),
@@ -257,6 +262,7 @@ def _multiple(number: int, of: int) -> int:
 
 
 def _divides_all(name: str, counts: tuple[int, ...]) -> Callable[[Any], Any]:
+    """Return the condition that the degree `name` divides all `counts`."""
     return lambda x: reduce(and_, (count % getattr(x, name) == 0 for count in counts), True)
 
 
@@ -334,6 +340,7 @@ def _packed(op: Op) -> bool:
 
 
 def _length_rules(model: ModelSpec, batch: BatchSpec) -> Iterator[LayoutRule]:
+    """Yield the rule that the positions of `model` suffice for a sequence."""
     yield LayoutRule(
         "length",
         lambda x: batch.seq_len <= model.max_position_embeddings,
@@ -454,6 +461,7 @@ def _schedules_by_needs() -> tuple[tuple[str, ...], ...]:
 
 
 def _recompute_rules(model: ModelSpec) -> Iterator[LayoutRule]:
+    """Yield the rules of `recompute_layers`: it needs a kind of recomputation, and a rank with as many layers."""
     layers, after = model.num_hidden_layers, ("degrees", "stages", "schedule", "microbatches", "recompute")
     recomputing = all_but(RECOMPUTE, "none")
 

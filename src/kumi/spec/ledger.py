@@ -1,7 +1,7 @@
 """The ledger: a model as a list of operations over named dims.
 
     spec  ->  ops(spec): embedding, layer 0 .. L-1, head, each with its parameters and the activations it saves
-              params(spec): every parameter with its native name (see `kumi.spec.weight_rules`), dims, initialization
+              params(spec): every parameter with its native name, which is kumi's own, dims, initialization
               num_params(spec), forward_flops(spec, ...), train_flops(spec, ...)
 
 Parameter names and shapes, FLOPs, activation bytes, sharding and conversion are all read from here.
@@ -195,7 +195,7 @@ def forward_flops(spec: ModelSpec, tokens: int, seq_len: int) -> int:
 
 
 def logit_chunk(vocab_size: int, device_kind: str) -> int:
-    """Return the tokens of a chunk of the head: enough for fast matmuls, but few logits compared to the model."""
+    """Return the tokens of a chunk of the head: enough for fast matmuls, but with few logits beside the model."""
     return max(MIN_CHUNK_TOKENS, CHUNK_LOGITS[device_kind == "cpu"] // vocab_size)
 
 

@@ -1,6 +1,10 @@
 """The operations of a Mamba mixer, which tensor parallelism shards by groups of heads, and the tensors that they save.
 
-The recurrence saves only its inputs: its backward pass recomputes the states at the start of each chunk.
+For each token, the input projections give z (the gate of the output), x (the input of the recurrence), b and c (how x
+enters the state, and how the output is read from the state) and dt (the time step).
+
+The third argument of a `Dim` is the size of its part for one group of heads. The recurrence saves only its inputs: its
+backward pass recomputes the states at the start of each chunk.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ def mamba_ops(spec: ModelSpec, mamba: Mamba, name: str) -> Iterator[Op]:
 
 
 def _convolution(name: str, mamba: Mamba, dim: Dim) -> Op:
+    """Return the convolution over time of each channel of `dim`."""
     params: tuple[Param, ...] = (Param(f"{name}.weight", (dim, Dim("one", 1), Dim("kernel", mamba.conv_kernel))),)
     if mamba.conv_bias:
         params = (*params, Param(f"{name}.bias", (dim,), "zeros"))
@@ -40,7 +45,8 @@ def _convolution(name: str, mamba: Mamba, dim: Dim) -> Op:
 def _scan(name: str, mamba: Mamba, channels: Dim, shared: Dim, heads: Dim) -> Op:
     """Return the recurrence over x, b, c and dt.
 
-    A starts at -1, -2, ... and dt between 0.001 and 0.1, as in the paper's code.
+    The decay A starts at -1, -2, ... and dt between 0.001 and 0.1, as in the code of Dao and Gu (2024,
+    arXiv:2405.21060).
     """
     inits = {"A_log": "log_index", "D": "ones", "dt_bias": "step"}
     params = tuple(Param(f"{name}.{leaf}", (heads,), init) for leaf, init in inits.items())

@@ -124,7 +124,10 @@ class LatentAttention:
 
     @property
     def qk_head_dim(self) -> int:
+        """The dimensions of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    # The next three properties have the names of `Attention`, for code that reads both classes.
 
     @property
     def num_key_value_heads(self) -> int:
@@ -198,6 +201,8 @@ class MoE:
     - `moe_intermediate_size`: width of an expert.
     - `shared_intermediate_size`: width of the shared expert, which processes all tokens; 0 without one.
     - `scoring_func`: "softmax" or "sigmoid" of the router's logits.
+    - `norm_topk_prob`: the weights of a token's experts, which are their scores, are divided by their sum.
+    - `routed_scaling_factor`: factor of these weights.
     - `n_group`, `topk_group`: experts are chosen from the `topk_group` best of `n_group` groups.
     - `bias`: on router and experts.
     - `topk_method`: with "noaux_tc", a bias that is not a parameter is added to the scores for choosing experts, and
@@ -257,7 +262,7 @@ class LayerSpec:
 
     @property
     def attends(self) -> Attention | LatentAttention | None:
-        """The attention of the layer, or None."""
+        """The attention of the layer; None for a Mamba mixer, or a layer with neither."""
         return self.attention if isinstance(self.attention, Attention | LatentAttention) else None
 
     @property
@@ -270,6 +275,7 @@ class LayerSpec:
 class ModelSpec:
     """A decoder: embedding, layers, final norm, head. Layers are compared by value.
 
+    - `family`: the model_type of the config.json (`kumi.spec.families`).
     - `norm`: "rmsnorm" or "layernorm".
     - `norm_bias`: layer norms have a bias.
     - `zero_centered_norm`: norms multiply by 1 + weight.
@@ -281,7 +287,8 @@ class ModelSpec:
     - `head`: "lm" for logits over the vocabulary, or "score" for one number per token, the head of a reward model. A
       score head has a weight of its own, so `tie_word_embeddings` is then false; logits' scale and cap do not apply.
     - `weights`: the format of the tensors in files.
-    - `carried_config`: the entries of config.json, as JSON, about passthrough tensors (`Weights.passthrough`).
+    - `carried_config`: the entries of config.json, as JSON, about passthrough tensors (`Weights.passthrough`): parts of
+      the model that are not trained but copied into exports.
     - `lora`: adapters; all other parameters but those of `Lora.modules` are then frozen.
     - `notes`: sentences about parts of config.json that were left out.
     """

@@ -12,7 +12,7 @@ Where kumi has several kernels for an operation, it measures them once per machi
 - `flash`: the cases of dtype and document length in which attention uses PyTorch's flash kernel. Other cases use the
   block-wise kernel.
 - `kernels`: the operations that a GPU computes by something else than PyTorch's operations, each with the
-  implementation, and settings that a run file asks for and that do not pay there (see `CHOICES`).
+  implementation, and settings that a run file asks for and that are off on this GPU (see `ASKED` and `CHOICES`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MATMUL_LIBRARIES = ("onednn", "default", "mixed")
 # Cases of attention: documents shorter than LONG_TOKENS tokens, on average over a microbatch, and longer documents.
 FLASH_CASES = ("fp32-short", "fp32-long", "bf16-short", "bf16-long")
 LONG_TOKENS = 1024
-# Implementations of operations on a GPU beside PyTorch's, in order of preference: a well-kept library before kumi's own
-# Triton kernels (`kumi.nn.kernels`). "loss": between the matmuls of the loss head; "experts": tokens to the rows of
+# Implementations of operations on a GPU beside PyTorch's, in order of preference: a maintained library before kumi's
+# own Triton kernels (`kumi.nn.kernels`). "loss": between the matmuls of the loss head; "experts": tokens to the rows of
 # experts and back; "rotation": rotary position embeddings; "scan": Mamba's recurrence.
 KERNELS = {"loss": ("triton",), "experts": ("triton",), "rotation": ("triton",), "scan": ("mamba-ssm", "triton")}
 # Attention on a GPU, if not by PyTorch's flash kernel: newer versions of it, and masks of all pairs of tokens where
@@ -130,6 +130,7 @@ _EXAMPLE = f"write 'reference', or as in {str(Numerics('fp32', 'default', FLASH_
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each key and value of `text`, words such as "kind=fp32". Raise ValueError for unknown or repeated keys."""
     seen = set[str]()
     for word in text.split():
         key, equals, value = word.partition("=")

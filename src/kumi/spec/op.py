@@ -1,4 +1,7 @@
-"""An operation of the forward pass: its dims, its parameters, its FLOPs, and the activations that it saves."""
+"""An operation of the forward pass: its dims, its parameters, its FLOPs, and the activations that it saves.
+
+The ledger (`kumi.spec.ledger`) describes a model as a list of these operations.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from math import prod
 
 from kumi.spec.model import ModelSpec
 
+# Values of `Op.kind`.
 OP_KINDS = (
     "embedding",
     "positions",
@@ -112,7 +116,7 @@ class Op:
     - `experts`: the number of routed experts with weights in the operation; 0 for others.
     - `heads`: query heads of attention, or heads of a scan.
     - `kv_size`: width of a token's keys and values together; for a rotation, twice that of its keys; for a scan,
-      that of B and C.
+      that of B and C, which write and read its state.
     - `window`: positions that a query attends to, itself included; None for all earlier ones.
     - `buffers`: tensors that are not trained.
     - `frozen`: no parameter that the operation reads is trained, also none of another operation (a tied head).

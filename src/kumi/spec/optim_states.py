@@ -19,6 +19,7 @@ from kumi.spec.precision import ITEMSIZE
 
 # AdamW's moments, and the step counter: a float32 scalar on each rank.
 MOMENTS, COUNTER = ("exp_avg", "exp_avg_sq"), "step"
+# The momentum of Muon and of SGD.
 MOMENTUM = "momentum_buffer"
 # Adafactor's mean squares of the rows and of the columns of a matrix, and of the elements of other tensors.
 ROW_MEANS, COLUMN_MEANS, MEAN_SQUARES = "row_var", "col_var", "variance"
@@ -70,6 +71,7 @@ def has_quantized_moments(param: Param) -> bool:
 
 
 def _adamw_8bit(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
+    """Return the step, both moments in bytes, and their scales; for vectors and small tensors, the states of AdamW."""
     if not has_quantized_moments(param):
         return _adamw(optim, param)
     blocks = Dim("blocks", -(-param.dims[-1].size // QUANTIZED_BLOCK))
@@ -91,6 +93,7 @@ def _muon(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
 
 
 def _adafactor(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
+    """Return the step and the mean squares: of rows and of columns for a matrix, else of elements."""
     if not param.decayed:
         return (_counter(param), *_same_shape(param, MEAN_SQUARES, dtype="float32"))
     *outer, rows, columns = param.dims
@@ -110,6 +113,7 @@ def _sgd(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
     return _same_shape(param, MOMENTUM) if optim.betas[0] else ()
 
 
+# Optimizer -> a function of its options and a parameter, which returns the states for the parameter.
 STATES: Mapping[str, Callable[[Optim, Param], tuple[OptimizerState, ...]]] = {
     "adamw": _adamw,
     "adamw-8bit": _adamw_8bit,

@@ -31,8 +31,8 @@ _IN_MEMORY = {
 def with_adapters(spec: ModelSpec, lora: Lora) -> ModelSpec:
     """Return `spec` with the adapters of `lora`, where "all-linear" is replaced by the list of matrices.
 
-    A score head is trained in full beside them, as PEFT does for sequence classifiers. Raise ConfigError for a target
-    that cannot have an adapter, or whose adapter PEFT cannot load.
+    A score head is trained in full beside the adapters, as PEFT does for sequence classifiers. Raise ConfigError for a
+    target that cannot have an adapter, or whose adapter PEFT cannot load.
     """
     all_ops = ops(replace(spec, lora=None))
     linear_ops = [op for op in all_ops if op.kind == "linear"]
@@ -109,7 +109,7 @@ def _expert_leaves(spec: ModelSpec) -> set[str]:
 
 @lru_cache(maxsize=8)
 def _modules(spec: ModelSpec) -> Mapping[str, str]:
-    """Return the module of transformers that contains each native matrix, by the name of its operation."""
+    """Return the name of the transformers module that contains each matrix, by the name of the matrix in kumi."""
     base = replace(spec, lora=None)
     return {
         piece.param.name.removesuffix(".weight"): module_name(spec, name)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kumi.spec.lora import NF4_BLOCK, NF4_BLOCK_BYTES
 
+# Dtype -> bytes of an element.
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int64": 8, "uint8": 1}
 
 

@@ -96,8 +96,10 @@ def _joined(axes: list[tuple[Any, Any]]) -> tuple[Any, Any]:
 
 
 def has_sharded_grads(layout: Any) -> Any:
-    """True where ranks hold different parts of the gradients, so that the norm is summed over the group "norm";
-    `layout` is a `Layout` or columns of layouts."""
+    """True where ranks hold different parts of the gradients, so that the norm is summed over the group "norm".
+
+    `layout` is a `Layout`, or a `kumi.plan.layout_batch.LayoutBatch`: then the result is an array.
+    """
     return (layout.zero > 0) | (layout.pp * layout.tp * layout.ep * layout.expert_tp > 1)
 
 
@@ -124,13 +126,13 @@ def members_of(layout: Layout, names: Sequence[str], rank: int) -> tuple[int, ..
 
 
 def slowest_link(cluster: ClusterSpec, group: Axis) -> Link | None:
-    """Return the slowest link that the groups of an axis cross; None without messages or with unknown links."""
+    """Return the slowest link inside the groups of the axis `group`; None without messages or with unknown links."""
     if group.degree == 1 or not cluster.links:
         return None
     return cluster.links[cluster.level(group.stride, group.degree)]
 
 
 def spans_nodes(cluster: ClusterSpec, group: Axis) -> bool:
-    """True if a group of the axis has ranks on several nodes."""
+    """True if a group of the axis `group` has ranks on several nodes."""
     size, world = cluster.devices_per_node, cluster.devices
     return any(group.index(rank) and rank // size != (rank - group.stride) // size for rank in range(world))

@@ -8,12 +8,13 @@ from typing import Literal
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 
-# How often one call of the engine fills the slots of a data-parallel rank: the replies of the call on a rank, divided
-# by the sequences that it decodes at once. All ranks wait for the longest reply only at the end of a call.
+# How often one call of the generating engine fills the slots of a data-parallel rank: the replies of the call on a
+# rank, divided by the sequences that it decodes at once. All ranks wait for the longest reply only at the end of a
+# call.
 FILLS = 8
 
-# Where a number of tokens comes from: nothing but its bound, a key of the run file, the prepared data, or finished
-# steps of the run.
+# Where a number of tokens comes from: its upper bound, as nothing else is known ("assumed"), a key of the run file, the
+# prepared data, or finished steps of the run ("measured").
 LengthSource = Literal["assumed", "run file", "data", "measured"]
 
 
@@ -23,10 +24,10 @@ class RolloutSpec:
 
     - `prompts`, `group_size`: groups of a batch, and replies of each.
     - `max_new_tokens`: tokens of the longest reply. `slots`: sequences that a data-parallel rank decodes at once.
-    - `updates`: parts of the batch, one update each. `passes`: how often the batch is gone through.
+    - `updates`: parts of the batch, one update each. `passes`: how often training goes through the batch.
     - `prompt_tokens`, `reply_tokens`: mean tokens. `longest_prompt`: tokens of the longest prompt.
     - `prompts_from`, `replies_from`: where the numbers of tokens of prompts, and of replies, come from.
-    - `reference`: the reference is a second model in memory.
+    - `reference`: True if the reference is a second model in memory.
     - `reward_models`: name and model of each reward model, on the layout of the policy.
     """
 
@@ -60,7 +61,7 @@ class RolloutSpec:
         return self.longest_prompt + self.max_new_tokens
 
     def rank_slots(self, layout: Layout) -> int:
-        """Return the slots of the cache of a rank: no more than its replies of a batch.
+        """Return the slots of the cache of a rank: at most as many as the rank has replies of a batch.
 
         Sequence parallelism rounds them up to a multiple of tp.
         """

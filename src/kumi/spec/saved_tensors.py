@@ -13,6 +13,7 @@ from kumi.spec.optim import Optim
 from kumi.spec.optim_states import states_of
 from kumi.spec.weight_rules import PLAIN
 
+# Prefixes of the names of the model's tensors, and of the states of the optimizer.
 MODEL_PREFIX, OPTIM_PREFIX = "model/", "optim/"
 # Prefix of the names of all tensors of a critic, before `MODEL_PREFIX` or `OPTIM_PREFIX`.
 CRITIC_PREFIX = "critic/"

@@ -37,6 +37,7 @@ def is_pipelined(pp: int, schedule: str) -> bool:
 
 
 def _wrong_stages(schedule: str, stages: int) -> str:
+    """Return the message for `schedule` with another number of stages per rank than it takes."""
     record = SCHEDULES[schedule]
     if record.more_stages:
         return (
@@ -51,6 +52,7 @@ def _wrong_stages(schedule: str, stages: int) -> str:
 
 
 def _wrong_microbatches(schedule: str, pp: int, microbatches: int) -> str:
+    """Return the message for `schedule` with too few microbatches, or with a number that `pp` does not divide."""
     minimum = SCHEDULES[schedule].least_per_rank
     if microbatches < minimum * pp:
         return (

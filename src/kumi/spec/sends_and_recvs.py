@@ -2,9 +2,9 @@
 
 A schedule lists the actions of each rank. Between neighbouring stages on different ranks, activations go forward and
 gradients go back. NCCL runs the sends and receives of a rank in the order in which they are posted, so two ranks that
-post the same two messages in different orders would wait for each other forever. To exclude that, simulate the schedule
-and sort all messages by the time at which their sender finishes computing them. In this global order each action comes
-after its inputs, so no rank can be stuck.
+post the same two messages in different orders would wait for each other forever. To exclude that, this module simulates
+the schedule and sorts all messages by the time at which their sender finishes computing them. In this global order each
+action comes after its inputs, so no rank can be stuck.
 """
 
 from __future__ import annotations

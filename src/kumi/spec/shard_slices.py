@@ -2,7 +2,7 @@
 
     slices(param, layout, rank)         position of the rank's local tensor in the global one, without padding
     replica_axes(param, layout)         axes along which ranks hold the same shard
-    tied_axes(model, param, layout)     further such axes of a tied embedding, which the first and the last stage hold
+    tied_axes(model, param, layout)     for a tied embedding, the axis of the first and last stage, which both hold it
     partial_grad_params(model, layout)  parameters with gradients that tp ranks must sum
     partial_expert_params(model, layout) parameters with gradients that expert_tp ranks must sum
 
@@ -55,7 +55,7 @@ def slices(param: Param, layout: Layout, rank: int) -> tuple[Slice, ...]:
     dims = [_row_runs(dim, *_shard_of(dim, param, layout, rank)) for dim in param.dims]
     if layout.zero > 0 and param.dims:
         routed = is_routed(param)
-        # The index of the dim that ZeRO shards: the first one after "experts".
+        # The index of the dim that ZeRO shards: the first one, or for routed experts the one after "experts".
         index = int(routed)
         size = shard_size(param.dims[index], _shard_of(param.dims[index], param, layout, rank)[0])
         ranks = zero_axis(layout, routed=routed)
@@ -121,6 +121,7 @@ def replica_axes(param: Param, layout: Layout) -> tuple[Axis, ...]:
 
 def tied_axes(model: ModelSpec, param: Param, layout: Layout) -> tuple[Axis, ...]:
     """Return the axis of the first and the last pipeline rank if `param` is a tied embedding on both; else ()."""
+    # A V-shaped schedule has the first and the last stage on one rank.
     on_two_ranks = layout.pp > 1 and layout.schedule not in V_SHAPED
     if not (on_two_ranks and model.tie_word_embeddings and param.name == EMBEDDING):
         return ()
@@ -143,8 +144,8 @@ def tp_replicas(param: Param, layout: Layout) -> Axis:
 def partial_grad_params(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
     """Return the names of parameters that are replicated over tp ranks with partial gradients, which must be summed.
 
-    Each rank has the gradient of its tokens (between the tensor-parallel blocks, under sequence parallelism) or of its
-    heads (inside of the blocks).
+    Inside of the tensor-parallel blocks, a rank computes the gradient from its own heads. Outside of them, under
+    sequence parallelism, it computes the gradient from its own tokens.
     """
     if layout.tp == 1:
         return ()
@@ -163,7 +164,7 @@ def partial_grad_params(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
 def partial_expert_params(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
     """Return the names of parameters of routed experts that are replicated over expert_tp with partial gradients.
 
-    expert_tp shards one dim of each matrix. These parameters are the factors of adapters that lack this dim.
+    expert_tp shards one dim of each matrix. An adapter has one factor without this dim, A or B, which is replicated.
     """
     if layout.expert_tp == 1:
         return ()

@@ -33,6 +33,7 @@ from kumi.spec.process_groups import Axis, process_group
 from kumi.spec.schedule import stage_assignment, stage_of
 from kumi.spec.schedules import V_SHAPED
 
+# Name of a dim -> the mesh axis that may shard it.
 DIM_TO_AXIS = {
     "vocab": "tp",
     "heads": "tp",
@@ -104,7 +105,7 @@ def zero_group(*, routed: bool) -> str:
 
 
 def zero_degree(layout: Any, *, routed: bool) -> Any:
-    """Return the number of ranks over which ZeRO shards a parameter; `layout` is a `Layout` or columns of layouts."""
+    """Return the number of ranks over which ZeRO shards a parameter; `layout` is a `Layout` or a `LayoutBatch`."""
     return process_group(layout, zero_group(routed=routed))[0]
 
 
@@ -123,7 +124,7 @@ def local_shape(param: Param, layout: Layout, rank: int, *, sharded: bool = True
     if layout.zero > 0 and sharded:
         routed = is_routed(param)
         ranks = zero_axis(layout, routed=routed)
-        # The index of the dim that ZeRO shards: the first one after "experts".
+        # The index of the dim that ZeRO shards: the first one, or for routed experts the one after "experts".
         index = int(routed)
         shape[index] = shard_rows(shape[index], ranks.degree, ranks.index(rank)).count
     return tuple(shape)
@@ -251,6 +252,7 @@ def _unit_of(op: Op, *, tied: bool) -> tuple[str, str]:
 
 
 def _modules(name: str, module: str, ops: Sequence[Op]) -> tuple[str, ...]:
+    """Return the names of the modules of the unit `name`; in the embedding, each operation is a module."""
     return tuple(op.name for op in ops) if name == "embedding" else (module,)
 
 

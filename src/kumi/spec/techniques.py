@@ -1,4 +1,4 @@
-"""The rules of this version's trainer for offloading, tiled feed-forward layers and float8."""
+"""The rules of this version's trainer for offloading, tiled feed-forward layers (`layout.tiles`) and float8."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def float8_rules(job: Job) -> Iterator[LayoutRule]:
 
 
 def _rule(topic: str, holds: Callable[[Any], Any], message: Callable[[Layout], str], *after: str) -> LayoutRule:
+    """Return a rule of the trainer, which is skipped if a rule of one of the topics `after` is broken."""
     return LayoutRule(topic, holds, message, ("degrees", *after), UNSUPPORTED)
 
 
@@ -80,6 +81,7 @@ def _quoted(values: Iterable[object]) -> str:
 
 
 def _float8_rule(name: str, allowed: tuple[Any, ...]) -> LayoutRule:
+    """Return the rule that the field `name` has a value of `allowed` with float8."""
     return _rule(
         "float8",
         is_one_of(name, allowed),
@@ -104,6 +106,7 @@ def optimizer_rules(job: Job) -> Iterator[LayoutRule]:
 
 
 def _offload(model: ModelSpec) -> Iterator[LayoutRule]:
+    """Yield the rules for moving the parameters of `model`, or its saved activations, to the host."""
     params_on_device = all_but(OFFLOAD, "states", "states-nvme")
     yield _rule(
         "states",
@@ -142,6 +145,7 @@ def _optimizer_only(layout: Layout) -> str:
 
 
 def _tiles(model: ModelSpec) -> Iterator[LayoutRule]:
+    """Yield the rules for splitting the dense feed-forward layers of `model` into tiles."""
     widths = sorted({layer.mlp.intermediate_size for layer in model.layers if isinstance(layer.mlp, MLP)})
     if not widths:
         yield _rule(
@@ -176,6 +180,7 @@ def _shards(x: Any) -> Any:
 
 
 def _tiles_rule(name: str, allowed: tuple[Any, ...]) -> LayoutRule:
+    """Return the rule that the field `name` has a value of `allowed` with more than one tile."""
     fits = is_one_of(name, allowed)
     return _rule(
         "tiles",

@@ -53,6 +53,7 @@ def _reward_model_message(name: str, rule: LayoutRule, layout: Layout) -> str:
 
 
 def _vocabulary(model: ModelSpec) -> Iterator[LayoutRule]:
+    """Yield the rule that every tp rank has rows of the vocabulary."""
     tokens = model.vocab_size
     yield LayoutRule(
         "vocabulary",
@@ -66,6 +67,7 @@ def _vocabulary(model: ModelSpec) -> Iterator[LayoutRule]:
 
 
 def _experts(model: ModelSpec) -> Iterator[LayoutRule]:
+    """Yield the rules of routed experts: of their legality, and of the trainer for their tokens, states and rows."""
     yield from expert_rules(model)
     after = ("experts",)
     yield LayoutRule(

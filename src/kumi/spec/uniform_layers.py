@@ -55,6 +55,7 @@ def uniform_layers(model: ModelSpec) -> UniformLayers | None:
 
 
 def _attention(layer: LayerSpec) -> Attention | LatentAttention:
+    """Return the attention of `layer` without its window."""
     attention = layer.attends
     assert attention is not None, "uniform_layers() requires attention in each layer"
     return attention if isinstance(attention, LatentAttention) else replace(attention, sliding_window=None)

@@ -40,7 +40,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor (X, N * A, B) is stored as X * N matrices (A, B).
+    """A tensor (X, N * A, B) of X experts is stored as X * N matrices (A, B), N of each expert.
 
     `pieces`: the names of the N matrices of one expert, with {} for the index of the expert.
     """
@@ -51,7 +51,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A tensor (X, 2 * A, ...) is stored as (X, ..., 2 * A), with its two halves interleaved.
+    """A tensor (X, 2 * A, ...) of X experts is stored as (X, ..., 2 * A), with its two halves interleaved.
 
     Index 2 * i in the file is index i of the first half, and index 2 * i + 1 is index i of the second half.
     """
@@ -69,9 +69,9 @@ class Weights:
 
     - `rules`: by which tensors are renamed and reshaped; the first match applies.
     - `prefixes`: (native, stored) beginnings of full names, replaced after `rules`; the first match applies.
-    - `base`: prefix that names lack in files of the model without its head.
+    - `base`: prefix of names that is missing in files of the model without its head, as saved by `AutoModel`.
     - `ignored`: name endings of tensors in files that are not part of the model.
-    - `passthrough`: name prefixes of the passthrough tensors, which are copied unchanged.
+    - `passthrough`: name prefixes of the passthrough tensors, which are not trained but copied into exports.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -81,6 +81,7 @@ class Weights:
     passthrough: tuple[str, ...] = ()
 
 
+# Files with the native names and shapes.
 PLAIN = Weights()
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # Files with a tensor for each matrix of each expert.

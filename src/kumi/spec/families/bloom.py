@@ -43,6 +43,7 @@ KEYS = {
     "skip_bias_add_qkv": Key("true or false", False),
 }
 
+# Rules for the format of this family's tensors in files (see `kumi.spec.weight_rules`): kumi's names come first.
 WEIGHTS = Weights(
     (
         Groups(QKV, "self_attention.query_key_value"),

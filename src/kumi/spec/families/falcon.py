@@ -111,7 +111,10 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _weights(norms: int) -> Weights:
-    """Return the format of the tensors in files; `norms` is the number of norms before a parallel layer."""
+    """Return the format of the tensors in files (see `kumi.spec.weight_rules`): kumi's names come first.
+
+    `norms` is the number of norms before a parallel layer.
+    """
     renamed_norms = (
         (Rename("input_layernorm", "ln_attn"), Rename("post_attention_layernorm", "ln_mlp")) if norms == 2 else ()
     )
@@ -131,7 +134,10 @@ def _weights(norms: int) -> Weights:
 
 
 def _key_heads(values: Mapping[str, Any]) -> int:
-    """Return the number of key-value heads: 1 with `multi_query` in the old architecture, else num_kv_heads."""
+    """Return the number of key-value heads: 1 with `multi_query` in the old architecture, else num_kv_heads.
+
+    Without num_kv_heads, each query head has a key-value head of its own.
+    """
     if values["multi_query"] and not values["new_decoder_architecture"]:
         return 1
     return int(values["num_kv_heads"] or values["num_attention_heads"])

@@ -1,4 +1,5 @@
-"""Gemma 3 vision-language models: Gemma 3's text model and a passthrough vision tower and projector."""
+"""Gemma 3 vision-language models: Gemma 3's text model, and a vision tower and projector as passthrough tensors, which
+are copied unchanged and not trained."""
 
 from __future__ import annotations
 

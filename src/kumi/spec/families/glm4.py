@@ -31,6 +31,7 @@ KEYS = {
     "eos_token_id": Key("integer or list of integers or null", [151329, 151336, 151338]),
     "pad_token_id": Key("integer or null", 151329),
 }
+# Rules for the format of this family's tensors in files (see `kumi.spec.weight_rules`): kumi's names come first.
 WEIGHTS = Weights(
     (
         Rename("self_attn_post_norm", "post_self_attn_layernorm"),

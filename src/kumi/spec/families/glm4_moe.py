@@ -1,6 +1,7 @@
 """GLM-4.5 and 4.6: RoPE on half of every head, dense layers, then routed and shared experts (arXiv:2508.06471).
 
-Additional layers in the files, for multi-token prediction, are passthrough tensors.
+Additional layers in the files, for multi-token prediction, are passthrough tensors: not trained, and copied from the
+model's files into its exports. `Weights.passthrough` has one prefix of names for each of these layers.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def _mtp_layers(values: Mapping[str, Any]) -> int:
 
 
 def _experts(values: Mapping[str, Any]) -> MoE:
+    """Return the experts that `values` describe."""
     width = values["moe_intermediate_size"]
     return experts.checked_moe(
         MoE(

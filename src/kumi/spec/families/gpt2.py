@@ -43,6 +43,7 @@ KEYS = {
     "summary_proj_to_labels": Key("true or false", True),
 }
 
+# Rules for the format of this family's tensors in files (see `kumi.spec.weight_rules`): kumi's names come first.
 WEIGHTS = Weights(
     (
         Rows(QKV, "attn.c_attn", transposed=True),
@@ -92,7 +93,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _with_scaled_scores(layer: LayerSpec, number: int) -> LayerSpec:
-    """Return `layer` with scores divided by its number, counted from 1."""
+    """Return `layer` with attention scores divided by `number`, the index of the layer counted from 1."""
     assert isinstance(layer.attention, Attention)
     if number == 1:
         return layer

@@ -33,6 +33,7 @@ KEYS = {
     "attention_bias": Key("true or false", True),
 }
 
+# Rules for the format of this family's tensors in files (see `kumi.spec.weight_rules`): kumi's names come first.
 WEIGHTS = Weights(
     (
         Groups(QKV, "attention.query_key_value"),

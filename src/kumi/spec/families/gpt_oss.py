@@ -39,6 +39,7 @@ KEYS = {
     "swiglu_alpha": Key("number", 1.702),
 }
 
+# Rules for the format of this family's tensors in files (see `kumi.spec.weight_rules`): kumi's names come first.
 WEIGHTS = Weights(
     (
         Rename("mlp.gate", "mlp.router"),

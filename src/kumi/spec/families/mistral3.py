@@ -1,4 +1,5 @@
-"""Ministral 3, and Mistral Small since 3.1: the text model and a passthrough vision tower and projector."""
+"""Ministral 3, and Mistral Small since 3.1: the text model, and a vision tower and projector as passthrough
+tensors, which are copied unchanged and not trained."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ KEYS = {
 }
 _DEFAULT_THETA = 1_000_000.0
 
+# Rules for the format of this family's tensors in files (see `kumi.spec.weight_rules`): kumi's names come first.
 WEIGHTS = Weights(
     (
         Rename("mlp.gate", "block_sparse_moe.gate"),

@@ -38,6 +38,7 @@ _MAMBA_FIELDS = {
     "use_conv_bias": "conv_bias",
     "use_bias": "bias",
 }
+# Keys of config.json that are fields of `MoE` with the same names.
 _MOE_FIELDS = (
     "num_experts_per_tok",
     "moe_intermediate_size",
@@ -103,6 +104,7 @@ KEYS = {
     "hidden_dropout": Key("number", 0.0),
     "auto_map": Key("table or null", None),
 }
+# Rules for the format of this family's tensors in files (see `kumi.spec.weight_rules`): kumi's names come first.
 WEIGHTS = Weights(
     (
         Rename("input_layernorm", "norm"),
@@ -212,6 +214,7 @@ def _pattern(values: Mapping[str, Any]) -> str:
 
 
 def _mamba(values: Mapping[str, Any]) -> Mamba:
+    """Return the Mamba mixer that `values` describe."""
     heads, groups = values["mamba_num_heads"], values["n_groups"]
     if heads % groups:
         raise ModelError(f"config.json: n_groups={groups} does not divide mamba_num_heads={heads}; correct one of them")
@@ -220,6 +223,7 @@ def _mamba(values: Mapping[str, Any]) -> Mamba:
 
 
 def _experts(values: Mapping[str, Any], act: str) -> MoE:
+    """Return the experts that `values` describe, with the activation function `act`."""
     require_values("nemotron_h", values, moe_latent_size=None, n_shared_experts=1, mlp_bias=False)
     return experts.checked_moe(
         MoE(
@@ -236,6 +240,7 @@ def _experts(values: Mapping[str, Any], act: str) -> MoE:
 
 
 def _letter(layer: LayerSpec) -> str:
+    """Return the letter of `layer` in a pattern."""
     part = layer.mlp if layer.attention is None else layer.attention
     return {Mamba: "M", Attention: "*", MLP: "-", MoE: "E"}.get(type(part), "?")
 

@@ -1,4 +1,5 @@
-"""Nemotron 3 Nano Omni: its language model is a Nemotron-H; the vision and audio parts are passthrough."""
+"""Nemotron 3 Nano Omni: its language model is a Nemotron-H; the vision and audio parts are passthrough tensors,
+which are copied unchanged and not trained."""
 
 from __future__ import annotations
 

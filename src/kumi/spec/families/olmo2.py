@@ -28,6 +28,7 @@ KEYS = {
     "pad_token_id": Key("integer or null", 1),
     "eos_token_id": Key("integer or list of integers or null", 50279),
 }
+# Rules for the format of this family's tensors in files (see `kumi.spec.weight_rules`): kumi's names come first.
 WEIGHTS = Weights(
     (Rename("self_attn_post_norm", "post_attention_layernorm"), Rename("mlp_post_norm", "post_feedforward_layernorm"))
 )

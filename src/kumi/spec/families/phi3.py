@@ -39,6 +39,7 @@ KEYS = {
     **fixed_keys(_FIXED),
 }
 
+# Rules for the format of this family's tensors in files (see `kumi.spec.weight_rules`): kumi's names come first.
 WEIGHTS = Weights((Rows(QKV, "self_attn.qkv_proj"), Rows(("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj")))
 
 
@@ -59,7 +60,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config.json of `spec`. For longrope, transformers 4 accepts only type and factors."""
+    """Return the config.json of `spec`. A LongRoPE table has only its type and factors, as transformers 4 demands."""
     attention = first_grouped_attention(spec)
     own: dict[str, Any] = {"sliding_window": attention.sliding_window, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     rope = attention.rope
@@ -83,6 +84,7 @@ def _with_original(table: Mapping[str, Any] | None, values: Mapping[str, Any]) -
 
 
 def _check_factors(attention: Attention) -> None:
+    """Raise ModelError unless LongRoPE has one factor for each pair of rotated dimensions."""
     rope, pairs = attention.rope, attention.rotary_dim // 2
     if rope is None or rope.short_factor is None or rope.long_factor is None:
         return

@@ -1,4 +1,5 @@
-"""Qwen2.5-VL: Qwen2.5's text model and a passthrough vision tower (arXiv:2502.13923)."""
+"""Qwen2.5-VL: Qwen2.5's text model, and a vision tower as passthrough tensors, which are copied unchanged and not
+trained (arXiv:2502.13923)."""
 
 from __future__ import annotations
 

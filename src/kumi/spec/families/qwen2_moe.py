@@ -35,6 +35,7 @@ KEYS = {
     "num_experts_per_tok": Key("integer", 4),
     "norm_topk_prob": Key("true or false", False),
 }
+# Rules for the format of this family's tensors in files (see `kumi.spec.weight_rules`): kumi's names come first.
 WEIGHTS = Weights((Rename("mlp.shared_experts", "mlp.shared_expert"), *EXPERTS.rules))
 
 

@@ -1,4 +1,5 @@
-"""Qwen3-VL, the dense models: Qwen3's text model and a passthrough vision tower."""
+"""Qwen3-VL, the dense models: Qwen3's text model, and a vision tower as passthrough tensors, which are copied
+unchanged and not trained."""
 
 from __future__ import annotations
 

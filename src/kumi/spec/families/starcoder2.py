@@ -38,6 +38,7 @@ KEYS = {
     "scale_attention_softmax_in_fp32": Key("true or false", True),
     "scale_attn_weights": Key("true or false", True),
 }
+# Rules for the format of this family's tensors in files (see `kumi.spec.weight_rules`): kumi's names come first.
 WEIGHTS = Weights((Rename("mlp.up_proj", "mlp.c_fc"), Rename("mlp.down_proj", "mlp.c_proj")))
 
 

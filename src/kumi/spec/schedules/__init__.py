@@ -18,6 +18,7 @@ SCHEDULES: dict[str, Schedule] = {
 # The default schedule. With one stage it is gradient accumulation: each forward is followed by its backward.
 DEFAULT = "1f1b"
 
+# The names of the schedules whose record has a property.
 V_SHAPED = tuple(name for name, record in SCHEDULES.items() if record.v_shaped)
 FULL_BACKWARD = tuple(name for name, record in SCHEDULES.items() if not record.splits_backward)
 FORWARDS_FIRST = tuple(name for name, record in SCHEDULES.items() if record.forwards_first)

@@ -13,7 +13,8 @@ from kumi.spec.schedules.v_shape import DOWN, UP, transfer_delay
 
 
 def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
-    # The ranks between this one and the bottom of the V, and those from the top to this one.
+    """Return the actions (kind, chunk) of `rank` in a step: F forward, B backward, I input and W weight gradient."""
+    # The number of ranks between this one and the bottom of the V, and from the top to this one, itself included.
     far, pair = pp - 1 - rank, rank + 1
     warmup = (*(("F", DOWN),) * (2 * far), *(("F", DOWN), ("F", UP)) * pair, *(("I", UP), ("W", UP), ("F", UP)) * far)
     steady = (("F", DOWN), ("B", UP), ("F", UP), ("B", DOWN))
@@ -25,10 +26,15 @@ def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
 
 
 def in_flight(xp: ArrayNamespace, pp: Any, stages: Any, microbatches: Any, rank: Any) -> Any:
+    """Return the peak number of (microbatch, stage) pairs with live activations on `rank`."""
     return xp.minimum(2 * microbatches, 2 * pp + 1)
 
 
 def bubble(xp: ArrayNamespace, x: PipelineTimes) -> Any:
+    """Return the seconds of a step beyond the work of the busiest rank.
+
+    A path counts forwards, input gradients, weight gradients and transfers; q is the number of other ranks.
+    """
     q = x.other_ranks
     paths = [
         (q, 0, 0, 3 * q),

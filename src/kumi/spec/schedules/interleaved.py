@@ -1,5 +1,5 @@
-"""Interleaved 1F1B: several stages per rank, with groups of pp microbatches through each (Narayanan et al., 2021,
-arXiv:2104.04473)."""
+"""Interleaved 1F1B: a rank has several stages, and each group of pp microbatches goes through them in turn (Narayanan
+et al., 2021, arXiv:2104.04473)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from kumi.spec.schedules.schedule_record import ArrayNamespace, PipelineTimes, R
 
 
 def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
+    """Return the actions (kind, chunk) of `rank` in a step: F forward, B backward, I input and W weight gradient."""
     total, one_round = stages * microbatches, stages * pp
     forwards = [("F", chunk) for chunk in range(stages) for _ in range(pp)]
     backwards = [("B", chunk) for chunk in reversed(range(stages)) for _ in range(pp)]
@@ -23,10 +24,17 @@ def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
 
 
 def in_flight(xp: ArrayNamespace, pp: Any, stages: Any, microbatches: Any, rank: Any) -> Any:
+    """Return the peak number of (microbatch, stage) pairs with live activations on `rank`."""
     return xp.minimum(microbatches * stages, (stages - 1) * pp + 2 * (pp - rank - 1) + 1)
 
 
 def bubble(xp: ArrayNamespace, x: PipelineTimes) -> Any:
+    """Return the seconds of a step beyond the work of the busiest rank.
+
+    After the first microbatch, a chunk takes the longest of: the busiest rank's work on it (`own`); a round trip over
+    the q other ranks, divided by the 2 q + 1 chunks in flight (`trip`); one action and one transfer (`turn`); and its
+    share of the time on a link (`link`). A path counts forwards, input gradients, weight gradients and transfers.
+    """
     q, v = x.other_ranks, x.stages
     own, other = x.busiest_work / v, x.other_work / v
     trip = (own + q * other + 2 * q * x.send) / (2 * q + 1)

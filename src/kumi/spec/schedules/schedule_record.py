@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-# (kind, chunk): an action on one of a rank's stages, without the microbatch.
+# (kind, chunk): an action on the stage number `chunk` of a rank's stages, without the microbatch.
 ChunkAction = tuple[str, int]
 
 
@@ -33,6 +33,7 @@ class RankProgram:
 
     @property
     def chunk_actions(self) -> tuple[ChunkAction, ...]:
+        """All actions of the rank in order."""
         return self.warmup + self.steady * self.repeats + self.cooldown
 
 

@@ -14,7 +14,7 @@ def transfer_delay(xp: ArrayNamespace, x: PipelineTimes) -> Any:
     """Return the seconds by which transfers delay all microbatches after the first.
 
     There is a delay if transfers take longer than the chunks in flight on a rank can cover, or longer than the rank's
-    work, because both directions of the V share a link.
+    work, because both directions of the V share a link. A microbatch then takes `trip` seconds, or those of two sends.
     """
     trip = (
         x.forward

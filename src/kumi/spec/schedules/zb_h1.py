@@ -9,6 +9,7 @@ from kumi.spec.schedules.schedule_record import ArrayNamespace, PipelineTimes, R
 
 
 def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
+    """Return the actions (kind, chunk) of `rank` in a step: F forward, B backward, I input and W weight gradient."""
     warmup = min(microbatches, pp - 1 - rank)
     early = min(microbatches - warmup, rank)
     late = min(microbatches, rank) - early
@@ -20,10 +21,17 @@ def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
 
 
 def in_flight(xp: ArrayNamespace, pp: Any, stages: Any, microbatches: Any, rank: Any) -> Any:
+    """Return the peak number of (microbatch, stage) pairs with live activations on `rank`."""
     return xp.minimum(microbatches, pp)
 
 
 def bubble(xp: ArrayNamespace, x: PipelineTimes) -> Any:
+    """Return the seconds of a step beyond the work of the busiest rank.
+
+    A path counts forwards, input gradients, weight gradients and transfers. The bubble is `short` if work hides the
+    transfers of later microbatches; else each of these is `late`. q is the number of other ranks, k that of
+    microbatches after the first, at most q.
+    """
     q, k = x.other_ranks, xp.minimum(x.later, x.other_ranks)
     short = x.critical_path(xp, [(q, q - k, 0, 2 * q + k), (q - k, q, 0, 2 * q), (q, q, -k, 2 * q + 2 * k)])
     late = x.forward + x.input_grad + 2 * x.send - x.busiest_work

@@ -9,6 +9,7 @@ from kumi.spec.schedules.schedule_record import ArrayNamespace, PipelineTimes, R
 
 
 def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
+    """Return the actions (kind, chunk) of `rank` in a step: F forward, B backward, I input and W weight gradient."""
     warmup = min(microbatches, 2 * (pp - rank) - 1)
     early = min(microbatches - warmup, 2 * rank)
     late = min(microbatches, 2 * rank) - early
@@ -20,10 +21,17 @@ def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
 
 
 def in_flight(xp: ArrayNamespace, pp: Any, stages: Any, microbatches: Any, rank: Any) -> Any:
+    """Return the peak number of (microbatch, stage) pairs with live activations on `rank`."""
     return xp.minimum(microbatches, 2 * pp - 1)
 
 
 def bubble(xp: ArrayNamespace, x: PipelineTimes) -> Any:
+    """Return the seconds of a step beyond the work of the busiest rank.
+
+    A path counts forwards, input gradients, weight gradients and transfers. q is the number of other ranks, k that of
+    microbatches after the first, at most 2 q. After the first microbatch, each one takes at least as long as a round
+    trip divided by the microbatches in flight (`trip`), and as a transfer.
+    """
     q, k = x.other_ranks, xp.minimum(x.later, 2 * x.other_ranks)
     up, down = q - xp.ceil(k / 2), q - xp.floor(k / 2)
     odd = k % 2

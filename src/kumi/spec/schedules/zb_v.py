@@ -16,7 +16,8 @@ from kumi.spec.schedules.v_shape import DOWN, UP, transfer_delay
 
 
 def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
-    # The ranks from this one to the bottom of the V, and the microbatches from which on a program has all phases.
+    """Return the actions (kind, chunk) of `rank` in a step: F forward, B backward, I input and W weight gradient."""
+    # The number of ranks from this one to the bottom of the V, and the fewest microbatches that fill all phases.
     far, enough = pp - rank, 2 * pp - 1
     if microbatches < enough:
         longer = number_microbatches(program(rank, pp, stages, enough).chunk_actions, (DOWN, UP))
@@ -36,10 +37,17 @@ def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
 
 
 def in_flight(xp: ArrayNamespace, pp: Any, stages: Any, microbatches: Any, rank: Any) -> Any:
+    """Return the peak number of (microbatch, stage) pairs with live activations on `rank`."""
     return xp.minimum(2 * pp, microbatches + xp.minimum(microbatches, rank + 1))
 
 
 def bubble(xp: ArrayNamespace, x: PipelineTimes) -> Any:
+    """Return the seconds of a step beyond the work of the busiest rank.
+
+    A path counts forwards, input gradients, weight gradients and transfers. q is the number of other ranks, k that of
+    microbatches after the first, at most 2 q. `few` and `many` are the paths with fewer than 2 q of these microbatches,
+    and with as many or more.
+    """
     q, k = x.other_ranks, xp.minimum(x.later, 2 * x.other_ranks)
     less = 2 * q - k
     few = [

@@ -16,6 +16,7 @@ from kumi.errors import ModelError
 from kumi.files.untrusted import brief
 from kumi.spec.families._shared.bounds import check_bound
 
+# The default of a key that has none.
 REQUIRED: Any = object()
 
 
@@ -213,6 +214,7 @@ def check_agrees(family: str, values: Mapping[str, Any], **expected: Any) -> Non
 
 
 def _check_kind(family: str, name: str, value: Any, kind: str) -> None:
+    """Raise ModelError unless `value`, under the key `name`, has the type `kind`, is finite and within its bound."""
     kind, nullable = kind.removesuffix(_OR_NULL), kind.endswith(_OR_NULL)
     if value is None and nullable:
         return
@@ -234,6 +236,7 @@ def _with_article(kind: str) -> str:
 
 
 def _check_supported(family: str, name: str, value: Any) -> None:
+    """Raise ModelError unless `value` is one of `_SUPPORTED_VALUES` for the key `name`."""
     allowed = _SUPPORTED_VALUES[name]
     if not any(value == option and (type(value) is not bool or type(option) is bool) for option in allowed):
         supported = " or ".join("null" if option is None else repr(option) for option in allowed)
@@ -244,6 +247,7 @@ def _check_supported(family: str, name: str, value: Any) -> None:
 
 
 def _unknown_key(family: str, name: str, value: Any, keys: Mapping[str, Key]) -> str:
+    """Return the message for the unknown key `name`, with the most similar key as a hint."""
     near = difflib.get_close_matches(name, [*keys, *_SUPPORTED_VALUES, *_DROPOUT_KEYS], n=1, cutoff=0.8)
     hint = f"did you mean {near[0]!r}?" if near else "remove it if it does not change what the model computes"
     return f"config.json: {brief(name)} ({brief(value)}) is not a key that kumi knows for a {family} model; {hint}"

@@ -148,6 +148,10 @@ def check_sizes(values: Mapping[str, Any]) -> None:
 
 
 def _head_dim(values: Mapping[str, Any], heads: int, *, rotary: bool) -> int:
+    """Return the size of a head, by default hidden_size / `heads`.
+
+    Raise ModelError if this default is no whole number, or if RoPE cannot rotate pairs of an odd size.
+    """
     hidden = values["hidden_size"]
     if values.get("head_dim") is None and hidden % heads:
         raise ModelError(

@@ -13,6 +13,7 @@ from kumi.spec.families._shared.experts import checked_moe
 from kumi.spec.model import MLP, LatentAttention, LayerSpec, ModelSpec, MoE
 from kumi.spec.weight_rules import EXPERTS
 
+# The keys that both families have.
 LATENT_KEYS = {
     **DECODER,
     **ROUTER_KEYS,
@@ -74,6 +75,7 @@ def build_deepseek(family: str, values: Mapping[str, Any], *, scoring: str, inte
 
 
 def _check_counts(values: Mapping[str, Any]) -> None:
+    """Raise ModelError for a wrong number of shared experts, of dense layers or of rotated dimensions."""
     shared, first, layers = values["n_shared_experts"], values["first_k_dense_replace"], values["num_hidden_layers"]
     if (shared or 0) < 0:
         raise ModelError(f"config.json: n_shared_experts={shared} must not be negative; correct it")
@@ -125,6 +127,7 @@ def deepseek_to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
 
 
 def _experts(family: str, values: Mapping[str, Any], scoring: str) -> MoE:
+    """Return the experts that `values` describe; with topk_method "greedy", their groups have no effect."""
     width, grouped = values["moe_intermediate_size"], values["topk_method"] != "greedy"
     return MoE(
         num_experts=values["n_routed_experts"],

@@ -13,6 +13,7 @@ from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.weight_rules import Rename, Weights
 
 # In files, post_attention_layernorm is the norm after attention; in other families, it is the norm before the MLP.
+# The rules have kumi's names first (see `kumi.spec.weight_rules`).
 _WEIGHTS = Weights(
     (
         Rename("self_attn_post_norm", "post_attention_layernorm"),
@@ -20,6 +21,7 @@ _WEIGHTS = Weights(
         Rename("mlp_post_norm", "post_feedforward_layernorm"),
     )
 )
+# The keys that Gemma 2 and 3 both have.
 GEMMA_KEYS = {
     **DECODER,
     "num_key_value_heads": Key("integer or null", 4),
@@ -68,6 +70,7 @@ def score_fields(values: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _positive(name: str, value: float) -> float:
+    """Return `value`, which the key `name` has. Raise ModelError unless it is above 0."""
     if value <= 0:
         raise ModelError(f"config.json: {name}={value} of a gemma model must be above 0; correct it")
     return float(value)

@@ -44,6 +44,7 @@ _DIFFERS = {
     "qwen": "its code comes with its weights, and its tensor names differ from qwen2's",
     "stablelm": "unlike llama it has LayerNorm and partial RoPE",
 }
+# Endings of the names of classes whose heads kumi does not have.
 _HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 

@@ -16,6 +16,7 @@ from kumi.errors import ModelError
 from kumi.spec.families._shared.config_keys import Key, read
 from kumi.spec.model import LatentAttention, Rope
 
+# Keys of a RoPE table: those of every table, and those of each scaling.
 _BASE = {
     "rope_type": Key("text or null", None),
     "type": Key("text or null", None),
@@ -42,6 +43,7 @@ _LONGROPE = {
     "short_factor": Key("list"),
     "long_factor": Key("list"),
 }
+# Type of scaling -> the keys of its table beside `_BASE`.
 _SCALING_KEYS: dict[str, dict[str, Key]] = {
     "default": {},
     "linear": _FACTOR,
@@ -87,7 +89,10 @@ def mscale_all_dim(values: Mapping[str, Any]) -> float:
 
 
 def mscales_to_hf(attention: LatentAttention) -> dict[str, float]:
-    """Return the additional YaRN keys of latent attention, for readers without attention_factor."""
+    """Return the additional YaRN keys of latent attention, for readers without attention_factor.
+
+    They compute it as m(mscale) / m(mscale_all_dim), with m(x) = 0.1 x ln(factor) + 1, or 1 if factor is at most 1.
+    """
     rope, extends = attention.rope, attention.rope.factor > 1
     slope = 0.1 * math.log(rope.factor) if extends else 1.0
     scale = (rope.attention_factor or 1.0) * _mscale(rope.factor, attention.mscale_all_dim)
@@ -218,6 +223,7 @@ def _longrope(base: float, values: Mapping[str, Any], limit: int) -> Rope:
 
 
 def _check_positive(values: Mapping[str, Any]) -> None:
+    """Raise ModelError if the base, a factor or the original context in `values` is not above 0."""
     for name in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", _ORIGINAL):
         value = values.get(name)
         if value is not None and value <= 0:
@@ -246,4 +252,5 @@ def _yarn(base: float, values: Mapping[str, Any], limit: int) -> Rope:
 
 
 def _mscale(factor: float, weight: float) -> float:
+    """Return YaRN's scale of the attention for `factor`, with its logarithm multiplied by `weight`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

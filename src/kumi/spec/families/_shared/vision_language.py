@@ -22,6 +22,7 @@ from kumi.spec.model import ModelSpec
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
 # How multimodal RoPE assigns dims to its three positions, which has no effect where the three are the same.
 _MROPE_KEYS = ("mrope_section", "mrope_interleaved")
+# `rope_config.with_default_theta` reads these three keys, which text_config may lack.
 _NO_ROPE_KEYS = {"rope_theta": None, "rope_scaling": None, "rope_parameters": None}
 # Keys that may differ, because no reader uses them.
 _IGNORED_KEYS = {key for group in IGNORED_KEYS.values() for key in group.split()}
