@@ -11,7 +11,7 @@ _SECONDS = 120.0
 
 
 def run_cluster_command(command: Sequence[str], *, may_fail: bool = False, stdin: str = "") -> str:
-    """Run `command` and return its standard output; with `may_fail`, "" if it fails.
+    """Run `command` with `stdin` as its input, and return its standard output; with `may_fail`, "" if it fails.
 
     Raise ConfigError if the program is missing, fails, or takes more than two minutes.
     """

@@ -84,7 +84,7 @@ class LaunchJob:
         """Return the command of every node where the run file has the path `run_file`."""
         # A path such as -x.toml would be an option.
         path = f"./{run_file}" if run_file.startswith("-") else run_file
-        # Keys of [launch] are for this side only.
+        # Keys of [launch] concern the submitting machine, not the nodes.
         overrides = (word for word in self.overrides if not word.lstrip().startswith("launch."))
         return (*self.program, "train", path, *overrides)
 
@@ -105,10 +105,12 @@ class LaunchJob:
 
     @property
     def uses_gpus(self) -> bool:
+        """True if the ranks compute on GPUs."""
         return self.device_kind == "cuda"
 
     @property
     def has_amd_gpus(self) -> bool:
+        """True if the GPUs are AMD's, by the name of the device."""
         return self.uses_gpus and ("AMD" in self.device or "MI3" in self.device)
 
     @property
@@ -120,7 +122,7 @@ class LaunchJob:
     def host_name(self) -> str:
         """The name as a label of host names, as Kubernetes and SkyPilot demand.
 
-        A name that is not such a label gets a digest, so that two runs never share one.
+        A name that is not such a label gets a digest, so that two runs never share a label.
         """
         label = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         if label == self.name and label[0].isalpha() and len(label) <= _NAME_LENGTH:
@@ -188,7 +190,7 @@ def launch_job(
 def check_run_folder_outlives_node(job: LaunchJob, mounts: Iterable[str], key: str) -> None:
     """Raise ConfigError unless checkpoints are uploaded to a store, or are written below a folder of `mounts`.
 
-    `key` names the setting with the mounts.
+    `mounts`: folders on the nodes that outlive them. `key`: name of the run-file key with the mounts.
     """
     folders = tuple(mounts)
     if not job.on_store and not is_below(job.out, folders):

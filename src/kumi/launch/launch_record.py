@@ -23,7 +23,7 @@ class LaunchRecord:
     id: str
     folder: Path
     submitted: str  # local time, ISO 8601
-    output: str = ""  # folder of the job's output, if it is another one
+    output: str = ""  # folder of the job's output; "": `folder`
 
     @property
     def output_folder(self) -> Path:

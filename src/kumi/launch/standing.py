@@ -156,8 +156,7 @@ def _present(environ: Mapping[str, str], *names: str) -> dict[str, str | int | N
 
 
 def _trainjob_part(environ: Mapping[str, str]) -> _Part | None:
-    """Read the variables that Kubeflow's TrainJob sets for torchrun. Without PET_NODE_RANK and PET_NNODES there are
-    none."""
+    """Read the variables that Kubeflow's TrainJob sets for torchrun; None without PET_NODE_RANK and PET_NNODES."""
     seen = _present(environ, "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NPROC_PER_NODE")
     if not {"PET_NODE_RANK", "PET_NNODES"} & set(seen):
         return None
@@ -172,7 +171,7 @@ def _trainjob_part(environ: Mapping[str, str]) -> _Part | None:
 
 
 def _slurm_part(environ: Mapping[str, str]) -> _Part | None:
-    """Read the step of srun, if it has several tasks, one on each node.
+    """Read the variables of a step of srun that has several tasks, one on each node; None without such a step.
 
     A batch script and the shell of `salloc` are outside of such a step. They count as one machine, although they have
     SLURM_NNODES, SLURM_NODEID and SLURM_PROCID, too.
@@ -221,7 +220,7 @@ def _slurm_address(name: str) -> str:
 
 
 def _skypilot_part(environ: Mapping[str, str]) -> _Part | None:
-    """Read the variables of a SkyPilot task."""
+    """Read the variables of a SkyPilot task; None without SKYPILOT_NODE_RANK and SKYPILOT_NUM_NODES."""
     names = ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE")
     seen = _present(environ, *names)
     if not set(names[:2]) & set(seen):
@@ -317,7 +316,10 @@ def launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without what a launcher of ranks or nodes sets, for a process that starts ranks of its own."""
+    """Return `environ` without the variables of launchers of ranks (3 in the module docstring) and kumi's own (2).
+
+    A process with these variables starts ranks of its own.
+    """
     launchers = {name for _, *names in _RANK_VARIABLES for name in names}
     placed = {*launchers, *_ADDRESS_VARIABLES, NODE, NODES, HEAD}
     return {name: value for name, value in environ.items() if name not in placed}

@@ -21,8 +21,8 @@ class Report:
 
     `severity`: class of the failure (see `kumi.launch.failure_causes`); None if the node did not fail, or only because
     the head ended it. `at`: time of the failure in seconds; on the wire it is the time since then, because clocks
-    differ. `waiting`: rank that timed out in a collective. `silent`: ranks that were killed before they reported
-    anything -> unusual state of their process, or "".
+    differ. `kind` and `message`: class name and text of the error. `waiting`: rank that timed out in a collective.
+    `silent`: ranks that were killed before they reported anything -> unusual state of their process, or "".
     """
 
     node: int

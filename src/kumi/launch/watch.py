@@ -21,7 +21,7 @@ from kumi.launch.control_folder import has_returned, read_pids, release_ranks
 from kumi.launch.signals import EXIT_CODES, StopFlag
 
 _POLL_SECONDS = 0.05
-_START_SECONDS = 0.01
+_START_SECONDS = 0.01  # between polls until all ranks have started
 # The rank that failed first may not be the first to report: a dying rank gets this long to report its failure.
 _SETTLE_SECONDS = 3.0
 _NEVER = float("inf")
@@ -52,8 +52,9 @@ class OtherNodes(Protocol):
 class Watch:
     """A thread that forwards a stop request to the ranks, and kills the remaining ranks after a failure.
 
-    After a stop request, ranks have `grace` seconds before they are killed. `agent_signal` makes the agent in the main
-    thread give up. `others`: the other nodes of the run.
+    `control`: the control folder, in which ranks report to their parent. After a stop request, ranks have `grace`
+    seconds before they are killed. `agent_signal` makes the agent in the main thread give up. `others`: the other
+    nodes of the run; None without any.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Watch:
                 self._record_death(rank, None)
 
     def _record_death(self, rank: int, code: int | None) -> None:
+        """Note that the process of `rank` has ended; it counts as a death unless the rank's function returned."""
         now = time.monotonic()
         self._alive.discard(rank)
         if code or not has_returned(self._control, rank):
@@ -143,6 +145,7 @@ class Watch:
             self._kill_at = min(self._kill_at, now + _SETTLE_SECONDS)
 
     def _decide(self, now: float) -> None:
+        """Forward a stop request, kill the ranks whose time is over, and have the agent give up once all are dead."""
         requested = self._flag.requested
         if requested is not None and not self._signalled and not self.deaths:
             self._kill_at = min(self._kill_at, now + self._grace)
