@@ -4,8 +4,8 @@
     the pinned fields agree with the stored layout, and it can run   keep the stored layout, without a search
     otherwise                                                        choose, and report the change
 
-The run folder's own config.toml pins every field of the layout. If it is used as the run file, the pinned fields are
-those of the first start.
+A pinned field is given in [layout] of the run file. The run folder's own config.toml pins every field of the layout. If
+it is used as the run file, the pinned fields are those of the first start.
 """
 
 from __future__ import annotations

@@ -169,6 +169,7 @@ def _sources() -> Iterator[str]:
 
 
 def _parts() -> Iterator[tuple[str, str, SourcedFigures]]:
+    """Yield the kind and the name of each preset, and its table with sources."""
     yield from (("devices", name, read_device(name)) for name in preset_names("devices"))
     yield from (("links", name, read_link(name)) for name in preset_names("links"))
     yield from (("nodes", name, read_node(name).host) for name in preset_names())

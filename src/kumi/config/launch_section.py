@@ -9,6 +9,7 @@ from pydantic import Field
 from kumi.config.section import NotNegative, Positive, Section, Switch, duration, readable
 from kumi.units import parse_bytes
 
+# Patterns of a text without control characters, and of the name of an environment variable.
 LINE = r"^[^\x00-\x1f\x7f]*$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 

@@ -118,6 +118,7 @@ def _files_to_name(folder: Path) -> str:
 
 
 def _checked(kind: type[_Config], written: dict[str, Any]) -> _Config:
+    """Return the configuration of the class `kind` with the sections `written`. Raise ConfigError with all mistakes."""
     try:
         return kind.model_validate(written)
     except ValidationError as error:

@@ -46,6 +46,7 @@ _NESTED = {
 
 
 def _section(title: str, section: dict[str, Any]) -> str:
+    """Return the heading, the description and the table of keys of a `section` of the JSON schema."""
     required = section.get("required", [])
     rows = [_row(key, item, required) for key, item in section["properties"].items() if not _has_own_table(item)]
     heading = f"\n## {title}\n\n{section.get('description', '')}\n\n| key | default | |\n|---|---|---|"

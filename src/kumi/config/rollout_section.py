@@ -83,6 +83,7 @@ class RolloutSection(Section):
 
 
 def _renormalised(value: float) -> str:
+    """Return the `value` of top_p or top_k with the reason why it is refused."""
     return (
         f"{value:g} is refused: without the less likely tokens, the sampler's log-probs are those of another "
         f"distribution than the policy's, and the ratio between them is biased; use top_p = 1 and top_k = 0"

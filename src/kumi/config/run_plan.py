@@ -126,6 +126,7 @@ def _damaged(where: str, reason: str) -> RefusedError:
 
 
 def _reason(error: Exception) -> str:
+    """Return the reason of an error that `parse_plan` met, for a message."""
     if isinstance(error, ValidationError):
         return describe_errors(error, LayoutSection if error.title == LayoutSection.__name__ else MadeFor)
     return f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -138,6 +138,7 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check_local(self) -> PlanConfig:
+        """Refuse URLs in keys whose files must be on this machine."""
         refuse_url(self.cluster.source, "cluster.source")
         if self.lora is not None:
             refuse_url(self.lora.source, "lora.source")
@@ -151,6 +152,7 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check_best(self) -> PlanConfig:
+        """Refuse checkpoint.best without the evaluations that it needs, and train.patience without checkpoint.best."""
         if self.checkpoint.best is not None:
             of_task = is_task_metric(self.checkpoint.best.removeprefix("eval/"), self.eval)
             every, key = (self.eval.every, "every") if not of_task else (self.eval.task_interval, "tasks_every")
@@ -171,6 +173,7 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check_passes(self) -> PlanConfig:
+        """Refuse weights of several sources with train.epochs."""
         if self.train is None or self.train.epochs is None or self.data is None or len(self.data.sources) == 1:
             return self
         for source in self.data.sources:
