@@ -36,6 +36,7 @@ def check_task_folder(folder: Path) -> None:
 
 
 def _check_file(path: Path, folder: Path) -> None:
+    """Raise ConfigError if the YAML file `path` in the task `folder` runs code, or cannot be read."""
     import yaml  # type: ignore[import-untyped]
 
     try:

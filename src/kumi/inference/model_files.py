@@ -153,6 +153,7 @@ def weights_digest(files: ModelFiles) -> str:
 
 
 def _folder_digest(folder: Path) -> str:
+    """Return a hash of the weights in `folder`; of the names and sizes of all its files if its kind is unknown."""
     if (folder / "config.json").is_file():
         return base_digest(folder)
     # A checkpoint's index has the checksums of its tensors; adapters are small.

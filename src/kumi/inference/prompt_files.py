@@ -56,6 +56,7 @@ def read_prompts(path: Path, key: str = "--prompts") -> list[PromptRow]:
 
 
 def _text_prompts(path: Path, key: str) -> Iterator[PromptRow]:
+    """Yield a prompt for each line of a text file that is not blank."""
     with open_bytes(path) as file:
         raw = file.read(_MAX_TEXT + 1)
     if len(raw) > _MAX_TEXT:
@@ -72,6 +73,7 @@ def _text_prompts(path: Path, key: str) -> Iterator[PromptRow]:
 
 
 def _prompt_row(item: tuple[int, dict[str, Any]] | Fault, path: Path) -> PromptRow:
+    """Return the prompt of `item`, a row with the number of its line. Raise DataError for a row without a prompt."""
     if isinstance(item, Fault):
         raise DataError(f"{path}:{item.line}: {item.reason}; correct the row, or remove it")
     line, row = item
@@ -116,6 +118,7 @@ class ReplyFile:
             os.ftruncate(self._handle, len(content) - len(rest))
 
     def _begins_a_record(self, rest: bytes) -> bool:
+        """Return True if `rest` can be the beginning of a line that kumi wrote."""
         start = b'{"line": '
         return rest.startswith(start) or start.startswith(rest)
 
@@ -161,7 +164,7 @@ class ReplyFile:
 
 @contextmanager
 def open_replies(path: Path, settings: str) -> Iterator[ReplyFile]:
-    """Open the file of replies `path` for appending; `settings` is the digest of everything that decides them.
+    """Open the file of replies `path` for appending. `settings`: the digest of model and settings.
 
     Raise RefusedError if another process writes it, or if it has anything but replies of these settings.
     """
