@@ -70,6 +70,7 @@ def _left_in_groups(groups: Path, mount: Path) -> Iterator[int]:
 
 
 def _left(group: Path, limit_file: str, use_file: str, reclaimable: str) -> Iterator[int]:
+    """Yield the bytes that the control group in the folder `group` has left, if it has a limit; see `_FILES`."""
     try:
         limit, use = (group / limit_file).read_text().strip(), int((group / use_file).read_text())
         lines = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
