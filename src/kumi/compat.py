@@ -72,7 +72,7 @@ def name_of_group(args: tuple[Any, ...]) -> str:
 def keep_integers_in_fsdp() -> None:
     """Let FSDP2 shard integer parameters and gather them in their dtype.
 
-    2.11 makes each shard a parameter that requires a gradient, which integers cannot, and casts integers to
+    2.11 makes each shard a parameter that at first requires a gradient, which integers cannot, and casts integers to
     `MixedPrecisionPolicy.param_dtype`.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param

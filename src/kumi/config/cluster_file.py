@@ -74,7 +74,7 @@ class SourcedFigures(Section):
 
 
 class AttentionLengthFile(Section):
-    """The speed of fused attention in documents of a length in `tokens`, relative to its speed in long documents."""
+    """The speed of fused attention in documents of length `tokens`, relative to its speed in long documents."""
 
     tokens: Positive
     forward: Annotated[Number, Field(gt=0)]
@@ -169,8 +169,8 @@ class HostFile(SourcedFigures):
 class MeasuredFile(Section):
     """The runs to which figures were refitted, as in `kumi.spec.cluster.MachineRuns`.
 
-    `runs`: their number. `time_ratio`, `memory_ratio`: measured / estimated with the refitted figures, the mean of
-    runs.
+    `runs`: the number of runs. `time_ratio`, `memory_ratio`: measured / estimated with the refitted figures, averaged
+    over the runs.
     """
 
     runs: Positive

@@ -91,8 +91,8 @@ def loss_passes(config: PlanConfig) -> LossPasses:
     reference = rows if config.reference.kind == "adapters-off" else 0
     forwards, later = rows - 1 + reference, 0
     if config.rollout is not None:
-        # The passes of the reference and of old log-probs, those before the updates with a batch. If the old log-probs
-        # need no pass, the first update computes them itself, and each later update takes a pass.
+        # Before the updates with a batch: the reference's pass, and the pass for old log-probs. Without the latter, the
+        # first update has the old log-probs itself, and each later update takes a pass for its part of the batch.
         needs_old = config.rollout.passes > 1 or config.objective.needs_old_log_probs
         forwards = int(config.objective.reads_reference) + int(needs_old)
         later = int(config.rollout.updates > 1 and not needs_old)

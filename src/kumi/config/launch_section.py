@@ -118,8 +118,10 @@ class LaunchSection(Section):
         20, description="Number of times that a job is started again after a time limit, a preemption or a lost node."
     )
     hosts: Lines = Field((), description="Machines for `ssh`, as ssh names them: user@host, one per node.")
-    cpus: Positive | None = Field(None, description="CPU cores of a node; by default all, where the launcher can ask.")
-    memory: Size | None = Field(None, description="Memory of a node, such as '500 GiB'; by default all, likewise.")
+    cpus: Positive | None = Field(
+        None, description="CPU cores of a node; by default all, where the launcher can ask for all."
+    )
+    memory: Size | None = Field(None, description="Memory of a node, such as '500 GiB'; by default all, as for `cpus`.")
     env: tuple[Variable, ...] = Field(
         (), description="Names of environment variables that the job gets from the shell that submits it."
     )

@@ -39,7 +39,7 @@ def is_model(source: str) -> bool:
 
 
 def load_plan_or_model(run: RunFile, gpus: str | None, overrides: Overrides) -> tuple[PlanConfig, dict[str, int]]:
-    """Return the plan of the run file `run`, or of the model that `run` names, and the keys that got a default value.
+    """Return the plan of the run file `run`, or of the model that `run` names, and the defaults that it got, by key.
 
     `gpus`, such as 16xh100-sxm, replaces [cluster] of a run file. For a model, either `gpus` or the override
     cluster.source is required.
@@ -53,7 +53,7 @@ def load_plan_or_model(run: RunFile, gpus: str | None, overrides: Overrides) -> 
 def plan_of_model(
     source: str, cluster: Mapping[str, Any] | None, overrides: Overrides
 ) -> tuple[PlanConfig, dict[str, int]]:
-    """Return the plan of the model `source` on `cluster`, a [cluster] section, and the keys that got a default value.
+    """Return the plan of the model `source` on `cluster`, a [cluster] section, and the defaults that it got, by key.
 
     Raise ConfigError if no machines are given.
     """

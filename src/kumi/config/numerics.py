@@ -1,4 +1,4 @@
-"""The numerics of a run, which are the implementation chosen for each operation on a CPU or a GPU, and their cache.
+"""The numerics of a run, its choice of an implementation for each operation on a CPU or a GPU, and their cache.
 
     precision.numerics = "auto":  from the run folder, else $KUMI_NUMERICS, else this machine's cache, else None
     precision.kernels = "auto":   the same for this machine's GPUs; PyTorch's operations for any other device

@@ -132,7 +132,7 @@ class SampleSection(Section):
         description="Steps between samples during training, each a page `samples/step-N.md` inside `train.out`; 0 "
         "samples at the end only. Needs a layout with pp = 1 and cp = 1.",
     )
-    max_new_tokens: Positive = Field(48, description="Tokens to generate for each.")
+    max_new_tokens: Positive = Field(48, description="The most tokens of a sample.")
     temperature: Number = Field(0.0, ge=0, description="Sampling temperature; 0 always takes the most likely token.")
 
     @field_validator("prompts", mode="before")

@@ -84,6 +84,7 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check_reference(self) -> PlanConfig:
+        """Refuse [reference] for an objective that reads none, and adapters-off without adapters to leave out."""
         if not self.reference.is_set:
             return self
         if not self.objective.reads_reference:
@@ -111,6 +112,7 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check_rollout(self) -> PlanConfig:
+        """Refuse rewards, [rollout] and [critic] that do not fit the objective, and keys that do not fit [rollout]."""
         check_rewards(self.rewards, self.objective)
         check_objective(self.rollout, self.objective, bool(self.rewards), self.reference)
         if self.critic.is_set and not self.objective.trains_critic:

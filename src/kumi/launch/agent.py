@@ -3,7 +3,7 @@
     node 0                                   node 1
     kumi train -- head (a process)           kumi train
         |           ^------ one TCP connection ---|
-    rank 0, rank 1                           rank 2, rank 3     one process group, through a store at node 0
+    rank 0, rank 1                           rank 2, rank 3     one process group, through a TCPStore at node 0
 
 The head (`kumi.launch.head`) only connects the agents and decides how the run ends. `run_as_agent` connects this
 process to the head, does the node's work, reports how it ended and waits for the verdict: one exit code and one root

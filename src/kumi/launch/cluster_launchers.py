@@ -46,7 +46,10 @@ class ClusterLauncher(Protocol):
         """Return the content of the file that the launcher submits. This is a pure function of `job`."""
 
     def check(self, job: LaunchJob, *, submit: bool) -> None:
-        """Raise ConfigError if the launcher cannot start `job`; with `submit`, also if it cannot submit it here now."""
+        """Raise ConfigError if the launcher cannot start `job`.
+
+        `submit`: also raise it if the environment or the files of this machine lack what the submission needs.
+        """
 
     def submit_command(self, file: str) -> tuple[str, ...]:
         """Return the command by which a person submits `file`."""

@@ -1,7 +1,7 @@
 """A node that fails before its agent is connected tells the others why, so that none of them waits for it.
 
-    node 0           if it fails, listens at the head's port for a while, and sends each node that connects the line
-    another node     if it fails, sends the line to node 0, at whose port the doctor's checks or the head listen
+    node 0           if it fails, listens at the head's port for a while, and sends this line to each node that connects
+    another node     if it fails, sends this line to node 0, at whose port the doctor's checks or the head listen
 
     {"node": 1, "nodes": 4, "failed": {"code": 2, "kind": "ConfigError", "message": "..."}}
     {"noted": true}            node 0 has read it

@@ -18,7 +18,7 @@ from kumi.errors import CommunicationError, DeviceMemoryError, KumiError
 from kumi.launch.control_folder import Failure, log_path
 from kumi.launch.watch import RankDeath, Watch
 
-PRIMARY, UNCLEAR, SECONDARY, UNKNOWN = range(4)  # classes of causes; the lowest class is the root cause
+PRIMARY, UNCLEAR, SECONDARY, UNKNOWN = range(4)  # classes of causes; the root cause is of the lowest class
 _TRACE_LINES = 12  # lines of a traceback in an error's message
 # The beginning of the names of the files with the last collectives of a rank, which NCCL writes when one times out.
 FLIGHT_RECORDER = "flight_recorder_"

@@ -171,8 +171,7 @@ def _indexed_job(job: LaunchJob, head: str, peers: Mapping[str, str]) -> dict[st
         "completions": job.nodes,
         "parallelism": job.nodes,
         "backoffLimitPerIndex": Noted(
-            job.launch.requeues,
-            "So many times a node that fails is started again under its number; then the job fails.",
+            job.launch.requeues, "Times that a node that fails is started again under its number; then the job fails."
         ),
         "maxFailedIndexes": 0,
         "podReplacementPolicy": Noted("Failed", "No second pod of a node while the first one still saves."),

@@ -156,7 +156,7 @@ def _present(environ: Mapping[str, str], *names: str) -> dict[str, str | int | N
 
 
 def _trainjob_part(environ: Mapping[str, str]) -> _Part | None:
-    """Read the variables that Kubeflow's TrainJob sets for torchrun; None without PET_NODE_RANK and PET_NNODES."""
+    """Read the variables that Kubeflow's TrainJob sets for torchrun; None if it sets no node's number and no count."""
     seen = _present(environ, "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NPROC_PER_NODE")
     if not {"PET_NODE_RANK", "PET_NNODES"} & set(seen):
         return None
@@ -220,7 +220,7 @@ def _slurm_address(name: str) -> str:
 
 
 def _skypilot_part(environ: Mapping[str, str]) -> _Part | None:
-    """Read the variables of a SkyPilot task; None without SKYPILOT_NODE_RANK and SKYPILOT_NUM_NODES."""
+    """Read the variables of a SkyPilot task; None if it sets neither a node's number nor the number of nodes."""
     names = ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE")
     seen = _present(environ, *names)
     if not set(names[:2]) & set(seen):
@@ -318,7 +318,7 @@ def launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables of launchers of ranks (3 in the module docstring) and kumi's own (2).
 
-    A process with these variables starts ranks of its own.
+    A process that gets the result as its environment can start ranks of its own.
     """
     launchers = {name for _, *names in _RANK_VARIABLES for name in names}
     placed = {*launchers, *_ADDRESS_VARIABLES, NODE, NODES, HEAD}

@@ -29,7 +29,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class RankDeath:
-    """The end of a rank whose function did not return."""
+    """The end of a rank whose function did not return, or whose process then failed."""
 
     rank: int
     at: float  # monotonic seconds
@@ -137,7 +137,7 @@ class Watch:
                 self._record_death(rank, None)
 
     def _record_death(self, rank: int, code: int | None) -> None:
-        """Note that the process of `rank` has ended; it counts as a death unless the rank's function returned."""
+        """Note that the process of `rank` has ended. It is a death unless the function returned, without an error code."""
         now = time.monotonic()
         self._alive.discard(rank)
         if code or not has_returned(self._control, rank):
