@@ -309,7 +309,7 @@ class Head:
         return plain_address(other.writer.get_extra_info("sockname")[0])
 
     def _note_end(self, report: Report) -> None:
-        """Note how a node ended. A failure, or a code other than 0 before all ranks began, ends the other nodes, too."""
+        """Note how a node ended. A failure, or a code other than 0 before all ranks began, also ends the other nodes."""
         if report.node in self._reports or self._verdict is not None:
             return
         self._reports[report.node] = report

@@ -137,7 +137,7 @@ class Watch:
                 self._record_death(rank, None)
 
     def _record_death(self, rank: int, code: int | None) -> None:
-        """Note that the process of `rank` has ended. It is a death unless the function returned, without an error code."""
+        """Note that the process of `rank` has ended: a death, unless its function returned without an error code."""
         now = time.monotonic()
         self._alive.discard(rank)
         if code or not has_returned(self._control, rank):
