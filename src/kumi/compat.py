@@ -89,6 +89,7 @@ def keep_integers_in_fsdp() -> None:
             param.param_dtype = None
 
     def init_sharded_param(param: Any, whole: Tensor, *args: Any) -> None:
+        """Shard an integer parameter as a parameter without gradients."""
         names: Any = _fsdp_param  # during the call, this module's nn.Parameter requires no gradient
         if not whole.dtype.is_floating_point:
             names.nn = SimpleNamespace(Module=nn.Module, Parameter=partial(nn.Parameter, requires_grad=False))

@@ -121,6 +121,7 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argp
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of all verbs."""
     parser = argparse.ArgumentParser(
         prog="kumi",
         allow_abbrev=False,

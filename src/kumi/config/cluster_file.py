@@ -56,6 +56,7 @@ class SourcedFigures(Section):
 
     @model_validator(mode="after")
     def _check_sourced_names(self) -> SourcedFigures:
+        """Refuse sources of figures that the table does not have."""
         figures = sorted(set(type(self).model_fields) - {"sources"})
         for name in self.sourced():
             if name not in figures:
@@ -90,6 +91,7 @@ class AttentionFile(Section):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> AttentionFile:
+        """Refuse lengths that do not increase."""
         lengths = [item.tokens for item in self.by_length]
         if lengths != sorted(set(lengths)):
             raise ValueError(f"by_length: tokens {lengths} do not increase; list the lengths from the shortest on")
@@ -190,6 +192,7 @@ class NodeFile(SourcedFigures):
 
     @model_validator(mode="after")
     def _check_spans(self) -> NodeFile:
+        """Refuse spans of links that do not increase, or do not fit the number of devices of a node."""
         spans = [link.span for link in self.links]
         if spans != sorted(set(spans)):
             raise ValueError(f"links: spans {spans} do not increase; list the links from the innermost outwards")

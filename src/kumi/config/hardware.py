@@ -132,6 +132,7 @@ def _links() -> Iterator[str]:
 
 
 def _speeds(link: LinkFile | NetworkFile) -> list[str]:
+    """Return the cells of bandwidth, latency and efficiency."""
     return [
         _mark(link, "bandwidth", write_bandwidth(link.bandwidth)),
         _mark(link, "latency", write_duration(link.latency)),
@@ -140,6 +141,7 @@ def _speeds(link: LinkFile | NetworkFile) -> list[str]:
 
 
 def _host(host: HostFile) -> list[str]:
+    """Return the cells of the host's memory, its bandwidth to a device, and its drives."""
     drives = "-"
     if host.nvme is not None and host.nvme_bandwidth is not None:
         drives = _mark(host, "nvme_bandwidth", write_bandwidth(host.nvme_bandwidth))

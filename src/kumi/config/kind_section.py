@@ -25,6 +25,7 @@ class KindSection(Section):
 
     @model_validator(mode="after")
     def _check_keys(self) -> KindSection:
+        """Refuse keys that the kind does not use, and values that contradict each other."""
         used = _keys_of(self.kinds[self.kind])
         for name in self.given:
             if name not in used:

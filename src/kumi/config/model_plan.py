@@ -110,6 +110,7 @@ def parse_gpus(text: str) -> dict[str, Any]:
 
 
 def _suggestion(name: str, count: str) -> str:
+    """Return the remedy for the unknown node `name`: similar presets with `count` devices, or all presets."""
     close = [preset for preset in preset_names() if name in preset] or get_close_matches(name, preset_names(), n=3)
     if close:
         return f"did you mean {' or '.join(f'{count}x{preset}' for preset in close)}?"

@@ -71,6 +71,7 @@ def _row(key: str, item: dict[str, Any], required: list[str]) -> str:
 
 
 def _default(value: Any) -> str:
+    """Return the cell of a key's default value."""
     if value is None:
         return "unset"
     text = str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, str) else str(value)

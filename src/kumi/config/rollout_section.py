@@ -65,6 +65,7 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RolloutSection:
+        """Refuse filters of tokens, and updates that do not divide the prompts."""
         if self.top_p != 1:
             raise ValueError(f"top_p={_renormalised(self.top_p)}")
         if self.top_k != 0:

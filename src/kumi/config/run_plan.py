@@ -119,6 +119,7 @@ def parse_plan(written: Mapping[str, Any], where: str) -> RunPlan:
 
 
 def _damaged(where: str, reason: str) -> RefusedError:
+    """Return the error that the plan in `where` is damaged."""
     return RefusedError(
         f"{where} is damaged ({reason}), so the layout of the run is not known; restore the file, or delete it to let "
         f"kumi choose a layout"

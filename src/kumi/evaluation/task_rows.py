@@ -80,6 +80,7 @@ def _text(task: TaskSection, place: str, row: Row, key: str) -> str:
 
 
 def _column(task: TaskSection, place: str, row: Row, key: str) -> Any:
+    """Return the column `key` of `row`. Raise ConfigError if the row does not have it."""
     if key not in row:
         raise ConfigError(
             f"task {task.name}: {place}: no column {key!r}; it has {', '.join(row)}; correct the row or the task"

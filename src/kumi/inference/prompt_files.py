@@ -123,6 +123,7 @@ class ReplyFile:
         return rest.startswith(start) or start.startswith(rest)
 
     def _add(self, file_line: int, raw: bytes) -> None:
+        """Note the reply in a line of the file. Raise RefusedError for a line that this job would not write."""
         try:
             record = strict_json(raw)
             line, sample = int(record["line"]), int(record["sample"])

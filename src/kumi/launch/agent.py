@@ -218,6 +218,7 @@ class HeadLink:
             )
 
     def _receive(self, message: dict[str, Any]) -> None:
+        """Store a message of the head for `_await`. A stop or a verdict ends the work of this node."""
         kind = message["type"]
         with self._changed:
             self._arrived[kind] = message

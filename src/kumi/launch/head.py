@@ -124,6 +124,7 @@ class _Agent:
     trains: bool = False
 
     def send(self, message: Mapping[str, Any]) -> None:
+        """Send `message` to the agent, unless its connection is closing."""
         if not self.writer.is_closing():
             self.writer.write(encode(dict(message)))
 
@@ -176,6 +177,7 @@ class Head:
         return not self._agents or seconds > _LEAVE_SECONDS
 
     def _note_absent(self) -> None:
+        """Say for which nodes the head waits."""
         absent = sorted(set(range(self._nodes)) - self._seen)
         if absent and self._verdict is None:
             with suppress(OSError):
@@ -309,7 +311,7 @@ class Head:
         return plain_address(other.writer.get_extra_info("sockname")[0])
 
     def _note_end(self, report: Report) -> None:
-        """Note how a node ended. A failure, or a code other than 0 before all ranks began, also ends the other nodes."""
+        """Note how a node ended. A failure, or a code other than 0 before all ranks began, ends the other nodes."""
         if report.node in self._reports or self._verdict is not None:
             return
         self._reports[report.node] = report

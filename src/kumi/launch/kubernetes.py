@@ -149,6 +149,7 @@ def _config_map(job: LaunchJob) -> dict[str, Any]:
 
 
 def _service(job: LaunchJob) -> dict[str, Any]:
+    """Return the Service by which the name of each pod resolves."""
     spec = {
         "clusterIP": Noted("None", "Headless: names of pods instead of one address for all."),
         "publishNotReadyAddresses": Noted(True, "The name of node 0 must resolve before its pod is ready."),
@@ -297,6 +298,7 @@ def _pod(job: LaunchJob, place: list[dict[str, Any]], peers: Mapping[str, str]) 
 
 
 def _image(job: LaunchJob) -> str | Noted:
+    """Return the image of the container, or a placeholder for it."""
     image = job.launch.kubernetes.image
     if image is not None:
         return image
@@ -345,6 +347,7 @@ def _user(job: LaunchJob) -> dict[str, Any]:
 
 
 def _mounts(job: LaunchJob) -> list[dict[str, Any]]:
+    """Return where the container sees the volumes of `_volumes`."""
     volumes = [
         {"name": f"volume-{number}", "mountPath": path} for number, path in enumerate(job.launch.kubernetes.volumes)
     ]

@@ -102,6 +102,7 @@ def _scalar(value: str | int | bool | Null) -> str:
 
 
 def _escape(char: str) -> str:
+    """Return `char` as YAML writes it between double quotes."""
     if char in '"\\':
         return f"\\{char}"
     if char == "\n":

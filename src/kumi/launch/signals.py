@@ -117,6 +117,7 @@ def hang_up_with_stdin() -> None:
 
 
 def _await_end_of_stdin() -> None:
+    """Read standard input until it ends, then send SIGHUP to the main thread."""
     signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)  # only the main thread receives signals
     try:
         while os.read(0, 4096):

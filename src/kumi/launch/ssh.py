@@ -180,6 +180,7 @@ def _is_alive(record: LaunchRecord) -> bool:
 
 
 def _output(record: LaunchRecord) -> str:
+    """Return the output of the script; "" if there is none, or if it is too long."""
     try:
         return read_regular(record.folder / _OUTPUT, _OUTPUT_BYTES).decode(errors="replace")
     except (OSError, ValueError):

@@ -134,6 +134,7 @@ class _Part:
 
     @property
     def present(self) -> bool:
+        """True if the source says anything."""
         return any(value is not None for value in self.seen.values())
 
     def read(self, node: str, nodes: str | None = None, head: str | None = None) -> _Part:
@@ -264,6 +265,7 @@ def _complete(parts: list[_Part]) -> Standing | None:
 
 
 def _half_set_error(parts: list[_Part], reason: str) -> ConfigError:
+    """Return the error that `parts` do not describe the place of a node, for the given reason."""
     seen = ", ".join(
         f"{name}={' '.join(str(value).split())}"
         for part in parts
@@ -281,6 +283,7 @@ def _join_address(host: str, port: str) -> str:
 
 
 def _parse_address(text: str, parts: list[_Part]) -> HeadAddress:
+    """Return the address HOST:PORT in `text`. `parts`: for the error if it is none."""
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([\w.-]+)):(\d{1,5})", text, re.ASCII)
     if match is None or not 0 < int(match[3]) < 65_536:
         raise _half_set_error(parts, f"the head {text!r} is not HOST:PORT, or [ADDRESS]:PORT for IPv6")
@@ -341,6 +344,7 @@ def _is_number(text: str) -> bool:
 
 
 def _invalid_rank(environ: Mapping[str, str], launcher: str, names: tuple[str, ...]) -> LayoutError:
+    """Return the error that the variables `names` of `launcher` do not describe a rank."""
     required = (*names, *_ADDRESS_VARIABLES)
     present = ", ".join(f"{name}={environ[name]}" for name in required if name in environ)
     missing = [name for name in required if not environ.get(name)]
@@ -396,6 +400,7 @@ def socket_variables(interface: str | None, host: str, environ: Mapping[str, str
 
 
 def _has_ipv6_only(host: str) -> bool:
+    """Return True if the name or address `host` has IPv6 addresses alone."""
     try:
         families = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:

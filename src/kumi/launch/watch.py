@@ -93,6 +93,7 @@ class Watch:
             os.close(handle)
 
     def _run(self) -> None:
+        """Watch until the block ends: find the ranks, release them once all have started, and note their deaths."""
         signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)  # only the main thread receives signals, which wake it
         while not self._ended.is_set():
             if len(self._pids) < self._nproc:
@@ -108,6 +109,7 @@ class Watch:
             self._decide(time.monotonic())
 
     def _find_ranks(self) -> None:
+        """Note the processes of ranks that have announced themselves in the control folder since the last call."""
         for rank, pid in read_pids(self._control).items():
             if rank in self._pids:
                 continue
@@ -127,6 +129,7 @@ class Watch:
             time.sleep(seconds)
 
     def _note_deaths(self) -> None:
+        """Record the ranks that have ended since the last call."""
         handles = {handle: rank for rank, handle in self._handles.items()}
         for handle in _ended_processes(handles, 0):
             code = _exit_code(handle)
@@ -170,6 +173,7 @@ class Watch:
             os.kill(os.getpid(), self._agent_signal)
 
     def _send(self, rank: int, signum: signal.Signals) -> None:
+        """Send a signal to `rank`, if it has not ended."""
         try:
             if rank in self._handles:
                 signal.pidfd_send_signal(self._handles[rank], signum)
