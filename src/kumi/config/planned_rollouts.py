@@ -1,7 +1,7 @@
-"""The rollouts of a run for the planner, with the lengths of prompts and replies: measured, given, or else their bound.
+"""The rollouts of a run for the planner, with the lengths of prompts and replies: measured, given, or else the largest.
 
-    prompts   the prepared data's; else rollout.prompt_tokens; else all that a row leaves beside the longest reply
-    replies   those of the run's own steps; else rollout.reply_tokens; else rollout.max_new_tokens
+    prompts   of the prepared data; else rollout.prompt_tokens; else all that a row leaves beside the longest reply
+    replies   of the run's rollouts so far; else rollout.reply_tokens; else rollout.max_new_tokens
 
 Nothing here prepares data.
 """

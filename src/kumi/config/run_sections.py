@@ -138,7 +138,7 @@ class SampleSection(Section):
     @field_validator("prompts", mode="before")
     @classmethod
     def _check_prompts(cls, value: Any) -> Any:
-        # Before the two types are tried, whose errors would name types instead of values.
+        # This runs before pydantic tries the two types of the key, whose errors would name types instead of values.
         is_list = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
         if not is_list and not (isinstance(value, str) and value):
             raise ValueError(f"must be a list of texts, or the name of a file, got {value!r}")

@@ -1,4 +1,4 @@
-"""The learning rate of a run file that names none: that of the objective, where pretrained weights are trained.
+"""The learning rate of a run file that sets none: the usual rate of its objective, if pretrained weights are trained.
 
 `Objective.usual_lr` is for runs that train all weights. Adapters, which begin at zero, take ten times as much.
 """

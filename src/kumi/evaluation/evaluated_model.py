@@ -222,7 +222,7 @@ class EvaluatedModel:
 
 
 def lead(model: EvaluatedModel, work: Callable[[EvaluatedModel], T]) -> T | None:
-    """Return work(model) on rank 0, while the other ranks compute its units; None on these. Every rank must call it."""
+    """Return work(model) on rank 0; on the other ranks, compute its units and return None. Every rank must call it."""
     if model.mesh.rank != 0:
         while (unit := _receive(model.mesh)) is not None:
             model.execute(unit)

@@ -1,4 +1,4 @@
-"""A digest of a model's content: two models have the same one only if they have the same weights."""
+"""A digest of a model's content: two models have the same digest only if they have the same weights."""
 
 from __future__ import annotations
 

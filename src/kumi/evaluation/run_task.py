@@ -45,8 +45,8 @@ def open_task(task: TaskSection) -> OpenTask:
 def encode_prompts(task: OpenTask, chat: PromptEncoder | None) -> OpenTask:
     """Return `task` with its prompts encoded as conversations, if it asks for that.
 
-    `chat`: None for a model without a chat template, which such a task cannot use. Raise ConfigError for that, and for
-    a prompt that the template refuses.
+    `chat`: encodes conversations; None for a model without a chat template. Raise ConfigError if the task then asks for
+    conversations, and for a prompt that the template refuses.
     """
     name = task.section.name
     if not task.section.chat:

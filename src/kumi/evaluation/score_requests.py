@@ -115,7 +115,7 @@ def pack_requests(
 def _groups(requests: Sequence[Request], share: bool) -> list[list[int]]:
     """Return the indices of requests in groups that share a context; a request that shares none is a group of its own.
 
-    A group of several has at most `ROW_TOKENS` positions, or twice those of its context if that is more.
+    A group of several requests has at most `ROW_TOKENS` positions, or twice the tokens of its context if that is more.
     """
     groups: list[list[int]] = []
     latest: dict[tuple[int, ...], int] = {}

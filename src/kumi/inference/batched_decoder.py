@@ -5,7 +5,7 @@ forward pass has one token of each active slot. A slot whose reply has ended is 
 that replies of different lengths do not wait for each other. Active slots are always the first ones: the last active
 slot moves into a gap.
 
-Every data-parallel rank answers its own share of the prompts; ranks of tp answer the same ones together. The noise of
+Every data-parallel rank answers its own share of the prompts; its tensor-parallel ranks compute together. The noise of
 sampling is a function of seed, prompt, sample and position (`kumi.inference.noise`), so replies do not depend on the
 layout, the number of slots or the order in which slots are filled.
 """
@@ -96,7 +96,7 @@ class BatchedDecoder:
     """Generates with `decoder`.
 
     `slots`: sequences that are decoded at once, on each data-parallel rank.
-    `mesh`: that of `decoder`; None for a model on one device. Raises LayoutError for pp and cp.
+    `mesh`: the mesh of `decoder`; None for a model on one device. Raises LayoutError for pp and cp.
     `max_length`: positions of a slot; None for as many as the prompts and `max_new_tokens` need.
     `decode_text`: returns the text of token ids; needed for stop strings.
     """
@@ -149,7 +149,7 @@ class BatchedDecoder:
         samples: int | Sequence[Sequence[int]],
         on_token: OnToken | None,
     ) -> Iterator[Reply]:
-        """Yield the replies as `generate` does, in the modes that it has set."""
+        """Yield the replies as `generate` does, which calls this without gradients."""
         limit = self._check(prompts, sampling)
         share = self._share(len(prompts))
         waiting = deque(
@@ -179,8 +179,8 @@ class BatchedDecoder:
     ) -> Iterator[Reply]:
         """Yield the reply to `prompt`, as `generate` does, on one device.
 
-        Only those tokens of `prompt` are computed that `conversation` lacks. Afterwards it has the tokens of this turn,
-        also if the turn is interrupted.
+        Only those tokens of `prompt` are computed that `conversation` lacks. Afterwards `conversation` has the tokens
+        of this turn, also if the turn is interrupted.
         """
         assert self.mesh is None, "a conversation is on one device"
         limit = self._check([prompt], sampling)

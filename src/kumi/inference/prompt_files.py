@@ -179,9 +179,9 @@ def open_replies(path: Path, settings: str) -> Iterator[ReplyFile]:
 
 
 def reply_record(row: PromptRow, ids: Sequence[int], reply: TextReply) -> dict[str, Any]:
-    """Return the line for a reply to `row`, the prompt `ids`: the prompt, the text, and why it ended.
+    """Return the line for a reply to `row`, the prompt `ids`: the prompt, the text, and why the reply ended.
 
-    A column "id" of the prompt's row is in it, too.
+    A column "id" of the prompt's row is in the line, too.
     """
     extra = {"id": row.columns["id"]} if "id" in row.columns else {}
     return {

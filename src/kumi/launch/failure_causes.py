@@ -1,4 +1,4 @@
-"""Find the rank whose failure caused the others, and the error to show for it.
+"""Find the rank whose failure caused the failures of the other ranks, and the error to show for it.
 
 Causes are of four classes. A primary failure is an error of the rank itself, or a signal that killed the rank. An
 unclear death is an exit that a failing peer may have caused: by SIGABRT, by SIGTERM, or with an unknown code. A

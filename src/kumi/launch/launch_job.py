@@ -31,9 +31,11 @@ from kumi.units import parse_bytes, parse_duration
 HEAD_PORT = 29400
 # Folder of a launcher's files: in the run folder if the nodes share this machine's files, else where kumi runs.
 LAUNCH_FOLDER = "launch"
-# Exit codes after which the same command may continue: a lost node, asked to save, terminated after saving.
+# Exit codes after which the same command may continue the run: a node was lost, the run saved because it was asked to,
+# the run was terminated after it saved.
 RESUMABLE_CODES = (7, 75, 143)
-# Exit codes that the same command would end with again: refused, bad data, does not fit, diverged.
+# Exit codes with which the same command would end again: a refused file or key, bad data, too little memory, a loss
+# that diverged.
 HOPELESS_CODES = (2, 3, 4, 6)
 _PLACEHOLDER = re.compile(r"REPLACE-WITH-[A-Z]+(?:-[A-Z]+)*")
 # A label of a host name has at most 63 characters, and launchers append "-node-0-" and a number to the job's name.
@@ -47,7 +49,7 @@ class LaunchJob:
     - `name`: of the run; any text of one line.
     - `nodes`, `devices_per_node`: machines, and ranks of each.
     - `device`, `device_kind`: name of the device, and "cuda" or "cpu".
-    - `program`: the command that is kumi on a node.
+    - `program`: the words of a command that start kumi on a node.
     - `run_file`, `overrides`: arguments of `kumi train`; `run_text` is the content of the run file.
     - `folder`: working directory on the nodes, unless the launcher has another one.
     - `out`: the run folder, `train.out`; relative to the working directory.

@@ -171,7 +171,7 @@ def _run_under_agent(
                 link.cause = cause
             raise cause.error
     finally:
-        for name in set(os.environ) - set(environ_before):  # one of these variables is set by the agent
+        for name in set(os.environ) - set(environ_before):  # the variables above, and one that torch's agent sets
             del os.environ[name]
 
 

@@ -192,6 +192,6 @@ def _node(job: LaunchJob) -> list[str]:
     launch = job.launch
     lines = [f"cd -- {path_word(launch.ssh.folder or job.folder)} || exit 2"]
     lines += [] if launch.env_file is None else read_secrets(launch.env_file).strip().splitlines()
-    # The nodes end when their standard input does: an ssh that is killed leaves its command running.
+    # The nodes end when their standard input ends, because an ssh client that is killed leaves its command running.
     lines += [*launch.setup, f"exec {shlex.join(job.command)} --end-with-stdin"]
     return [f"    {line}" if line else "" for line in lines]

@@ -205,7 +205,7 @@ def first_host(hosts: str) -> str:
 
 
 def _slurm_address(name: str) -> str:
-    """Return the address of the node `name`; Slurm's own address of it where no name server knows the name."""
+    """Return `name`, the name of a node; if no name server knows the name, the node's address in Slurm's own table."""
     try:
         socket.getaddrinfo(name, None)
         return name

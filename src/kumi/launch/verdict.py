@@ -85,7 +85,7 @@ def failure_message(report: Report, nodes: int) -> dict[str, Any]:
 def early_failure(message: Mapping[str, Any], nodes: int, now: float) -> Report | None:
     """Return the report in the `message` that `failure_message` made for a run of `nodes`; None for any other message.
 
-    `now`: the monotonic time at which it came.
+    `now`: the monotonic time at which the message came.
     """
     node, failed = message.get("node"), message.get("failed")
     if type(node) is not int or not 0 <= node < nodes or message.get("nodes") != nodes or not isinstance(failed, dict):
