@@ -29,7 +29,8 @@ from kumi.spec.rollout import LengthSource, RolloutSpec
 if TYPE_CHECKING:
     from kumi.data import Store
 
-# Rollout batches of a run whose lengths are averaged: the latest ones, because the policy changes.
+# The number of the latest rollout batches whose lengths of replies are averaged: the policy changes, and older batches
+# say less.
 _BATCHES = 10
 
 

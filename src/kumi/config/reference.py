@@ -32,6 +32,7 @@ def run_file_page() -> str:
     return "\n".join(parts) + "\n"
 
 
+# Title of a further table -> the class of the sections whose keys it lists.
 _NESTED = {
     "A source, in `data.sources`": "SourceSection",
     "A tokenizer to train, as `data.tokenizer`": "TrainedTokenizer",

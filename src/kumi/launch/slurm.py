@@ -211,6 +211,7 @@ def _slurm_time(seconds: int) -> str:
 # This task of a job array; the number of the array alone would mean all of its tasks.
 _TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 
+# Parts of the script: the address of node 0, the wait for srun, and the end of a job of a chain.
 _HEAD = """
 # Node 0 is the first of the job. Its name may resolve on the nodes only by Slurm's own table.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
