@@ -78,7 +78,8 @@ def _description(kinds: Mapping[str, type[Any]], name: str) -> str:
 def _with_uses(text: str, kinds_of: Mapping[Any, list[str]], *, everywhere: bool) -> str:
     """Return `text` with the uses of a key in brackets, such as "A threshold (`grpo`, `ppo`: 0.2; `cispo`: 0.5)."
 
-    `kinds_of`: default value -> the kinds with that default. `everywhere`: all kinds use the key, so none is named.
+    `kinds_of`: default value -> the kinds with that default. `everywhere`: all kinds use the key with this
+    text, so no kind is named.
     """
     uses = []
     for default, kinds in kinds_of.items():
