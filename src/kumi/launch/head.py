@@ -188,7 +188,12 @@ class Head:
         for node, agent in list(self._agents.items()):
             limit = self._lost_after if agent.trains else _IDLE_SECONDS
             if now - agent.heard > limit and node not in self._reports:
-                self._lose(node, agent.heard, f"node {node} has been silent for {limit:g} s: it hangs or is cut off")
+                self._lose(
+                    node,
+                    agent.heard,
+                    f"node {node} has been silent for {limit:g} s: it hangs or is cut off; see its output, and run the "
+                    f"same command again to resume from the last checkpoint",
+                )
         if os.getppid() != self._parent and 0 not in self._reports and 0 not in self._agents:
             self._lose(0, now, _died_message(0))
         absent = sorted(set(range(self._nodes)) - self._seen)
