@@ -33,6 +33,7 @@ class Capability(NamedTuple):
     below: tuple[int, int] = (999, 0)
 
 
+# What `can` may be asked -> which GPUs have it.
 CAPABILITIES = {
     "packed flash attention": Capability((8, 0), True, "attention with a mask of all pairs of tokens"),
     "flash attention 3": Capability((9, 0), False, "PyTorch's flash attention", below=(10, 0)),

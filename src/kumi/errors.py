@@ -18,6 +18,7 @@ Codes 75 (saved, please run again), 130 (Ctrl-C, saved) and 143 (SIGTERM, saved)
 
 from __future__ import annotations
 
+# Exit codes that are not errors.
 OK = 0
 REQUEUE = 75
 INTERRUPTED = 130

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# The machine's memory, the control groups of this process, and the folder where control groups are mounted.
 _MEMINFO, _GROUPS, _MOUNT = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 # For version 2 and version 1 of control groups: the file with a group's limit of memory, the file with its memory in

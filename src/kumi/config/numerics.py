@@ -37,7 +37,7 @@ from kumi.spec.numerics import (
     parse_numerics,
 )
 
-_VARIABLE = "KUMI_NUMERICS"
+_VARIABLE = "KUMI_NUMERICS"  # of the environment; it replaces the measured numerics of this machine
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from kumi.convert import kumi_checkpoint
 from kumi.files.untrusted import inside, open_stream
 from kumi.inference.model_files import ModelFiles
 
-_BLOCK = 1 << 22
+_BLOCK = 1 << 22  # bytes that are read at a time
 
 
 def model_digest(files: ModelFiles) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kumi.errors import ConfigError
 
-_SECONDS = 120.0
+_SECONDS = 120.0  # a program that takes longer has failed
 
 
 def run_cluster_command(command: Sequence[str], *, may_fail: bool = False, stdin: str = "") -> str:

@@ -21,7 +21,7 @@ from kumi.launch import signals
 from kumi.launch.control_folder import Failure, announce_rank, log_path, ranks_released, report_failure, report_return
 from kumi.launch.failure_causes import is_secondary
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # prctl's number for "the signal of the parent's death"
 
 
 @dataclass(frozen=True)

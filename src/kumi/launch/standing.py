@@ -36,7 +36,7 @@ _RANK_VARIABLES = (
     ("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
-_ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+_ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")  # torch's names of the address of rank 0
 NODE, NODES, HEAD = "KUMI_NODE", "KUMI_NODES", "KUMI_HEAD"
 # Ports of heads that nobody chose: below those that the kernel gives to outgoing connections.
 _FIRST_PORT, _PORTS = 20_000, 10_000

@@ -20,8 +20,8 @@ from typing import Protocol
 from kumi.launch.control_folder import has_returned, read_pids, release_ranks
 from kumi.launch.signals import EXIT_CODES, StopFlag
 
-_POLL_SECONDS = 0.05
-_START_SECONDS = 0.01  # between polls until all ranks have started
+_START_SECONDS = 0.01  # between polls until the ranks may begin
+_POLL_SECONDS = 0.05  # between polls after that
 # The rank that failed first may not be the first to report: a dying rank gets this long to report its failure.
 _SETTLE_SECONDS = 3.0
 _NEVER = float("inf")
@@ -213,6 +213,7 @@ def _is_running(pid: int) -> bool:
     return True
 
 
+# The kernel's letters of unusual states.
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for a disk or a network file system"}
 
 
