@@ -1,4 +1,4 @@
-"""What a device can do, asked of the device and not by its name. What only CUDA has is in this file.
+"""What a device can do. All that only CUDA has is in this file.
 
 PyTorch calls the GPUs of AMD "cuda", too, in its builds for ROCm, and their numbers of compute capability are not
 NVIDIA's. So a feature asks `can` for what it needs, by a row of `CAPABILITIES`, and takes its plain path where the
@@ -33,6 +33,7 @@ class Capability(NamedTuple):
     below: tuple[int, int] = (999, 0)
 
 
+# What `can` may be asked -> which GPUs have it.
 CAPABILITIES = {
     "packed flash attention": Capability((8, 0), True, "attention with a mask of all pairs of tokens"),
     "flash attention 3": Capability((9, 0), False, "PyTorch's flash attention", below=(10, 0)),

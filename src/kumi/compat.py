@@ -1,4 +1,5 @@
-"""Differences between PyTorch 2.11, 2.12 and 2.13. No other module depends on PyTorch's version."""
+"""Functions of PyTorch that differ between 2.11, 2.12 and 2.13, or that are private. No other module depends on
+PyTorch's version."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def name_of_group(args: tuple[Any, ...]) -> str:
 def keep_integers_in_fsdp() -> None:
     """Let FSDP2 shard integer parameters and gather them in their dtype.
 
-    2.11 asks for gradients of every shard at first, and casts integers to `MixedPrecisionPolicy.param_dtype`.
+    2.11 makes each shard a parameter that at first requires a gradient, which integers cannot, and casts integers to
+    `MixedPrecisionPolicy.param_dtype`.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -87,7 +89,8 @@ def keep_integers_in_fsdp() -> None:
             param.param_dtype = None
 
     def init_sharded_param(param: Any, whole: Tensor, *args: Any) -> None:
-        names: Any = _fsdp_param
+        """Shard an integer parameter as a parameter without gradients."""
+        names: Any = _fsdp_param  # during the call, this module's nn.Parameter requires no gradient
         if not whole.dtype.is_floating_point:
             names.nn = SimpleNamespace(Module=nn.Module, Parameter=partial(nn.Parameter, requires_grad=False))
         try:
@@ -101,7 +104,7 @@ def keep_integers_in_fsdp() -> None:
 
 
 def reshards_after_forward(module: nn.Module) -> bool:
-    """Return True if the FSDP2 unit `module` frees its gathered parameters after each forward pass."""
+    """Return True if `module`, wrapped by `fully_shard`, frees its gathered parameters after each forward pass."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return any(group is not None and group.post_forward_mesh_info is not None for group in groups)

@@ -18,6 +18,7 @@ Codes 75 (saved, please run again), 130 (Ctrl-C, saved) and 143 (SIGTERM, saved)
 
 from __future__ import annotations
 
+# Exit codes that are not errors.
 OK = 0
 REQUEUE = 75
 INTERRUPTED = 130
@@ -42,6 +43,8 @@ class KumiError(Exception):
 
 
 class ConfigError(KumiError):
+    """A run file, a flag or a path that cannot be used."""
+
     exit_code = 2
 
 
@@ -58,6 +61,8 @@ class RefusedError(ConfigError):
 
 
 class DataError(KumiError):
+    """A record that cannot be read."""
+
     exit_code = 3
 
 
@@ -66,20 +71,30 @@ class NothingTrainedError(DataError):
 
 
 class FitError(KumiError):
+    """A plan that does not fit the device."""
+
     exit_code = 4
 
 
 class DeviceMemoryError(KumiError):
+    """A device that ran out of memory during a step."""
+
     exit_code = 5
 
 
 class DivergedError(KumiError):
+    """A loss that is not finite, or float16 gradients that keep overflowing."""
+
     exit_code = 6
 
 
 class CommunicationError(KumiError):
+    """A rank that died, a collective that timed out, or an upload that failed."""
+
     exit_code = 7
 
 
 class SaveError(KumiError):
+    """A checkpoint that could not be written during the run."""
+
     exit_code = 8

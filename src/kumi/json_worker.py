@@ -40,7 +40,7 @@ class JsonWorker:
         assert self._process.stdin
         assert self._process.stdout
         self._jobs, self._answers = self._process.stdin, self._process.stdout
-        self._rest = b""
+        self._rest = b""  # the beginning of a line that is not complete yet
 
     @property
     def pid(self) -> int:

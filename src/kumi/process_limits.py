@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# The machine's memory, the control groups of this process, and the folder where control groups are mounted.
 _MEMINFO, _GROUPS, _MOUNT = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 # For version 2 and version 1 of control groups: the file with a group's limit of memory, the file with its memory in
@@ -70,6 +71,7 @@ def _left_in_groups(groups: Path, mount: Path) -> Iterator[int]:
 
 
 def _left(group: Path, limit_file: str, use_file: str, reclaimable: str) -> Iterator[int]:
+    """Yield the bytes that the control group in the folder `group` has left, if it has a limit; see `_FILES`."""
     try:
         limit, use = (group / limit_file).read_text().strip(), int((group / use_file).read_text())
         lines = [line.split() for line in (group / "memory.stat").read_text().splitlines()]

@@ -17,7 +17,7 @@ from kumi.units import format_bytes, format_seconds
 # Seconds before progress is first shown, and seconds between lines.
 PATIENCE, LINE_EVERY = 2.0, 10.0
 
-Format = Callable[[float], str]
+Format = Callable[[float], str]  # from an amount to its text
 
 
 class Update(Protocol):

@@ -83,6 +83,7 @@ class _SafeStream(io.FileIO):
     warned = False
 
     def write(self, data: Any) -> int:
+        """Write `data`, and return its length even if it had to be dropped."""
         try:
             return super().write(data) or 0
         except BrokenPipeError:

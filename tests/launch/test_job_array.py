@@ -50,8 +50,8 @@ def test_any_text_is_a_name(tmp_path, text):
 @pytest.mark.parametrize(
     ("array", "words"),
     [
-        ([["train.out=a"], ["train.out=./a"]], r"array.1: train.out=.*a is that of run 0, too"),
-        ([["train.seed=1"], ["train.out=runs/tiny-0"]], r"array.1: train.out=runs/tiny-0 is that of run 0, too"),
+        ([["train.out=a"], ["train.out=./a"]], r"array.1: train.out=.*a is also the folder of run 0"),
+        ([["train.seed=1"], ["train.out=runs/tiny-0"]], r"array.1: train.out=runs/tiny-0 is also the folder of run 0"),
         ([["cluster.nodes=4"]], r"array.0: it changes \[launch\] or \[cluster\], which all runs of a job share"),
         ([["launch.cpus=4"]], r"array.0: it changes \[launch\]"),
         ([["train.sed=1"]], r"array.0: train.sed: unknown key; did you mean 'seed'"),

@@ -119,7 +119,7 @@ def test_a_written_file_is_not_overwritten_once_it_is_edited(programs, tmp_path,
     kumi(capsys, "launch", "slurm", "run.toml", "--out", "jobs")
     file.write_text(file.read_text() + "# mine\n")
     assert main(["launch", "slurm", "run.toml", "--out", "jobs"]) == 2
-    assert "has another content and is not overwritten" in capsys.readouterr().err
+    assert "has other text than kumi would write, and is not overwritten" in capsys.readouterr().err
     assert file.read_text().endswith("# mine\n")
 
 

@@ -91,7 +91,7 @@ def test_the_auxiliary_loss_is_reported_and_does_not_depend_on_microbatches(fold
     [
         (
             {"balance": "aux", "balance_coef": 0.0},
-            "model.balance='aux' with a loss of weight 0: the config.json of this deepseek_v3",
+            "model.balance='aux' with a loss of weight 0, from model.balance_coef or the config.json of this",
         ),
         (
             {

@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    """Parse the arguments and run the verb, as `main` does."""
     if argv is None:
         make_output_safe()
     parser = _parser()
@@ -88,6 +89,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    """Run the verb and return its exit code. Print an error as one line, unless KUMI_DEBUG is set."""
     try:
         return int(arguments.run_verb(arguments))
     except KumiError as error:
@@ -119,6 +121,7 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argp
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of all verbs."""
     parser = argparse.ArgumentParser(
         prog="kumi",
         allow_abbrev=False,

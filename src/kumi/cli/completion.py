@@ -51,6 +51,7 @@ def _keys(schema: dict[str, Any], properties: dict[str, Any], above: str = "") -
 
 
 def _resolved(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
+    """Return `node` of the JSON schema, or the definition to which it refers."""
     reference = node.get("$ref")
     resolved: dict[str, Any] = schema["$defs"][reference.rpartition("/")[2]] if reference else node
     return resolved

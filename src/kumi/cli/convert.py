@@ -103,7 +103,7 @@ def _convert(arguments: Namespace) -> tuple[str, str, str]:
         )
         return exported.to, exported.chosen, exported.message
     if arguments.checkpoint is not None:
-        model_of(source, arguments.checkpoint)  # raises the reason
+        model_of(source, arguments.checkpoint)  # raises ConfigError: only the folder of a run has checkpoints to choose
     if arguments.to == "adapter":
         raise ConfigError(f"--to adapter: {source} is not the folder of a run; name a run that trains adapters")
     from kumi.convert import convert
@@ -122,6 +122,7 @@ def _folder(arguments: Namespace) -> Path:
 
 
 def _verifies(arguments: Namespace) -> bool:
+    """Return True if the result is verified: with --verify, or before a push."""
     return arguments.verify or (arguments.push is not None and not arguments.unverified)
 
 

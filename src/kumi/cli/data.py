@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kumi.config import ResolvedRun
     from kumi.data import Store
 
-_SHOWN = 3  # units that `show` prints by default
+_SHOWN = 3  # examples that `show` prints by default
 
 
 def add(verbs: Any) -> None:

@@ -132,6 +132,7 @@ def _require_gpu() -> None:
 
 
 def _seconds(text: str) -> float:
+    """Return `text` as a positive number of seconds, at most an hour."""
     if not text.replace(".", "", 1).isdecimal() or not 0 < float(text) <= 3600:
         raise argparse.ArgumentTypeError(f"must be a number of seconds up to 3600, got {text!r}")
     return float(text)

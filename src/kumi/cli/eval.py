@@ -167,6 +167,7 @@ def _name(file: str) -> str:
 
 
 def _print(results: list[dict[str, Any]]) -> None:
+    """Print the table of results, and notes about the models below it."""
     from kumi.evaluation.result_table import result_table, results_from_plain
     from kumi.report.run_description import make_console
 

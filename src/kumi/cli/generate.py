@@ -133,6 +133,7 @@ def _show(text: str) -> None:
 
 
 def _chat(generation: Generation) -> int:
+    """Chat in the terminal. Return the exit code."""
     from kumi.inference.chat_session import chat
 
     with suppress(ImportError):

@@ -77,6 +77,7 @@ def recipe_files(name: str, out: str) -> dict[str, str]:
 
 
 def _list(arguments: Namespace) -> int:
+    """Print the recipes. Return the exit code."""
     if arguments.json:
         arguments.write_json({"recipes": recipes()})
         return OK

@@ -94,6 +94,7 @@ def run(arguments: Namespace) -> int:
 def _job(
     launcher: ClusterLauncher, config: RunConfig, run_file: str, overrides: list[str], out: str | None
 ) -> LaunchJob:
+    """Return the job of the run `config`. `out`: the folder for the launcher's file; None for the usual one."""
     from kumi.config.cluster_source import cluster_spec
     from kumi.files.untrusted import RUN_FILE, read_regular
     from kumi.launch.cluster_launchers import files_folder

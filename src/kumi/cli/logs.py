@@ -20,7 +20,7 @@ def add(verbs: Any) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Print the output by the launcher's own command. Return its exit code."""
+    """Print the output by the launcher's own command. Return the exit code of that command."""
     from kumi.config import load
     from kumi.launch.cluster_launchers import submitted_job
 

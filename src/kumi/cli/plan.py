@@ -92,6 +92,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _plan(arguments: Namespace) -> int:
+    """Plan training, print the report and write the requested files. Return the exit code."""
     from kumi.cli.plan_files import write_files
     from kumi.cli.plan_sizes import print_sizes
     from kumi.config import plan_input

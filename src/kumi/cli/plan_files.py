@@ -84,6 +84,7 @@ def _write_run_file(arguments: Namespace, config: PlanConfig, report: Report) ->
 
 
 def _write_export(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
+    """Write the configuration of another trainer."""
     if arguments.export:
         from kumi.config.optim_section import choose_optim
         from kumi.config.run_length import run_steps

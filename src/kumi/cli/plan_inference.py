@@ -43,7 +43,12 @@ def add_inference_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--context", type=positive, metavar="N", help="tokens of a sequence, prompt and reply; default 4096"
     )
-    group.add_argument("--prompts", type=positive, metavar="N", help="time to answer N prompts, slots being refilled")
+    group.add_argument(
+        "--prompts",
+        type=positive,
+        metavar="N",
+        help="time to answer N prompts; a reply that ends makes room for the next prompt",
+    )
     group.add_argument(
         "--prompt-tokens", type=positive, metavar="N", help="with --prompts: tokens of each, default 512"
     )

@@ -26,7 +26,7 @@ def run(arguments: Namespace) -> int:
     launcher, record = submitted_job(config)
     state = launcher.state(record)
     output = train_output(config)
-    step = output.metrics.get("step", 0)  # in metrics.jsonl, which has steps since the last checkpoint, too
+    step = output.metrics.get("step", 0)  # the last step in metrics.jsonl, which may be after the last checkpoint
     if arguments.json:
         progress = {"step": step, "saved_step": output.global_step, "max_steps": output.max_steps}
         described = {"kind": record.kind, "id": record.id, "state": state.word, "detail": state.detail}

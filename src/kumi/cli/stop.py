@@ -28,7 +28,7 @@ def run(arguments: Namespace) -> int:
     config = load(arguments.run, arguments.overrides)
     launcher, record = submitted_job(config)
     out = run_folder(config)
-    assert out is not None, "a run has [train]"
+    assert out is not None, "a configuration that `load` returns has [train]"
     sentence = launcher.stop(record, out, now=arguments.now)
     if launcher.shares_files and not arguments.now:
         request_stop(out)

@@ -54,6 +54,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _train(arguments: Namespace) -> int:
+    """Train on this node, or as one rank of an outside launcher. Return the exit code."""
     from kumi.launch.early_failure import telling_others_of_errors
     from kumi.launch.signals import hang_up_with_stdin
     from kumi.launch.standing import Standing, find_standing
@@ -61,7 +62,7 @@ def _train(arguments: Namespace) -> int:
     standing = find_standing(os.environ, node=arguments.node, nodes=arguments.nodes, head=arguments.head)
     if arguments.end_with_stdin:
         hang_up_with_stdin()
-    with telling_others_of_errors(standing):  # if this fails, also at an import
+    with telling_others_of_errors(standing):  # of a failing import, too
         from kumi.config import load
         from kumi.train.run_summary import train_output
         from kumi.train.start import start
@@ -76,6 +77,7 @@ def _train(arguments: Namespace) -> int:
 
 
 def _dry_run(arguments: Namespace) -> int:
+    """Execute a step without devices and print the comparison with the plan. Return the exit code."""
     from kumi.dryrun import dry_run, select_ranks
     from kumi.report.run_description import estimate_run_file, print_content
 

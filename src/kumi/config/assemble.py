@@ -1,4 +1,7 @@
-"""Assemble a cluster: nodes, the links inside them, and the links between nodes and between sites."""
+"""Assemble a cluster: nodes, the links inside them, and the links between nodes and between sites.
+
+The span of a link is the number of consecutive devices that it connects.
+"""
 
 from __future__ import annotations
 
@@ -97,10 +100,14 @@ class ClusterShape:
 
     @property
     def site_devices(self) -> int:
+        """The number of devices of a site."""
         return self.nodes * self.ranks
 
     def inner_links(self) -> list[Link]:
-        """Return the links inside a node or a domain of nodes that have at least two devices to connect."""
+        """Return the links inside a node, or inside a domain of nodes such as NVL72, from the innermost outwards.
+
+        Links that connect no further device in this cluster are left out.
+        """
         links: list[Link] = []
         for link in self.node.links:
             span = self._span(link.span)

@@ -18,7 +18,7 @@ class Balance:
 
     `kind`: "none", "aux" (an auxiliary loss) or "loss-free" (a bias of the router that is adjusted after every step).
     `coef`: the weight of the loss, or the step of the bias.
-    `per_sequence`: the loss is over each sequence instead of each microbatch.
+    `per_sequence`: True if the loss is over each sequence instead of each microbatch.
     """
 
     kind: str = "none"
@@ -62,7 +62,7 @@ def choose_balance(model: ModelSpec, section: ModelSection) -> Balance:
     coef = experts.router_aux_loss_coef if coef is None else coef
     if not coef:
         raise ConfigError(
-            f"model.balance={kind!r} with a loss of weight 0: the config.json of this {model.family} model sets no "
-            f"weight; set model.balance_coef above 0, or model.balance = 'none'"
+            f"model.balance={kind!r} with a loss of weight 0, from model.balance_coef or the config.json of this "
+            f"{model.family} model; set model.balance_coef above 0, or model.balance = 'none'"
         )
     return Balance("aux", coef, kind == "sequence-aux" or experts.seq_aux)

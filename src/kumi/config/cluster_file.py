@@ -8,8 +8,10 @@ names one or more figures, separated by commas, and its value is the source of t
     devices_per_node = 8
     links = ["nvlink-4"]         links between the devices, innermost first: presets, or [[links]] tables (LinkFile)
     network = "ib-ndr"           default network between such nodes: a preset, or a [network] table (NetworkFile)
-    [host] memory = "2 TiB", device_bandwidth = "50 GB/s"                                                  (HostFile)
-    [measured] runs = 2, time_ratio = 1.01, memory_ratio = 0.98      runs that set its figures         (MeasuredFile)
+    [host]                       the machine around the devices (HostFile)
+    memory = "2 TiB"
+    [measured]                   the runs with which `kumi plan --calibrate` corrected these figures (MeasuredFile)
+    runs = 2
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from kumi.config.section import Number, Positive, Section, Text
 from kumi.errors import ConfigError
 from kumi.units import parse_bandwidth, parse_bytes, parse_duration, parse_flops
 
-ASSUMED = "assumed"
+ASSUMED = "assumed"  # the beginning of the source of an assumed figure
 
 
 def _quantity(parse: Callable[[str], float]) -> BeforeValidator:
-    """Return a validator that converts text with a unit to base units and refuses bare numbers as ambiguous."""
+    """Return a validator that converts text with a unit to base units. `parse` refuses bare numbers as ambiguous."""
 
     def read(value: Any) -> float:
         try:
@@ -54,6 +56,7 @@ class SourcedFigures(Section):
 
     @model_validator(mode="after")
     def _check_sourced_names(self) -> SourcedFigures:
+        """Refuse sources of figures that the table does not have."""
         figures = sorted(set(type(self).model_fields) - {"sources"})
         for name in self.sourced():
             if name not in figures:
@@ -72,7 +75,7 @@ class SourcedFigures(Section):
 
 
 class AttentionLengthFile(Section):
-    """The speed of fused attention in documents of `tokens`, relative to that in long documents."""
+    """The speed of fused attention in documents of length `tokens`, relative to its speed in long documents."""
 
     tokens: Positive
     forward: Annotated[Number, Field(gt=0)]
@@ -88,6 +91,7 @@ class AttentionFile(Section):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> AttentionFile:
+        """Refuse lengths that do not increase."""
         lengths = [item.tokens for item in self.by_length]
         if lengths != sorted(set(lengths)):
             raise ValueError(f"by_length: tokens {lengths} do not increase; list the lengths from the shortest on")
@@ -99,7 +103,9 @@ class DeviceFile(SourcedFigures):
 
     `name` is the name that the driver reports, by which a machine is recognised. `matmul` has shares of the peak by
     dtype, "other" for the remaining dtypes. `stream` is the share of `memory_bandwidth` that element-wise operations
-    reach, and `read` the share that a decode step reaches while it reads weights, by dtype.
+    reach, and `read` the share that a decode step reaches while it reads weights, by dtype. `processors` is the number
+    of multiprocessors, `launch` the time between two kernels if the host is the bottleneck, `reserved` the memory
+    outside of PyTorch's allocator, and `watts` the power at full load.
     """
 
     name: Text = Field(examples=["NVIDIA H100 80GB HBM3"])
@@ -138,7 +144,8 @@ class LinkFile(SourcedFigures):
 class NetworkFile(SourcedFigures):
     """A network between nodes or sites.
 
-    `bandwidth`: bytes/s of each device's own network card, or shared by the devices of a node or a site (`per`).
+    `bandwidth`: bytes/s in one direction that each device has (`per` = "device"), or that all devices of a node or of a
+    site share.
     """
 
     name: Text = Field(examples=["InfiniBand NDR"])
@@ -149,7 +156,11 @@ class NetworkFile(SourcedFigures):
 
 
 class HostFile(SourcedFigures):
-    """The host of a node; missing figures are unknown."""
+    """The host of a node; missing figures are unknown.
+
+    `device_bandwidth`: bytes/s between the host's memory and one device. `nvme_bandwidth`: bytes/s of the NVMe drives
+    for each device. `memory` and `nvme`: bytes of a node.
+    """
 
     memory: Bytes | None = None
     device_bandwidth: Bandwidth | None = None
@@ -158,7 +169,11 @@ class HostFile(SourcedFigures):
 
 
 class MeasuredFile(Section):
-    """The runs that figures were refitted to, as in `kumi.spec.cluster.MachineRuns`."""
+    """The runs to which figures were refitted, as in `kumi.spec.cluster.MachineRuns`.
+
+    `runs`: the number of runs. `time_ratio`, `memory_ratio`: measured / estimated with the refitted figures, averaged
+    over the runs.
+    """
 
     runs: Positive
     time_ratio: Annotated[Number, Field(gt=0)]
@@ -177,6 +192,7 @@ class NodeFile(SourcedFigures):
 
     @model_validator(mode="after")
     def _check_spans(self) -> NodeFile:
+        """Refuse spans of links that do not increase, or do not fit the number of devices of a node."""
         spans = [link.span for link in self.links]
         if spans != sorted(set(spans)):
             raise ValueError(f"links: spans {spans} do not increase; list the links from the innermost outwards")

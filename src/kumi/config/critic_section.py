@@ -8,8 +8,8 @@ from pydantic import Field
 
 from kumi.config.section import Number, Section, Text
 
-# The learning rate of a critic that has none of its own, as a multiple of the policy's: its head is new, and its loss
-# is that of a regression. OpenRLHF and verl have 18 and 10.
+# The learning rate of a critic for which the run file sets none, as a multiple of the policy's: the critic's head is
+# new, and its loss is that of a regression. OpenRLHF and verl have 18 and 10.
 _RATE = 10
 
 
@@ -31,13 +31,14 @@ class CriticSection(Section):
         None, description="Largest gradient norm of the critic; 0 does not clip; by default optim.grad_clip."
     )
     value_clip: Annotated[Number, Field(ge=0)] = Field(
-        0.2, description="How far an update may move a value from that before the batch; 0 does not clip."
+        0.2,
+        description="How far the updates with a batch may move a value from what it was before them; 0 does not clip.",
     )
 
     @property
     def is_set(self) -> bool:
-        """Return True if a key differs from its default. The stored configuration of a run gives all keys, so that a
-        key that is given says nothing."""
+        """Return True if a key differs from its default. The stored configuration of a run gives all keys, so whether a
+        key is given says nothing."""
         return self != CriticSection()
 
     def rate(self, of_policy: float) -> float:

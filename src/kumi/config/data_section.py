@@ -92,6 +92,7 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _check_epochs(self) -> DataSection:
+        """Refuse `epochs` of some sources only, and `epochs` beside a weight."""
         epochs = [source.epochs for source in self.sources]
         given = sum(each is not None for each in epochs)
         if 0 < given < len(epochs):

@@ -4,8 +4,8 @@
     the pinned fields agree with the stored layout, and it can run   keep the stored layout, without a search
     otherwise                                                        choose, and report the change
 
-The run folder's own config.toml pins every field of the layout. If it is used as the run file, the pinned fields are
-those of the first start.
+A pinned field is given in [layout] of the run file. The run folder's own config.toml pins every field of the layout. If
+it is used as the run file, the pinned fields are those of the first start.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def decide_layout(planned: PlanInput, stored: RunPlan | None) -> LayoutDecision:
 def _reason_to_change(job: Job, pinned: Pins, stored: RunPlan) -> str:
     """Return the reason why the layout of `stored` cannot be used, or "" if it can.
 
-    Do not check its memory if it was chosen for the same model, batch, precision and machines: a later version of kumi
-    or a calibrated cluster file may estimate more memory, but the run has shown that the layout fits.
+    The memory of the layout is not checked if the layout was chosen for the same model, batch, precision and machines:
+    a later version of kumi or a calibrated cluster file may estimate more memory, but the run has shown that the layout
+    fits.
     """
     changed = [f"layout.{name}={value}" for name, value in pinned.items() if getattr(stored.layout, name) != value]
     if changed:

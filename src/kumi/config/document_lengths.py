@@ -1,7 +1,9 @@
-"""How far attention reaches in a run's rows: within documents, whose lengths are the prepared data's or the run file's.
+"""How far attention reaches in the rows of a run, its sequences of batch.seq_len tokens: by default within documents.
+
+The lengths of the documents come from the first of these that applies:
 
     documents attend to each other (data.cross_document)     whole rows
-    the data is prepared                                     its documents, as rows cut them
+    the data is prepared                                     its documents, cut where rows end
     batch.mean_document_tokens                               documents of this mean length
     otherwise                                                whole rows, an assumption
 
@@ -27,7 +29,7 @@ DATA = "data"
 
 
 def data_folder(config: PlanConfig) -> Path | None:
-    """Return the folder of the tokenizer and tokenised data of `config`; None without [data], or without a folder."""
+    """Return the folder of the tokenizer and tokenised data of `config`; None without [data], or if no key names it."""
     if config.data is not None and config.data.cache is not None:
         return Path(os.path.expanduser(config.data.cache))
     if config.data is None or config.train is None:
@@ -36,7 +38,10 @@ def data_folder(config: PlanConfig) -> Path | None:
 
 
 def document_span(config: PlanConfig) -> float | None:
-    """Return the `BatchSpec.document_span` of the rows of `config`; None if it has to be assumed."""
+    """Return the `BatchSpec.document_span` of `config`: the mean over tokens of the length of a token's document.
+
+    Return None if it has to be assumed.
+    """
     if config.data is not None and config.data.cross_document:
         return float(config.batch.seq_len)
     prepared, mean = _prepared_span(config), config.batch.mean_document_tokens

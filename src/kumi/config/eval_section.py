@@ -56,6 +56,7 @@ class EvalSection(Section):
 
     @model_validator(mode="after")
     def _check_tasks(self) -> EvalSection:
+        """Refuse wrong names of tasks, and keys about tasks where there are none."""
         check_task_names(self.tasks)
         for key in ("tasks_every", "max_length"):
             if getattr(self, key) is not None and not self.has_tasks:

@@ -49,7 +49,8 @@ def generating_keys(config: PlanConfig) -> list[tuple[str, str]]:
 
 
 def _check_memory(job: Job, layout: Layout, key: str, remedy: str) -> None:
-    """Raise LayoutError if the gathered weights do not fit a device beside the states."""
+    """Raise LayoutError if the gathered weights do not fit a device beside the states, which are the rank's shards of
+    parameters, gradients and optimizer states."""
     states = sum(state_bytes(model, layout, 0, job.precision, job.optim).total for model in job.models)
     gathered = gathered_bytes(job.model, layout, job.precision)
     if states + gathered > job.cluster.device.memory:

@@ -132,6 +132,7 @@ def _links() -> Iterator[str]:
 
 
 def _speeds(link: LinkFile | NetworkFile) -> list[str]:
+    """Return the cells of bandwidth, latency and efficiency."""
     return [
         _mark(link, "bandwidth", write_bandwidth(link.bandwidth)),
         _mark(link, "latency", write_duration(link.latency)),
@@ -140,6 +141,7 @@ def _speeds(link: LinkFile | NetworkFile) -> list[str]:
 
 
 def _host(host: HostFile) -> list[str]:
+    """Return the cells of the host's memory, its bandwidth to a device, and its drives."""
     drives = "-"
     if host.nvme is not None and host.nvme_bandwidth is not None:
         drives = _mark(host, "nvme_bandwidth", write_bandwidth(host.nvme_bandwidth))
@@ -169,6 +171,7 @@ def _sources() -> Iterator[str]:
 
 
 def _parts() -> Iterator[tuple[str, str, SourcedFigures]]:
+    """Yield the kind and the name of each preset, and its table with sources."""
     yield from (("devices", name, read_device(name)) for name in preset_names("devices"))
     yield from (("links", name, read_link(name)) for name in preset_names("links"))
     yield from (("nodes", name, read_node(name).host) for name in preset_names())

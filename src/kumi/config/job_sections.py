@@ -274,7 +274,7 @@ class PlanSection(Section):
     @field_validator("margin", mode="before")
     @classmethod
     def _check_margin(cls, value: Any) -> Any:
-        # Before the two types are tried, whose errors would name types instead of values.
+        # This runs before pydantic tries the two types of the key, whose errors would name types instead of values.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value != "auto" and not (is_number and 0 <= value < 1):
             raise ValueError(f"must be 'auto', or a share of at least 0 and below 1, got {value!r}")

@@ -1,4 +1,4 @@
-"""The job that a run file describes, and the layout fields that it pins."""
+"""The job that a run file describes, and the layout fields that it pins (gives in [layout])."""
 
 from __future__ import annotations
 
@@ -86,11 +86,13 @@ def loss_passes(config: PlanConfig) -> LossPasses:
     """Return which passes of the model and of its head the loss of `config` adds to a step."""
     objective = OBJECTIVES[config.objective.kind]
     rows = 2 if objective.rows.mismatched else 1
-    # Mismatched rows are computed once a step, and the reference of all rows too unless it is stored.
+    # Mismatched rows, in which prompts have replies to other prompts, take a forward pass of their own. The reference
+    # takes one for each kind of row, unless its log-probs are stored.
     reference = rows if config.reference.kind == "adapters-off" else 0
     forwards, later = rows - 1 + reference, 0
     if config.rollout is not None:
-        # The reference's pass, and that of old log-probs: the first update with a batch has them itself.
+        # Before the updates with a batch: the reference's pass, and the pass for old log-probs. Without the latter, the
+        # first update has the old log-probs itself, and each later update takes a pass for its part of the batch.
         needs_old = config.rollout.passes > 1 or config.objective.needs_old_log_probs
         forwards = int(config.objective.reads_reference) + int(needs_old)
         later = int(config.rollout.updates > 1 and not needs_old)

@@ -1,7 +1,7 @@
-"""Sections with a `kind`, and the keys of all kinds: [objective] and the tables [[rewards]].
+"""Sections of a run file whose key `kind` decides which other keys they have: [objective] and the tables [[rewards]].
 
-A kind is a dataclass, and its fields are its keys, so that a new kind needs no change here. A key that a kind does not
-use is refused.
+A kind is a dataclass, and its fields are its keys, so that a new kind needs no change here. The section has the keys of
+all kinds, and refuses a key that its own kind does not use.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from kumi.errors import ConfigError
 
 
 class KindSection(Section):
-    """A section with a `kind`. `kinds` has the dataclass of each."""
+    """A section with a `kind`. `kinds`: the dataclass of each kind, by the kind's name."""
 
     kinds: ClassVar[Mapping[str, type[Any]]]
     kind: str
 
     @model_validator(mode="after")
     def _check_keys(self) -> KindSection:
+        """Refuse keys that the kind does not use, and values that contradict each other."""
         used = _keys_of(self.kinds[self.kind])
         for name in self.given:
             if name not in used:
@@ -34,6 +35,7 @@ class KindSection(Section):
         try:
             self.build()
         except ConfigError as error:
+            # `describe_errors` puts the section before each message, and an objective's message already begins with it.
             raise ValueError(str(error).removeprefix("objective.")) from None
         return self
 
@@ -48,7 +50,7 @@ class KindSection(Section):
 
 
 def with_keys_of_kinds(name: str, base: type[KindSection], annotate: Callable[[Field[Any]], Any]) -> Any:
-    """Return the section `name`: `base` with the keys of all its kinds, each of the type `annotate(key)` or unset."""
+    """Return a section class called `name`: `base` with the keys of all its kinds. A key is `annotate(key)` or None."""
     keys = {key.name: key for kind in base.kinds.values() for key in fields(kind)}
     definitions: dict[str, Any] = {
         key: (Annotated[annotate(field) | None, Key(description=_description(base.kinds, key))], None)
@@ -65,7 +67,7 @@ def _keys_of(kind: type[Any]) -> dict[str, Field[Any]]:
 def _description(kinds: Mapping[str, type[Any]], name: str) -> str:
     """Return the description of the key `name`, with the kinds that use it and their defaults."""
     of_kind = {kind: _keys_of(kinds[kind])[name] for kind in kinds if name in _keys_of(kinds[kind])}
-    texts: dict[str, dict[Any, list[str]]] = {}
+    texts: dict[str, dict[Any, list[str]]] = {}  # text -> default -> kinds
     for kind, key in of_kind.items():
         assert key.default is not MISSING, "a key of a kind has a default"
         texts.setdefault(key.metadata["text"], {}).setdefault(key.default, []).append(f"`{kind}`")
@@ -74,7 +76,11 @@ def _description(kinds: Mapping[str, type[Any]], name: str) -> str:
 
 
 def _with_uses(text: str, kinds_of: Mapping[Any, list[str]], *, everywhere: bool) -> str:
-    """Return `text` with the kinds that have each default, unless all kinds have it."""
+    """Return `text` with the uses of a key in brackets, such as "A threshold (`grpo`, `ppo`: 0.2; `cispo`: 0.5)."
+
+    `kinds_of`: default value -> the kinds with that default. `everywhere`: all kinds use the key with this
+    text, so no kind is named.
+    """
     uses = []
     for default, kinds in kinds_of.items():
         value = "" if default in (None, "") else f"{default:g}" if isinstance(default, int | float) else f"'{default}'"

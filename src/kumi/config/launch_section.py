@@ -9,6 +9,7 @@ from pydantic import Field
 from kumi.config.section import NotNegative, Positive, Section, Switch, duration, readable
 from kumi.units import parse_bytes
 
+# Patterns of a text without control characters, and of the name of an environment variable.
 LINE = r"^[^\x00-\x1f\x7f]*$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
@@ -117,8 +118,10 @@ class LaunchSection(Section):
         20, description="Number of times that a job is started again after a time limit, a preemption or a lost node."
     )
     hosts: Lines = Field((), description="Machines for `ssh`, as ssh names them: user@host, one per node.")
-    cpus: Positive | None = Field(None, description="CPU cores of a node; by default all, where the launcher can ask.")
-    memory: Size | None = Field(None, description="Memory of a node, such as '500 GiB'; by default all, likewise.")
+    cpus: Positive | None = Field(
+        None, description="CPU cores of a node; by default all, where the launcher can ask for all."
+    )
+    memory: Size | None = Field(None, description="Memory of a node, such as '500 GiB'; by default all, as for `cpus`.")
     env: tuple[Variable, ...] = Field(
         (), description="Names of environment variables that the job gets from the shell that submits it."
     )

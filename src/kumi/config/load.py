@@ -17,8 +17,9 @@ from kumi.paths import shown_path
 
 _Config = TypeVar("_Config", bound=PlanConfig)
 
-# The path of a run file, or its sections; overrides as `section.key=value` texts, or values by `section.key`.
+# The path of a run file, or its sections.
 RunFile: TypeAlias = str | Path | Mapping[str, Any]
+# `section.key=value` texts, or values by `section.key`.
 Overrides: TypeAlias = Sequence[str] | Mapping[str, Any]
 
 
@@ -118,6 +119,7 @@ def _files_to_name(folder: Path) -> str:
 
 
 def _checked(kind: type[_Config], written: dict[str, Any]) -> _Config:
+    """Return the configuration of the class `kind` with the sections `written`. Raise ConfigError with all mistakes."""
     try:
         return kind.model_validate(written)
     except ValidationError as error:

@@ -50,10 +50,10 @@ def this_node(devices: int, gpus: Sequence[DeviceFile] | None = None) -> NodeFil
 
 
 def _gpu_node(gpu: DeviceFile, count: int) -> NodeFile:
-    """Return a node with `count` devices `gpu`, or with as many as the preset has that is built like it.
+    """Return a node with the device `gpu`, at least `count` times.
 
-    The node has the links, network and host of the preset with the same device; without such a preset, these are
-    unknown.
+    The number of devices, the links, the network and the host are those of a preset with the same device and enough of
+    them. Without such a preset, the node has `count` devices, and the other figures are unknown.
     """
     for name in preset_names():
         node = read_node(name)

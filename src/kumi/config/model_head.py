@@ -42,7 +42,9 @@ def with_objective_head(config: PlanConfig, hf_config: Mapping[str, Any]) -> dic
 
 
 def read_model(config: PlanConfig, hf_config: Mapping[str, Any]) -> ModelSpec:
-    """Return the model that `config` trains, given the config.json that it names; errors as in `with_objective_head`.
+    """Return the model that `config` trains. `hf_config`: the config.json that the run file names.
+
+    Raise the errors of `with_objective_head`.
 
     If a score head replaces the `lm_head` of `hf_config`, one of the model's notes says so.
     """

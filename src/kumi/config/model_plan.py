@@ -39,7 +39,7 @@ def is_model(source: str) -> bool:
 
 
 def load_plan_or_model(run: RunFile, gpus: str | None, overrides: Overrides) -> tuple[PlanConfig, dict[str, int]]:
-    """Return the plan of the run file `run`, or of the model that it names, and the values of defaults by key.
+    """Return the plan of the run file `run`, or of the model that `run` names, and the defaults that it got, by key.
 
     `gpus`, such as 16xh100-sxm, replaces [cluster] of a run file. For a model, either `gpus` or the override
     cluster.source is required.
@@ -53,7 +53,7 @@ def load_plan_or_model(run: RunFile, gpus: str | None, overrides: Overrides) -> 
 def plan_of_model(
     source: str, cluster: Mapping[str, Any] | None, overrides: Overrides
 ) -> tuple[PlanConfig, dict[str, int]]:
-    """Return the plan of the model `source` on `cluster`, a [cluster] section, and the values of defaults by key.
+    """Return the plan of the model `source` on `cluster`, a [cluster] section, and the defaults that it got, by key.
 
     Raise ConfigError if no machines are given.
     """
@@ -110,6 +110,7 @@ def parse_gpus(text: str) -> dict[str, Any]:
 
 
 def _suggestion(name: str, count: str) -> str:
+    """Return the remedy for the unknown node `name`: similar presets with `count` devices, or all presets."""
     close = [preset for preset in preset_names() if name in preset] or get_close_matches(name, preset_names(), n=3)
     if close:
         return f"did you mean {' or '.join(f'{count}x{preset}' for preset in close)}?"

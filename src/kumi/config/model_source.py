@@ -38,6 +38,7 @@ def local_folder(source: str) -> Path:
 
 @functools.cache
 def _fetch_small(url: str) -> Path:
+    """Fetch the files of a model's folder at `url`, without weights, and return the local folder."""
     from kumi.remote.fetched_files import fetch_folder  # imported here: it takes 25 ms, and only URLs need it
 
     return fetch_folder(url, "model", lambda name: "/" not in name and name.endswith(hub.SMALL_SUFFIXES))

@@ -1,7 +1,7 @@
-"""The numerics of a CPU or a GPU, a choice among kernels (`kumi.spec.numerics`), and the cache of measured choices.
+"""The numerics of a run, its choice of an implementation for each operation on a CPU or a GPU, and their cache.
 
     precision.numerics = "auto":  from the run folder, else $KUMI_NUMERICS, else this machine's cache, else None
-    precision.kernels = "auto":   the same for a GPU
+    precision.kernels = "auto":   the same for this machine's GPUs; PyTorch's operations for any other device
     ~/.cache/kumi/numerics/<key>.json   one measurement: of a CPU, with a version of torch and a number of threads;
                                         or of a GPU, with the versions of torch and of packages of kernels
 
@@ -37,7 +37,7 @@ from kumi.spec.numerics import (
     parse_numerics,
 )
 
-_VARIABLE = "KUMI_NUMERICS"
+_VARIABLE = "KUMI_NUMERICS"  # of the environment; it replaces the measured numerics of this machine
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _choose_kernels(config: PlanConfig, cluster: ClusterSpec) -> Numerics | None
 
 
 def asked_settings(config: PlanConfig) -> tuple[str, ...]:
-    """Return the settings of `ASKED` that `config` asks for, in that order."""
+    """Return which settings of `ASKED` (compile, float8, async_tp) `config` has. They are used only where they pay."""
     compiles = config.train is not None and config.train.compile
     asked = {"compile": compiles, "float8": config.precision.kind == "fp8", "async_tp": config.comm.async_tp}
     return tuple(name for name in ASKED if asked[name])
@@ -137,7 +137,7 @@ def pays(setting: str, numerics: Numerics | None) -> bool:
 
 
 def chosen_of(measured: MeasuredNumerics | None, asked: Sequence[str]) -> Numerics | None:
-    """Return what `measured` chose for a run that asks for settings; None if one of `asked` is still to be compared."""
+    """Return what `measured` chose for a run with the settings `asked`; None if one of them is still to be compared."""
     if measured is None or any(name not in measured.seconds for name in asked):
         return None
     pairs = measured.numerics.kernels

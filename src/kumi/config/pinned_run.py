@@ -1,4 +1,4 @@
-"""Pin a layout in a run file."""
+"""Pin a layout in a run file: give its fields in [layout], so that the planner chooses none of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The rollouts of a run for the planner, with the lengths of prompts and replies: measured, given, or else their bound.
+"""The rollouts of a run for the planner, with the lengths of prompts and replies: measured, given, or else the largest.
 
-    prompts   the prepared data's; else rollout.prompt_tokens; else all that a row leaves beside the longest reply
-    replies   those of the run's own steps; else rollout.reply_tokens; else rollout.max_new_tokens
+    prompts   of the prepared data; else rollout.prompt_tokens; else all that a row leaves beside the longest reply
+    replies   of the run's rollouts so far; else rollout.reply_tokens; else rollout.max_new_tokens
 
 Nothing here prepares data.
 """
@@ -29,7 +29,8 @@ from kumi.spec.rollout import LengthSource, RolloutSpec
 if TYPE_CHECKING:
     from kumi.data import Store
 
-# Rollout batches of a run whose lengths are averaged: the latest ones, because the policy changes.
+# The number of the latest rollout batches whose lengths of replies are averaged: the policy changes, and older batches
+# say less.
 _BATCHES = 10
 
 

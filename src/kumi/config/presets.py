@@ -86,6 +86,7 @@ def _folder(kind: str) -> Traversable:
 
 
 def _checked(kind: type[_File], written: Mapping[str, Any], where: str) -> _File:
+    """Return `written` as a table of the class `kind`. Raise ConfigError, which begins with `where`, for mistakes."""
     try:
         return kind.model_validate(written)
     except ValidationError as error:

@@ -32,6 +32,7 @@ def run_file_page() -> str:
     return "\n".join(parts) + "\n"
 
 
+# Title of a further table -> the class of the sections whose keys it lists.
 _NESTED = {
     "A source, in `data.sources`": "SourceSection",
     "A tokenizer to train, as `data.tokenizer`": "TrainedTokenizer",
@@ -46,6 +47,7 @@ _NESTED = {
 
 
 def _section(title: str, section: dict[str, Any]) -> str:
+    """Return the heading, the description and the table of keys of a `section` of the JSON schema."""
     required = section.get("required", [])
     rows = [_row(key, item, required) for key, item in section["properties"].items() if not _has_own_table(item)]
     heading = f"\n## {title}\n\n{section.get('description', '')}\n\n| key | default | |\n|---|---|---|"
@@ -70,6 +72,7 @@ def _row(key: str, item: dict[str, Any], required: list[str]) -> str:
 
 
 def _default(value: Any) -> str:
+    """Return the cell of a key's default value."""
     if value is None:
         return "unset"
     text = str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, str) else str(value)

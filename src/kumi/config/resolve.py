@@ -213,8 +213,8 @@ def resolve(
 ) -> ResolvedRun:
     """Resolve `config`, without access to the hub and the run folder (see `open_run`).
 
-    `snapshots`: snapshots of its hub sources, by key. `stored`: the content of its run folder. Raise ConfigError,
-    ModelError, LayoutError or FitError, each with its reason.
+    `snapshots`: snapshots of the hub sources of `config`, by key. `stored`: the content of the run folder. Raise
+    ConfigError, ModelError, LayoutError or FitError, each with its reason.
     """
     config, snapshots = with_stored_values(config, stored), snapshots or {}
     config = config.model_copy(update={"eval": with_tasks_of_files(config.eval)})
@@ -279,7 +279,7 @@ def with_prepared_data(run: ResolvedRun) -> ResolvedRun:
     Raise ConfigError if the steps follow from the data, and the data has too few rows.
     """
     steps = run_steps(run.config)
-    if steps is None:  # raises the reason
+    if steps is None:  # the data cannot be read, or has too few rows: `steps_of_epochs` raises the reason
         from kumi.data import TOKENS, open_store
 
         folder = data_folder(run.config)

@@ -24,7 +24,7 @@ class RolloutSection(Section):
     )
     max_new_tokens: Positive = Field(256, description="Tokens of the longest reply; longer ones are cut.")
     temperature: Annotated[Number, Field(gt=0)] = Field(
-        1.0, description="Sampling temperature. The policy that is trained is that of the temperature, too."
+        1.0, description="Sampling temperature. The log-probs that are trained are those at this temperature, too."
     )
     top_p: Number = Field(1.0, description="Only 1: all tokens can be drawn.")
     top_k: NotNegative = Field(0, description="Only 0: all tokens can be drawn.")
@@ -38,7 +38,7 @@ class RolloutSection(Section):
         "are drawn until the batch is full; further groups that differ are kept for the next batch.",
     )
     max_rounds: Positive = Field(
-        10, description="Rounds of prompts of a batch with `dynamic`; then dropped groups fill the batch up."
+        10, description="The most rounds of prompts for a batch with `dynamic`; then dropped groups fill the batch up."
     )
     mask_truncated: Switch = Field(
         False,
@@ -65,6 +65,7 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RolloutSection:
+        """Refuse filters of tokens, and updates that do not divide the prompts."""
         if self.top_p != 1:
             raise ValueError(f"top_p={_renormalised(self.top_p)}")
         if self.top_k != 0:
@@ -83,6 +84,7 @@ class RolloutSection(Section):
 
 
 def _renormalised(value: float) -> str:
+    """Return the `value` of top_p or top_k with the reason why it is refused."""
     return (
         f"{value:g} is refused: without the less likely tokens, the sampler's log-probs are those of another "
         f"distribution than the policy's, and the ratio between them is biased; use top_p = 1 and top_k = 0"

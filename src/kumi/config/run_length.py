@@ -44,7 +44,8 @@ def sequences_of_epochs(config: PlanConfig, store: Store) -> int:
     """
     epochs = None if config.train is None else config.train.epochs
     assert epochs is not None, "the run is given in epochs"
-    return max(1, round(epochs * run_mixture(config, store).round))
+    rows_of_epoch = run_mixture(config, store).round
+    return max(1, round(epochs * rows_of_epoch))
 
 
 def run_mixture(config: PlanConfig, store: Store, references: References | None = None) -> Mixture:

@@ -119,6 +119,7 @@ def parse_plan(written: Mapping[str, Any], where: str) -> RunPlan:
 
 
 def _damaged(where: str, reason: str) -> RefusedError:
+    """Return the error that the plan in `where` is damaged."""
     return RefusedError(
         f"{where} is damaged ({reason}), so the layout of the run is not known; restore the file, or delete it to let "
         f"kumi choose a layout"
@@ -126,6 +127,7 @@ def _damaged(where: str, reason: str) -> RefusedError:
 
 
 def _reason(error: Exception) -> str:
+    """Return the reason of an error that `parse_plan` met, for a message."""
     if isinstance(error, ValidationError):
         return describe_errors(error, LayoutSection if error.title == LayoutSection.__name__ else MadeFor)
     return f"{error} is missing" if isinstance(error, KeyError) else str(error)

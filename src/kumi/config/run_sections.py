@@ -132,13 +132,13 @@ class SampleSection(Section):
         description="Steps between samples during training, each a page `samples/step-N.md` inside `train.out`; 0 "
         "samples at the end only. Needs a layout with pp = 1 and cp = 1.",
     )
-    max_new_tokens: Positive = Field(48, description="Tokens to generate for each.")
+    max_new_tokens: Positive = Field(48, description="The most tokens of a sample.")
     temperature: Number = Field(0.0, ge=0, description="Sampling temperature; 0 always takes the most likely token.")
 
     @field_validator("prompts", mode="before")
     @classmethod
     def _check_prompts(cls, value: Any) -> Any:
-        # Before the two types are tried, whose errors would name types instead of values.
+        # This runs before pydantic tries the two types of the key, whose errors would name types instead of values.
         is_list = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
         if not is_list and not (isinstance(value, str) and value):
             raise ValueError(f"must be a list of texts, or the name of a file, got {value!r}")

@@ -84,6 +84,7 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check_reference(self) -> PlanConfig:
+        """Refuse [reference] for an objective that reads none, and adapters-off without adapters to leave out."""
         if not self.reference.is_set:
             return self
         if not self.objective.reads_reference:
@@ -111,6 +112,7 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check_rollout(self) -> PlanConfig:
+        """Refuse rewards, [rollout] and [critic] that do not fit the objective, and keys that do not fit [rollout]."""
         check_rewards(self.rewards, self.objective)
         check_objective(self.rollout, self.objective, bool(self.rewards), self.reference)
         if self.critic.is_set and not self.objective.trains_critic:
@@ -138,6 +140,7 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check_local(self) -> PlanConfig:
+        """Refuse URLs in keys whose files must be on this machine."""
         refuse_url(self.cluster.source, "cluster.source")
         if self.lora is not None:
             refuse_url(self.lora.source, "lora.source")
@@ -151,6 +154,7 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check_best(self) -> PlanConfig:
+        """Refuse checkpoint.best without the evaluations that it needs, and train.patience without checkpoint.best."""
         if self.checkpoint.best is not None:
             of_task = is_task_metric(self.checkpoint.best.removeprefix("eval/"), self.eval)
             every, key = (self.eval.every, "every") if not of_task else (self.eval.task_interval, "tasks_every")
@@ -171,6 +175,7 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check_passes(self) -> PlanConfig:
+        """Refuse weights of several sources with train.epochs."""
         if self.train is None or self.train.epochs is None or self.data is None or len(self.data.sources) == 1:
             return self
         for source in self.data.sources:

@@ -63,6 +63,8 @@ def spec_key(spec: type[Any], name: str, default: Any = MISSING, examples: Seque
 
 
 class Section(BaseModel):
-    # Build a validator when it is first used: a command needs that of RunConfig or of PlanConfig, and
-    # those of few other sections.
+    """A table of a run file or of another TOML file. Unknown keys are refused."""
+
+    # Build a validator when it is first used: a command needs only the validators of RunConfig or PlanConfig, and of
+    # few other sections.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)

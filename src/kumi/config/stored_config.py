@@ -60,7 +60,8 @@ def read_stored_run(config: PlanConfig) -> StoredRun | None:
 
 
 def with_stored_values(config: RunConfig, stored: StoredRun | None) -> RunConfig:
-    """Return `config` with the values in force at the run's first start, for keys that the run file does not set."""
+    """Return `config` with the values of the run's first start where later versions have other defaults, and with its
+    numerics, for keys that the run file does not set."""
     if stored is None or stored.config is None:
         return config
     before, written = _flat(stored.config), config.model_dump(mode="json", exclude_unset=True)

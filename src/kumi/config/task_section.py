@@ -84,8 +84,9 @@ class TaskSection(Section):
 
     @model_validator(mode="after")
     def _check_used(self) -> TaskSection:
+        """Refuse keys that the kind does not use."""
         for key in sorted(self.model_fields_set & set(_USED_BY)):
-            # The configuration in a run folder has every key.
+            # The configuration in a run folder gives every key, so a key with its default value counts as not given.
             is_set = getattr(self, key) != type(self).model_fields[key].default
             if is_set and self.kind not in _USED_BY[key]:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""The learning rate of a run file that names none: that of the objective, where pretrained weights are trained.
+"""The learning rate of a run file that sets none: the usual rate of its objective, if pretrained weights are trained.
 
 `Objective.usual_lr` is for runs that train all weights. Adapters, which begin at zero, take ten times as much.
 """
@@ -15,7 +15,10 @@ _ADAPTERS = 10
 
 
 def usual_rate(kind: str, init: str, *, adapters: bool) -> float | None:
-    """Return the usual peak learning rate of the objective `kind` on weights of `model.init`; None without one."""
+    """Return the usual peak learning rate of the objective `kind`; None without one.
+
+    `init`: the value of model.init. `adapters`: True if only adapters are trained.
+    """
     rate = OBJECTIVES[kind].usual_lr
     if rate is None or init == "random":
         return None

@@ -53,6 +53,7 @@ _EXPECTED = {
     "dict_type": "be a table",
     "model_type": "be a table of keys",
 }
+# Pattern of a key's text -> the expected text.
 _PATTERNS = {
     MODEL_ID: "be a hub id, org/name",
     DATASET_ID: "be a hub id, name or org/name",

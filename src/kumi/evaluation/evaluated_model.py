@@ -3,7 +3,7 @@
     model = EvaluatedModel(decoder, mesh, max_length=4096)
     result = lead(model, work)      # on rank 0 work(model), None on the others
 
-Rank 0 alone has data, tokenizer and tasks. It broadcasts units of work to the others, which wait for them in `lead`.
+Rank 0 alone has the tasks and their data. It broadcasts units of work to the others, which wait for them in `lead`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class EvaluatedModel:
         self.tokens = tokens or _TOKENS.get(mesh.device.type, _TOKENS["cuda"])
         self.shortened = 0
         self._decoders = [stage for stage in map(unwrap, stages_of(module).values()) if isinstance(stage, Decoder)]
-        # On a GPU, the tokens that a shared context saves cost less time than the small operators of each branch.
+        # True if requests with the same context are computed as branches after a single copy of it. On a GPU, the
+        # tokens that this saves cost less time than the small operators of each branch.
         is_cpu, spec = mesh.device.type == "cpu", self._decoders[0].spec
         self.shares_contexts = is_cpu and mesh.layout.cp == 1 and supports_branches(spec)
         # A rank that fails within a unit leaves the others inside of its collectives, where no message reaches them.
@@ -221,7 +222,7 @@ class EvaluatedModel:
 
 
 def lead(model: EvaluatedModel, work: Callable[[EvaluatedModel], T]) -> T | None:
-    """Return work(model) on rank 0, while the other ranks compute its units; None on these. Every rank must call it."""
+    """Return work(model) on rank 0; on the other ranks, compute its units and return None. Every rank must call it."""
     if model.mesh.rank != 0:
         while (unit := _receive(model.mesh)) is not None:
             model.execute(unit)

@@ -31,6 +31,7 @@ from kumi.inference.sampling import Sampling
 _BOOTSTRAP = 1000
 # Tokens of a reply where a task sets no limit.
 _MAX_NEW_TOKENS = 256
+# Keys of a task's generation_kwargs that kumi reads: those that are fields of `Sampling`, and the others.
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
 _OTHER_KEYS = ("until", "max_gen_toks", "do_sample")
 
@@ -58,7 +59,7 @@ class HarnessTasks:
 class HarnessModel(TemplateLM):  # type: ignore[misc]
     """A `TextModel` with the methods that the harness calls."""
 
-    backend = "causal"
+    backend = "causal"  # the harness's word for decoder-only models
 
     def __init__(self, model: TextModel, name: str) -> None:
         super().__init__()
@@ -85,6 +86,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self.model.encode(string, special=add_special_tokens)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        """Return the log-prob of each continuation, and whether it is the greedy one."""
         pairs = [Request(tuple(context), tuple(continuation)) for _, context, continuation in requests]
         return [(score.log_prob, score.greedy) for score in self.model.model.score(pairs)]
 

@@ -13,7 +13,7 @@ from typing import Any
 from kumi.errors import ConfigError
 from kumi.files.untrusted import CONFIG, brief, read_regular
 
-TRUST = "--trust-task-code"
+TRUST = "--trust-task-code"  # the flag that skips this check
 # Files that Python executes when they are imported or read.
 _CODE = (".py", ".pyc", ".so", ".pkl", ".pickle", ".pt", ".bin")
 # Builders of data sets that read files without running what is in them.
@@ -36,6 +36,7 @@ def check_task_folder(folder: Path) -> None:
 
 
 def _check_file(path: Path, folder: Path) -> None:
+    """Raise ConfigError if the YAML file `path` in the task `folder` runs code, or cannot be read."""
     import yaml  # type: ignore[import-untyped]
 
     try:

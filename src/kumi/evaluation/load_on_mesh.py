@@ -36,7 +36,7 @@ def load_on_mesh(files: ModelFiles, mesh: Mesh, dtype: str) -> nn.Module:
 
 
 def context_length(spec: ModelSpec, given: int | None) -> int:
-    """Return the number of tokens that a model reads at most: `given`, at most that of its configuration."""
+    """Return the number of tokens that a model reads at most: `given`, or the limit of its configuration if lower."""
     limit = spec.learned_positions or spec.max_position_embeddings
     return limit if given is None else min(given, limit)
 

@@ -1,4 +1,4 @@
-"""A digest of a model's content: two models have the same one only if they have the same weights."""
+"""A digest of a model's content: two models have the same digest only if they have the same weights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kumi.convert import kumi_checkpoint
 from kumi.files.untrusted import inside, open_stream
 from kumi.inference.model_files import ModelFiles
 
-_BLOCK = 1 << 22
+_BLOCK = 1 << 22  # bytes that are read at a time
 
 
 def model_digest(files: ModelFiles) -> str:
     """Return the SHA-256 of the model's weights, configuration and tokenizer.
 
-    Weight files are read completely, those of kumi's checkpoints not: their index has the checksums.
+    Weight files are read completely. Only the index of a checkpoint of kumi is read, which has the checksums.
     """
     paths = list(_files(files))
     with ThreadPoolExecutor() as pool:
@@ -26,6 +26,7 @@ def model_digest(files: ModelFiles) -> str:
 
 
 def _files(files: ModelFiles) -> Iterator[Path]:
+    """Yield the files whose content makes the digest."""
     for folder in dict.fromkeys((files.folder, files.source.folder)):
         if kumi_checkpoint.is_checkpoint(folder):
             yield from (folder / "index.json", folder / "meta.json")

@@ -29,6 +29,7 @@ from kumi.evaluation.task_result import HARNESS_KIND, TaskResult
 from kumi.files.output import refuse_link
 from kumi.safe_output import inline_markdown
 
+# The name of the card's section with the table, and the key of its header with the results.
 SECTION, KEY = "results of kumi eval", "model-index"
 _COLUMNS = ("task", "metric", "better", "n", "value", "standard error", "computed")
 _TASK = {"type": "text-generation", "name": "Text Generation"}
@@ -70,6 +71,7 @@ def write_results(folder: Path, results: Sequence[TaskResult], computed: str, by
 
 
 def _rows(result: TaskResult, computed: str) -> list[tuple[str, ...]]:
+    """Return the cells of a row for each metric of `result`."""
     return [
         (
             inline_markdown(result.name),
@@ -106,8 +108,8 @@ def _with_header(text: str, folder: Path, results: Sequence[TaskResult]) -> str:
 def _with_results(old: Any, name: str, new: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return the model index `old` with the results `new` of the model `name`, in place of those of the same tasks.
 
-    They go to the entry of the model `name`, else to the only entry, else to a new one. Raise ConfigError unless `old`
-    is a list of models with results.
+    The new results go to the entry of the model `name`, else to the only entry, else to a new one. Raise ConfigError
+    unless `old` is a list of models with results.
     """
     models = [model for model in old if isinstance(model, dict)] if isinstance(old, list) else None
     if models is None or len(models) < len(old) or not all(isinstance(model.get("results"), list) for model in models):

@@ -42,6 +42,7 @@ def metric_direction(metric: str) -> str:
 
 
 def _cell(metric: Metric | None) -> str:
+    """Return the value of a metric, with its standard error if it has one."""
     if metric is None:
         return "-"
     value = metric_figure(metric.value, metric.value)

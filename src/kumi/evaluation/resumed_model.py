@@ -15,10 +15,9 @@ from kumi.progress import Update, show_progress
 
 
 class ResumedModel:
-    """`model`, which computes only the scores and replies that `recorded` lacks, and adds them to it.
+    """Has `model` compute only the scores and replies that `recorded` lacks, and adds them to `recorded`.
 
-    recorded: None records nothing.
-
+    recorded: the file of scores and replies; None records nothing.
     title: of the progress bar; None shows no progress.
     check: called after every unit of work; it may raise to end the evaluation.
     """
@@ -35,6 +34,7 @@ class ResumedModel:
 
     @property
     def max_length(self) -> int:
+        """The number of tokens that the model reads at most."""
         return self.model.max_length
 
     def _progress(self, total: int, name: str) -> AbstractContextManager[Update]:

@@ -100,6 +100,7 @@ def evaluate_models(models: Sequence[str], evaluation: Evaluation) -> tuple[int,
 
 
 def _evaluate(model: str, evaluation: Evaluation) -> tuple[int, dict[str, Any] | None]:
+    """Evaluate `model` on the ranks of its layout. Return the exit code, and the results that rank 0 wrote, if any."""
     files = _open(model, evaluation)
     layout = _layout(evaluation, files.spec)
     with tempfile.TemporaryDirectory(prefix="kumi-eval-") as folder:
@@ -125,7 +126,7 @@ def _open_on_ranks(model: str, evaluation: Evaluation, mesh: Mesh) -> ModelFiles
 
 
 def _layout(evaluation: Evaluation, spec: ModelSpec) -> Layout:
-    """Return the layout of the ranks. Raise LayoutError if the model cannot lie on it."""
+    """Return the layout of the ranks. Raise LayoutError if a model of this `spec` cannot run on it."""
     if evaluation.layout is None:
         return Layout()
     layout = parse_layout(evaluation.layout, spec)
@@ -204,6 +205,7 @@ def _recorded(
 
 
 def _plain(name: str, files: ModelFiles, dtype: str, model: EvaluatedModel, digest: str | None) -> dict[str, Any]:
+    """Return what results.json says of a model, beside the results of its tasks."""
     return {
         "model": name,
         "folder": str(files.folder),

@@ -45,8 +45,8 @@ def open_task(task: TaskSection) -> OpenTask:
 def encode_prompts(task: OpenTask, chat: PromptEncoder | None) -> OpenTask:
     """Return `task` with its prompts encoded as conversations, if it asks for that.
 
-    `chat`: None for a model without a chat template, which such a task cannot use. Raise ConfigError for that, and for
-    a prompt that the template refuses.
+    `chat`: encodes conversations; None for a model without a chat template. Raise ConfigError if the task then asks for
+    conversations, and for a prompt that the template refuses.
     """
     name = task.section.name
     if not task.section.chat:
@@ -82,8 +82,8 @@ def _questions(task: TaskSection) -> list[tuple[str, list[str], int]]:
 
 
 def _multiple_choice(task: OpenTask, model: TextModel) -> Mapping[str, Metric]:
-    """`acc`: the choice with the largest log-prob is the right one. `acc_norm`: that with the largest log-prob per byte
-    of UTF-8, without the separator."""
+    """`acc`: the choice with the largest log-prob is the right one. `acc_norm`: the choice with the largest log-prob
+    per byte of its text in UTF-8, without the separator, is the right one."""
     pairs = [(prompt, task.section.separator + choice) for prompt, choices, _ in task.rows for choice in choices]
     scores = iter(model.score_pairs(pairs))
     right, right_by_byte = [], []
@@ -108,6 +108,7 @@ def _exact_match(task: OpenTask, model: TextModel) -> Mapping[str, Metric]:
 
 
 def _greedy_replies(task: OpenTask, model: TextModel) -> list[str]:
+    """Return the most likely reply to the prompt of each row, up to a stop string."""
     section = task.section
     sampling = Sampling(max_new_tokens=section.max_new_tokens, temperature=0.0, stop_strings=section.stop)
     prompts = [prompt for _, prompt, _ in task.rows]

@@ -92,7 +92,7 @@ def pack_requests(
     tokens: positions of a batch for each of `ranks` data-parallel ranks, at least one row. The rows of rank r are the
     r-th of equal parts; missing rows are padding.
     multiple: the row length S is a multiple of it.
-    share: let requests with the same context share it.
+    share: put requests with the same context after a single copy of it, as branches.
     """
     if not requests:
         return
@@ -100,7 +100,7 @@ def pack_requests(
     lengths = np.array([_length([requests[index] for index in group]) for group in groups], np.int64)
     # If there are few tokens, rows are shorter, so that all ranks get some.
     capacity = max(int(lengths.max()), min(ROW_TOKENS, tokens, -(-int(lengths.sum()) // ranks)))
-    bins = pack(lengths, capacity, 0)
+    bins = pack(lengths, capacity, 0)  # a bin is a row, and its units are groups
     rows = [bins.units[bins.bounds[row] : bins.bounds[row + 1]] for row in range(bins.rows)]
     sizes = [int(lengths[units].sum()) for units in rows]
     order = sorted(range(len(rows)), key=lambda row: -sizes[row])
@@ -115,7 +115,7 @@ def pack_requests(
 def _groups(requests: Sequence[Request], share: bool) -> list[list[int]]:
     """Return the indices of requests in groups that share a context; a request that shares none is a group of its own.
 
-    A group of several has at most `ROW_TOKENS` positions, or twice those of its context if that is more.
+    A group of several requests has at most `ROW_TOKENS` positions, or twice the tokens of its context if that is more.
     """
     groups: list[list[int]] = []
     latest: dict[tuple[int, ...], int] = {}

@@ -62,7 +62,7 @@ def ratio(sums: Sequence[float], counts: Sequence[int]) -> Metric:
 
 
 def exponential(metric: Metric) -> Metric | None:
-    """Return exp(`metric`) with the error to first order; None if it is larger than a float."""
+    """Return exp(`metric`) with the error to first order; None if the value is too large for a float."""
     try:
         value = math.exp(metric.value)
     except OverflowError:
@@ -71,7 +71,9 @@ def exponential(metric: Metric) -> Metric | None:
 
 
 def perplexities(log_probs: Sequence[float], tokens: Sequence[int], texts: Sequence[str]) -> dict[str, Metric]:
-    """Return the perplexity by token, word and byte, and the bits per byte, of documents with these `log_probs`.
+    """Return the perplexity by token, word and byte, and the bits per byte, of documents.
+
+    log_probs, tokens, texts: of each document, its log-prob in nats, its number of tokens, and its text.
 
     Words are separated by white space, and bytes are those of UTF-8: both are counted in the text and do not depend on
     the tokenizer.

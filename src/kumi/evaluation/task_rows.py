@@ -20,7 +20,7 @@ from kumi.paths import shown_path
 from kumi.rewards.answers import answers_in
 from kumi.spec.data_source import is_gym
 
-Row = Mapping[str, Any]
+Row = Mapping[str, Any]  # column -> value
 # {column} in the template of a prompt.
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -37,7 +37,7 @@ def _is_empty(item: Any) -> bool:
 
 
 def rows(task: TaskSection) -> list[tuple[str, Row]]:
-    """Return the rows of a task's file, each with its place for messages."""
+    """Return the rows of a task's file, each with its place (file:line) for messages."""
     path = _existing(task)
     form = file_format(path)
     if form not in ("jsonl", "json", "parquet", "arrow"):
@@ -47,6 +47,7 @@ def rows(task: TaskSection) -> list[tuple[str, Row]]:
 
 
 def _existing(task: TaskSection) -> Path:
+    """Return the file of `task`; a file of generated problems for a task of reasoning-gym."""
     if is_gym(task.path):
         return gym_file(task.path)
     path = Path(task.path).expanduser()
@@ -71,6 +72,7 @@ def prompt_of(task: TaskSection, place: str, row: Row) -> str:
 
 
 def _text(task: TaskSection, place: str, row: Row, key: str) -> str:
+    """Return the column `key` of `row`, a text or a number, as text."""
     value = _column(task, place, row, key)
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
@@ -78,6 +80,7 @@ def _text(task: TaskSection, place: str, row: Row, key: str) -> str:
 
 
 def _column(task: TaskSection, place: str, row: Row, key: str) -> Any:
+    """Return the column `key` of `row`. Raise ConfigError if the row does not have it."""
     if key not in row:
         raise ConfigError(
             f"task {task.name}: {place}: no column {key!r}; it has {', '.join(row)}; correct the row or the task"

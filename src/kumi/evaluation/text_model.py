@@ -18,11 +18,14 @@ class TokenModel(Protocol):
     """A model of token ids, such as `kumi.evaluation.resumed_model.ResumedModel`."""
 
     @property
-    def max_length(self) -> int: ...
+    def max_length(self) -> int:
+        """The number of tokens that the model reads at most."""
 
-    def score(self, requests: Sequence[Request]) -> list[Score]: ...
+    def score(self, requests: Sequence[Request]) -> list[Score]:
+        """Return the score of each of `requests`."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]: ...
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+        """Return the token ids of the reply to each of `prompts`."""
 
 
 @dataclass(frozen=True)

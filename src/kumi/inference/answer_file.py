@@ -15,9 +15,9 @@ def answer_file(generation: Generation, prompts: Path, out: Path, *, samples: in
     """Generate `samples` replies to each prompt of the file `prompts`, and append them to the file `out`.
 
     A prompt with all replies in `out` is left out; of the other prompts, only the missing replies are appended. Each
-    reply is a line of JSON, written as it ends. Return the numbers of replies and tokens, as plain data. Raise
-    RefusedError if `out` has replies of other settings, of another model or to other prompts; ConfigError or DataError
-    for prompts that cannot be read.
+    reply is a line of JSON, written as it ends. Return the numbers of replies in all, of those that were in `out`
+    before (`earlier`) and of new tokens, as plain data. Raise RefusedError if `out` has replies of other settings, of
+    another model or to other prompts; ConfigError or DataError for prompts that cannot be read.
     """
     rows = read_prompts(prompts)
     encoded = [generation.settings.encode_row(row.prompt, row.columns, f"{prompts}:{row.line}") for row in rows]

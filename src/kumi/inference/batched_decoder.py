@@ -1,11 +1,11 @@
-"""A batched decoder: replies to many prompts, with a cache of keys, values and states.
+"""A batched decoder: replies to many prompts, with a cache of keys, values and recurrent states.
 
 Sequences live in slots. Waiting prompts are computed as the documents of one packed row, as in training; then every
 forward pass has one token of each active slot. A slot whose reply has ended is filled with the next prompt at once, so
 that replies of different lengths do not wait for each other. Active slots are always the first ones: the last active
 slot moves into a gap.
 
-Every data-parallel rank answers its own share of the prompts; ranks of tp answer the same ones together. The noise of
+Every data-parallel rank answers its own share of the prompts; its tensor-parallel ranks compute together. The noise of
 sampling is a function of seed, prompt, sample and position (`kumi.inference.noise`), so replies do not depend on the
 layout, the number of slots or the order in which slots are filled.
 """
@@ -96,7 +96,7 @@ class BatchedDecoder:
     """Generates with `decoder`.
 
     `slots`: sequences that are decoded at once, on each data-parallel rank.
-    `mesh`: that of `decoder`; None for a model on one device. Raises LayoutError for pp and cp.
+    `mesh`: the mesh of `decoder`; None for a model on one device. Raises LayoutError for pp and cp.
     `max_length`: positions of a slot; None for as many as the prompts and `max_new_tokens` need.
     `decode_text`: returns the text of token ids; needed for stop strings.
     """
@@ -149,6 +149,7 @@ class BatchedDecoder:
         samples: int | Sequence[Sequence[int]],
         on_token: OnToken | None,
     ) -> Iterator[Reply]:
+        """Yield the replies as `generate` does, which calls this without gradients."""
         limit = self._check(prompts, sampling)
         share = self._share(len(prompts))
         waiting = deque(
@@ -178,8 +179,8 @@ class BatchedDecoder:
     ) -> Iterator[Reply]:
         """Yield the reply to `prompt`, as `generate` does, on one device.
 
-        Only those tokens of `prompt` are computed that `conversation` lacks. Afterwards it has the tokens of this turn,
-        also if the turn is interrupted.
+        Only those tokens of `prompt` are computed that `conversation` lacks. Afterwards `conversation` has the tokens
+        of this turn, also if the turn is interrupted.
         """
         assert self.mesh is None, "a conversation is on one device"
         limit = self._check([prompt], sampling)
@@ -223,7 +224,13 @@ class BatchedDecoder:
 
 
 class _Batch:
-    """The slots of one call of `BatchedDecoder.generate`."""
+    """The slots of one call of `BatchedDecoder.generate`.
+
+    waiting: the sequences that have no slot yet.
+    limit: the largest number of tokens of a sequence.
+    capacity: the positions of each slot in a new cache.
+    cache: the cache to use; None for a new one.
+    """
 
     def __init__(
         self,
@@ -245,7 +252,7 @@ class _Batch:
             decoder.spec, slots, capacity, dtype=decoder.compute_dtype, device=owner.device, tp=owner.tp
         )
         self.active: list[_Sequence] = []
-        self.padding = decoder.vocabulary.padding(decoder.head_weight)
+        self.padding = decoder.vocabulary.padding(decoder.head_weight)  # columns of the logits that are no tokens
         mesh = owner.mesh
         # Experts are exchanged with ranks that have other prompts: all ranks make the same number of passes.
         self.lockstep = mesh if mesh is not None and mesh.layout.ep > 1 else None
@@ -271,6 +278,7 @@ class _Batch:
                 self._pass_nothing()
 
     def _any_work(self) -> bool:
+        """Return True if this rank has sequences to compute, or any of the ranks that make the same passes has."""
         work = bool(self.waiting or self.active)
         if self.lockstep is None:
             return work
@@ -371,6 +379,7 @@ class _Batch:
         return None
 
     def _has_stop_string(self, ids: list[int]) -> bool:
+        """Return True if the end of the reply `ids` has a stop string."""
         if not self.sampling.stop_strings:
             return False
         assert self.owner.decode_text is not None, "`generate` refuses stop strings without it"

@@ -61,7 +61,7 @@ class ChatSession:
 
 
 def chat(generation: Generation, read: Callable[[str], str], write: Callable[[str], None]) -> None:
-    """Answer the lines of `read` until one is /exit, or it raises EOFError.
+    """Answer the lines of `read` until one is /exit, or until `read` raises EOFError.
 
     read: shows a prompt and returns the next line, as `input` does. write: shows text.
     """

@@ -72,6 +72,7 @@ def resolve_sampling(flags: Flags, settings: Mapping[str, Any], stop_ids: frozen
 
 
 def _chosen(flag: float | None, settings: Mapping[str, Any], key: str, default: float) -> float:
+    """Return `flag`; if it is None the model's setting `key`, or else `default`."""
     if flag is not None:
         return flag
     value = settings.get(key)

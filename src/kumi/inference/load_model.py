@@ -59,9 +59,9 @@ def load_model(
 ) -> LoadedModel:
     """Return the model at `path`: a Hugging Face folder or hub id, a checkpoint, a run folder, or adapters.
 
-    dtype: of the weights; None for that of the files, as `dtype="auto"` of transformers.
+    dtype: of the weights; None for the dtype of the files, as `dtype="auto"` of transformers.
     device: None for a GPU if there is one, else the CPU.
-    base: the base model of adapters, where it is not the one that they name. The adapters stay separate modules.
+    base: the base model of adapters, if it is not the base that they name. The adapters stay separate modules.
     checkpoint: of a run folder: "best", "last" or a step; by default the best one where the run keeps one by
         checkpoint.best, else the last.
 

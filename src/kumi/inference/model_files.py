@@ -35,10 +35,10 @@ class ModelFiles:
     """The open files of a model with a language head; no weights are in memory yet.
 
     name: for people: the hub id, or the last part of the path.
-    folder: that of the weights: a Hugging Face folder, a checkpoint, or adapters.
+    folder: the folder of the weights: a Hugging Face folder, a checkpoint, or adapters.
     source: the model; for adapters, their base model.
     adapted: the adapters on `source`; None for a complete model.
-    tokenizer_folder: that of the tokenizer and its chat template.
+    tokenizer_folder: the folder of the tokenizer and its chat template.
     settings: the content of generation_config.json; empty if there is none.
     chat: how conversations become tokens: as in the run that trained the model, if the model is in that run's folder.
     chosen: for a run folder, a text that says which of its models was chosen; else "".
@@ -61,7 +61,7 @@ class ModelFiles:
 def find_model(path: str | Path, *, base: str | Path | None = None, checkpoint: str | int | None = None) -> ModelFiles:
     """Open the model at `path`: a Hugging Face folder or hub id, a checkpoint, a run folder, or adapters.
 
-    base: the base model of adapters, where it is not the one that they name.
+    base: the base model of adapters, if it is not the base that the adapters name.
     checkpoint: of a run folder, as in `kumi.convert.run_checkpoint.choose_model`.
 
     Raise ConfigError unless there is a model with a tokenizer, and for adapters their base model; ModelError for files
@@ -110,7 +110,7 @@ def _tokenizer_folder(folder: Path, source: Source) -> Path:
 
 
 def _chat_options(folder: Path) -> ChatOptions:
-    """Return data.chat of the run whose folder is `folder` or has it inside; the defaults for other folders."""
+    """Return data.chat of the run whose folder is or contains `folder`; the defaults for other folders."""
     places = (folder, folder.parent, folder.parent.parent)
     run = next(
         (place for place in places if (place / CONFIG_FILE).is_file() and (place / "checkpoints").is_dir()), None
@@ -132,7 +132,7 @@ def reply_ends(
     """Return the ids that end a reply: eos_token_id of generation_config.json, or else the tokenizer's eos token.
 
     The tokens of the run's data.chat.stop_tokens are added. `settings`: the content of generation_config.json.
-    `folder`: that of the model, for messages. Raise ConfigError for an id outside the vocabulary.
+    `folder`: the model's folder, for messages. Raise ConfigError for an id outside the vocabulary.
     """
     value = settings.get("eos_token_id")
     eos_ids = value if isinstance(value, list) else [tokenizer.eos_id] if value is None else [value]
@@ -153,6 +153,7 @@ def weights_digest(files: ModelFiles) -> str:
 
 
 def _folder_digest(folder: Path) -> str:
+    """Return a hash of the weights in `folder`; of the names and sizes of all its files if its kind is unknown."""
     if (folder / "config.json").is_file():
         return base_digest(folder)
     # A checkpoint's index has the checksums of its tensors; adapters are small.

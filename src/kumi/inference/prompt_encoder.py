@@ -18,13 +18,14 @@ from kumi.spec.data_source import ChatOptions
 # A text, or messages with "role" and "content", as transformers' pipelines take them.
 Prompt = str | Sequence[Mapping[str, Any]]
 
-_ROWS = Format("prompt", forced=True)
+# The format of rows of prompts; forced: the kind of a row does not have to be recognised by its columns.
+_PROMPT_FORMAT = Format("prompt", forced=True)
 
 
 class PromptEncoder:
     """Encodes prompts as the model was trained to read them.
 
-    template: the chat template; None for plain text, which gets the tokenizer's own beginning, as in transformers.
+    template: the chat template; None for plain text, to which the tokenizer adds its special tokens, such as bos.
     stop_ids: ids that end a reply. The attribute also has the token that ends a turn in the template.
     system: a message that begins each conversation without one of its own.
 
@@ -69,7 +70,7 @@ class PromptEncoder:
         """Return the ids of a prompt: with a template, up to the beginning of the reply.
 
         row: further columns, such as "tools" and "chat_template_kwargs". Raise ConfigError, which begins with `where`,
-        for a prompt that cannot be read or rendered, or that is messages for a model without template.
+        for a prompt that cannot be read or rendered, and for messages if there is no template.
         """
         if self._template is None:
             if not isinstance(prompt, str):
@@ -82,7 +83,7 @@ class PromptEncoder:
         if self._system is not None and (not messages or messages[0].get("role") not in ("system", "developer")):
             messages.insert(0, {"role": "system", "content": self._system})
         try:
-            example = to_example(_ROWS, {**(row or {}), "prompt": messages}, where, 0)
+            example = to_example(_PROMPT_FORMAT, {**(row or {}), "prompt": messages}, where, 0)
             assert not isinstance(example.sides[0], PlainText), "messages are a conversation"
             [unit] = self._encoder.encode(example)
         except RowRefused as refused:
@@ -92,15 +93,15 @@ class PromptEncoder:
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text of a conversation up to the beginning of the reply, for programs that encode it themselves.
 
-        Spellings of control tokens in it are not marked as text. Raise ConfigError for messages that the template
-        refuses.
+        Such a program reads the spelling of a control token in a message as the control token. Raise ConfigError for
+        messages that the template refuses.
         """
         try:
             self._renderer.limits.start()
             return self._renderer.render(messages, prompt=True)
         except RowRefused as refused:
             raise ConfigError(
-                f"a prompt cannot be rendered: {refused.reason}; leave the chat template out, or correct it"
+                f"a prompt cannot be rendered: {refused.reason}; change the prompt, or leave the chat template out"
             ) from None
         finally:
             self._renderer.limits.end()
@@ -111,7 +112,7 @@ def conversation_encoder(tokenizer: Tokenizer, options: ChatOptions, stop_ids: f
 
     Return None if neither has a template.
 
-    stop_ids: ids that end a reply, beside the end of a turn.
+    stop_ids: ids that end a reply, besides the token that ends a turn.
     """
     template = find_template(options, tokenizer.folder)
     return None if template is None else PromptEncoder(tokenizer, template, stop_ids=stop_ids, options=options)

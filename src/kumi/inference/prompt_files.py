@@ -56,6 +56,7 @@ def read_prompts(path: Path, key: str = "--prompts") -> list[PromptRow]:
 
 
 def _text_prompts(path: Path, key: str) -> Iterator[PromptRow]:
+    """Yield a prompt for each line of a text file that is not blank."""
     with open_bytes(path) as file:
         raw = file.read(_MAX_TEXT + 1)
     if len(raw) > _MAX_TEXT:
@@ -72,6 +73,7 @@ def _text_prompts(path: Path, key: str) -> Iterator[PromptRow]:
 
 
 def _prompt_row(item: tuple[int, dict[str, Any]] | Fault, path: Path) -> PromptRow:
+    """Return the prompt of `item`, a row with the number of its line. Raise DataError for a row without a prompt."""
     if isinstance(item, Fault):
         raise DataError(f"{path}:{item.line}: {item.reason}; correct the row, or remove it")
     line, row = item
@@ -116,10 +118,12 @@ class ReplyFile:
             os.ftruncate(self._handle, len(content) - len(rest))
 
     def _begins_a_record(self, rest: bytes) -> bool:
+        """Return True if `rest` can be the beginning of a line that kumi wrote."""
         start = b'{"line": '
         return rest.startswith(start) or start.startswith(rest)
 
     def _add(self, file_line: int, raw: bytes) -> None:
+        """Note the reply in a line of the file. Raise RefusedError for a line that this job would not write."""
         try:
             record = strict_json(raw)
             line, sample = int(record["line"]), int(record["sample"])
@@ -161,7 +165,7 @@ class ReplyFile:
 
 @contextmanager
 def open_replies(path: Path, settings: str) -> Iterator[ReplyFile]:
-    """Open the file of replies `path` for appending; `settings` is the digest of everything that decides them.
+    """Open the file of replies `path` for appending. `settings`: the digest of model and settings.
 
     Raise RefusedError if another process writes it, or if it has anything but replies of these settings.
     """
@@ -175,9 +179,9 @@ def open_replies(path: Path, settings: str) -> Iterator[ReplyFile]:
 
 
 def reply_record(row: PromptRow, ids: Sequence[int], reply: TextReply) -> dict[str, Any]:
-    """Return the line for a reply to `row`, the prompt `ids`: the prompt, the text, and why it ended.
+    """Return the line for a reply to `row`, the prompt `ids`: the prompt, the text, and why the reply ended.
 
-    A column "id" of the prompt's row is in it, too.
+    A column "id" of the prompt's row is in the line, too.
     """
     extra = {"id": row.columns["id"]} if "id" in row.columns else {}
     return {

@@ -30,7 +30,7 @@ def reply_text(
 
 
 class TextStream:
-    """The text of one reply as it grows; text that later tokens may still change waits."""
+    """The text of one reply as it grows. Text that later tokens may still change is held back."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stop_strings: Sequence[str] = ()

@@ -75,7 +75,8 @@ def choose_tokens(
 
     `logits` (N, V): of this rank's slice of the vocabulary.
     `keys`: the random key of each row (see `kumi.inference.noise.position_key`).
-    `padding`: columns at the end of `logits` that are no tokens.
+    `vocabulary`: this rank's slice of the vocabulary. Its `join` gathers a tensor (N, C) of all slices as (slices, N,
+    C). `padding`: columns at the end of `logits` that are no tokens.
     """
     scores = logits.to(wide(logits.dtype))
     if sampling.temperature not in (0, 1):

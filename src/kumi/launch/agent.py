@@ -3,11 +3,12 @@
     node 0                                   node 1
     kumi train -- head (a process)           kumi train
         |           ^------ one TCP connection ---|
-    rank 0, rank 1                           rank 2, rank 3     one process group, through a store at node 0
+    rank 0, rank 1                           rank 2, rank 3     one process group, through a TCPStore at node 0
 
-`run_as_agent` connects this process to the head, does the node's work, reports how it ended and waits for the verdict:
-one exit code and one root cause for all nodes. If the connection breaks, the agent ends its ranks. The ranks themselves
-are started and watched as on one machine (`kumi.launch.local`).
+The head (`kumi.launch.head`) only connects the agents and decides how the run ends. `run_as_agent` connects this
+process to the head, does the node's work, reports how it ended and waits for the verdict: one exit code and one root
+cause for all nodes. If the connection breaks, the agent ends its ranks. The ranks themselves are started and watched as
+on one machine (`kumi.launch.local`).
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ from kumi.launch.verdict import Report, Verdict, early_failure, failure_report
 _CONNECT_SECONDS = 600.0  # the head may start later than this agent
 _REFUSED_SECONDS = 20.0  # the head of an earlier attempt may still answer
 _DOCTOR_SECONDS = 3.0  # node 0 may still make the checks of an earlier attempt
-_PROBE_SECONDS = 2.0  # for one look whether node 0 has its head
+_PROBE_SECONDS = 2.0  # `HeadProbe` waits this long for an answer of node 0
 _NOTE_SECONDS = 20.0  # the agent then says that it waits for the head
 _HEAD_LEAVES_SECONDS = 20.0  # the head has this long to end after the run
-# Interrupts the main thread while it does not watch ranks. It is the signal by which torch's agent gives up ranks.
+# Interrupts the main thread while it does not watch ranks. While it does, this signal makes torch's agent give up
+# ranks.
 _INTERRUPT = signal.SIGUSR2
 
 # Connections of this process. A child that kept one open would hide from the head that this process died.
@@ -70,10 +72,11 @@ class _Interrupted(BaseException):
 
 
 class HeadLink:
-    """The connection of an agent to the head. A thread reads its messages and sends beats.
+    """The connection of an agent to the head. A thread reads the head's messages and sends heartbeats.
 
-    `port`: port of the store. `address`: address of this node as other nodes reach it. Both are set once `wait_for_all`
-    has returned.
+    `unread`: bytes that were read behind the first lines. `lost_after`: seconds of silence after which the head is
+    lost. `port`: port of the store. `address`: address of this node as other nodes reach it. `port` and `address` are
+    set once `wait_for_all` has returned.
     """
 
     def __init__(self, standing: Standing, connection: socket.socket, unread: bytes, lost_after: float) -> None:
@@ -84,12 +87,14 @@ class HeadLink:
         self.stopping = False  # the head ends this agent, or is lost: no rank may go on
         self.port, self.address = 0, ""
         self._connection, self._unread, self._lost_after = connection, unread, lost_after
-        self._generation = 0
+        self._generation = 0  # of the ranks (see kumi.launch.head_messages)
         self._arrived: dict[str, dict[str, Any]] = {}  # type of a message -> the last one
         self._changed = threading.Condition()
         self._send_lock = threading.Lock()
         self._gone = ""  # why the head is lost
-        self._has_thread = self._watching = self._reporting = False
+        self._has_thread = False
+        self._watching = False  # within `watching`
+        self._reporting = False  # the work has ended: only the report and the verdict are left
         self._main = threading.main_thread().ident or 0
         self._store: Any = None
 
@@ -125,7 +130,10 @@ class HeadLink:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within the block, the caller ends the ranks if the link is `stopping`; the main thread is not interrupted."""
+        """Within the block, the caller ends the ranks if the link is `stopping`; the main thread is not interrupted.
+
+        At the end of the block, raise _Interrupted if the link is `stopping`.
+        """
         self._watching = True
         try:
             yield
@@ -165,6 +173,10 @@ class HeadLink:
         self._connection.close()
 
     def _await(self, kind: str) -> dict[str, Any]:
+        """Wait for a message of the type `kind` and return it.
+
+        Raise CommunicationError if the head is lost, and _Interrupted if it ends this agent.
+        """
         with self._changed:
             while kind not in self._arrived:
                 if self._gone:
@@ -180,6 +192,7 @@ class HeadLink:
             self._connection.sendall(line)
 
     def _run(self) -> None:
+        """Read the head's messages and send heartbeats, until the connection is closed or the head is lost."""
         signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)  # only the main thread receives signals
         head, rest = self.standing.head, self._unread
         heard = beat_at = time.monotonic()
@@ -205,6 +218,7 @@ class HeadLink:
             )
 
     def _receive(self, message: dict[str, Any]) -> None:
+        """Store a message of the head for `_await`. A stop or a verdict ends the work of this node."""
         kind = message["type"]
         with self._changed:
             self._arrived[kind] = message
@@ -213,6 +227,7 @@ class HeadLink:
             self._stop()
 
     def _stop(self, gone: str = "") -> None:
+        """Let the ranks and the work of this node end. `gone`: why the head is lost, if it is."""
         with self._changed:
             self.decided = self.decided or bool(gone) or "verdict" in self._arrived
             self.stopping, self._gone = True, gone or self._gone
@@ -259,6 +274,7 @@ def run_as_agent(standing: Standing, token: str, lost_after: float, work: Callab
 
 
 def _run(link: HeadLink, work: Callable[[HeadLink], int]) -> int:
+    """Do the `work`, report its end, and return the verdict's exit code or raise the verdict's error."""
     node = link.standing.node
     failure: BaseException | None = None
     try:
@@ -373,6 +389,7 @@ def _refused_error(standing: Standing, refusal: _Refused) -> ConfigError:
 
 
 def _greet(standing: Standing, host: str, token: str, lost_after: float) -> tuple[socket.socket, bytes]:
+    """Connect to the head once and exchange the first lines; see `_connect`. Raise OSError or _Refused on failure."""
     connection = socket.create_connection((host, standing.head.port), timeout=HELLO_SECONDS)
     try:
         watch_connection(connection, lost_after)
@@ -403,7 +420,7 @@ def _greeting(connection: socket.socket, standing: Standing) -> tuple[dict[str, 
     """Return the greeting of the head, and the bytes that were read after it.
 
     Raise _Refused if another program answers, or if node 0 makes the checks of kumi doctor, and OtherNodeFailedError if
-    it has failed.
+    node 0 has failed.
     """
     try:
         line, rest = _read_line(connection, b"")

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from kumi.errors import ConfigError
 
-_SECONDS = 120.0
+_SECONDS = 120.0  # a program that takes longer has failed
 
 
 def run_cluster_command(command: Sequence[str], *, may_fail: bool = False, stdin: str = "") -> str:
-    """Run `command` and return its standard output; with `may_fail`, "" if it fails.
+    """Run `command` with `stdin` as its input, and return its standard output; with `may_fail`, "" if it fails.
 
     Raise ConfigError if the program is missing, fails, or takes more than two minutes.
     """

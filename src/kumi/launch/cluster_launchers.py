@@ -1,6 +1,7 @@
 """The table of launchers for clusters, and the steps of `kumi launch`, `status`, `stop` and `logs`.
 
-To add a launcher, write a module with the names of `ClusterLauncher` and add it to the table.
+To add a launcher, write a module that has the attributes and the functions of `ClusterLauncher`, and add the module to
+the table.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from kumi.launch.launch_job import LAUNCH_FOLDER, LaunchJob, placeholders
 from kumi.launch.launch_record import JobState, LaunchRecord, has_record, read_record, write_record
 from kumi.launch.stop_file import STOP_FILE
 
-# A launcher's file holds at most the run file, with quotes, and its own lines.
+# More bytes than a launcher writes: the text of the run file, in which characters may be escaped, and some lines.
 _LARGEST_FILE = 8 * RUN_FILE.size
 
 
 class ClusterLauncher(Protocol):
-    """Starts a run on the machines of a cluster.
+    """Starts a run on the machines of a cluster. Each launcher is a module.
 
     `name`: its key in the table. `file_name`: name of the file that it submits. `shares_files`: True if the nodes have
     the same file system as the machine on which `kumi launch` runs.
@@ -45,7 +46,10 @@ class ClusterLauncher(Protocol):
         """Return the content of the file that the launcher submits. This is a pure function of `job`."""
 
     def check(self, job: LaunchJob, *, submit: bool) -> None:
-        """Raise ConfigError if the launcher cannot start `job`; with `submit`, also if it cannot from here and now."""
+        """Raise ConfigError if the launcher cannot start `job`.
+
+        `submit`: also raise it if the environment or the files of this machine lack what the submission needs.
+        """
 
     def submit_command(self, file: str) -> tuple[str, ...]:
         """Return the command by which a person submits `file`."""
@@ -78,12 +82,13 @@ def cluster_launcher(kind: str | None) -> ClusterLauncher:
 
 
 def files_folder(launcher: ClusterLauncher, config: RunConfig) -> Path:
-    """Return the folder for the launcher's files of the run `config`: RUN/launch, or here launch/RUN.
+    """Return the folder for the launcher's files of the run `config`.
 
-    The former needs a run folder that this machine and the nodes share.
+    It is `launch` in the run folder if this machine and the nodes share files, else `launch/RUN` in the working
+    directory, where RUN is the name of the run folder.
     """
     out = run_folder(config)
-    assert out is not None, "a run has [train]"
+    assert out is not None, "a configuration that is launched has [train]"
     return (out / LAUNCH_FOLDER if launcher.shares_files else Path(LAUNCH_FOLDER) / out.name).absolute()
 
 
@@ -94,7 +99,10 @@ def write_launch_file(launcher: ClusterLauncher, job: LaunchJob, folder: Path, *
     """
     file, text = folder / launcher.file_name, launcher.text(job)
     if not replace and file.exists() and read_regular(file, _LARGEST_FILE) != text.encode():
-        raise RefusedError(f"{file} has another content and is not overwritten; remove it, or name another --out")
+        raise RefusedError(
+            f"{file} exists, has other text than kumi would write, and is not overwritten; remove it, or name another "
+            f"folder with --out"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     make_folder(folder)
     write_text(file, text)
@@ -109,8 +117,8 @@ def submit_job(launcher: ClusterLauncher, job: LaunchJob, file: Path) -> LaunchR
     left = placeholders(launcher.text(job))
     if left:
         raise ConfigError(
-            f"{file}: {', '.join(left)} must be replaced before kumi can submit it; set the key of [launch] that the "
-            f"comment beside it names"
+            f"{file}: {', '.join(left)} must be replaced before kumi can submit it; the file's comment at each "
+            f"placeholder names the key of [launch] to set"
         )
     launcher.check(job, submit=True)
     record = LaunchRecord(launcher.name, launcher.submit(job, file), file.parent, time.strftime("%Y-%m-%dT%H:%M:%S"))

@@ -3,6 +3,7 @@
     .launch-HOST-XXXX/lock      locked by the launcher and its ranks; a free lock means that all of them are dead
                  go             written by the launcher once all ranks have started
                  1.pid          process id of rank 1
+                 1.report       disk space for the error of rank 1; it becomes 1.failure
                  1.returned     exit code of rank 1
                  1.failure      error of rank 1, as JSON
 
@@ -27,7 +28,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _PREFIX, _DRAFT = ".launch-", ".new"
-# A draft younger than this may be a folder that another launcher is just making.
+# Until its lock is taken, a control folder is a draft: its name ends with _DRAFT. Another launcher may still be making
+# a draft that is younger than this.
 _DRAFT_SECONDS = 600.0
 # Every rank allocates this many bytes on disk at its start, so that it can report a failure on a full disk.
 _REPORT_BYTES = 64 * 1024
@@ -72,7 +74,7 @@ def control_folder(log_dir: Path) -> Iterator[Path]:
 
 
 def _remove_stale(folder: Path) -> None:
-    # The launcher of another node on this host may just be making its folder.
+    """Remove the control folder `folder` if its launcher and all of its ranks are dead."""
     try:
         if folder.name.endswith(_DRAFT) and time.time() - folder.stat().st_mtime < _DRAFT_SECONDS:
             return

@@ -1,13 +1,13 @@
 """A node that fails before its agent is connected tells the others why, so that none of them waits for it.
 
-    node 0           listens at the head's port for a while, and gives each node that comes the line of its failure
-    another node     connects to node 0, which makes the doctor's checks or has its head, and sends the line
+    node 0           if it fails, listens at the head's port for a while, and sends this line to each node that connects
+    another node     if it fails, sends this line to node 0, at whose port the doctor's checks or the head listen
 
     {"node": 1, "nodes": 4, "failed": {"code": 2, "kind": "ConfigError", "message": "..."}}
     {"noted": true}            node 0 has read it
 
 The line needs no token, because a node whose run file cannot be read does not have one. Node 0 believes the line only
-as long as that node has not connected.
+as long as the agent of the node that the line names has not connected.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def telling_others_of_errors(standing: Standing | LaunchedRank | None) -> Iterat
 
 
 def tell_others(standing: Standing, error: BaseException) -> None:
-    """Tell the other nodes that this node has failed with `error`, and how the run ends."""
+    """Tell the other nodes that this node has failed with `error`, with which the run ends."""
     line = encode(failure_message(failure_report(standing.node, error, None, time.monotonic()), standing.nodes))
     note = _Note(standing, error)
     if standing.node == 0:
@@ -74,7 +74,7 @@ def tell_others(standing: Standing, error: BaseException) -> None:
 
 
 class _Note:
-    """Prints the error once it takes long to tell the others: the user may end this process."""
+    """Prints the error if telling the other nodes takes long, as the user need not wait for it."""
 
     def __init__(self, standing: Standing, error: BaseException) -> None:
         self._at: float | None = time.monotonic() + _NOTE_SECONDS

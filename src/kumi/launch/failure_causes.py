@@ -1,8 +1,9 @@
-"""Find the rank whose failure caused the others, and the error to show for it.
+"""Find the rank whose failure caused the failures of the other ranks, and the error to show for it.
 
-Causes are of three classes. A primary failure is an error of the rank itself, or a signal that killed the rank. An
+Causes are of four classes. A primary failure is an error of the rank itself, or a signal that killed the rank. An
 unclear death is an exit that a failing peer may have caused: by SIGABRT, by SIGTERM, or with an unknown code. A
-secondary failure is an error that another rank's failure may have caused: a lost connection, a timeout.
+secondary failure is an error that another rank's failure may have caused: a lost connection, a timeout. The cause is
+unknown if no rank left an error or died by itself.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from kumi.errors import CommunicationError, DeviceMemoryError, KumiError
 from kumi.launch.control_folder import Failure, log_path
 from kumi.launch.watch import RankDeath, Watch
 
-PRIMARY, UNCLEAR, SECONDARY, UNKNOWN = range(4)  # classes of causes, in the order in which they are blamed
-_TRACE_LINES = 12
+PRIMARY, UNCLEAR, SECONDARY, UNKNOWN = range(4)  # classes of causes; the root cause is of the lowest class
+_TRACE_LINES = 12  # lines of a traceback in an error's message
 # The beginning of the names of the files with the last collectives of a rank, which NCCL writes when one times out.
 FLIGHT_RECORDER = "flight_recorder_"
 # gloo raises plain RuntimeErrors, both if a peer's process has ended and if a peer does not respond in time.
@@ -30,8 +31,8 @@ _TIMEOUT = ("timed out", "timeout", "failed to pass monitoredbarrier")
 class RootCause:
     """Why the ranks of this machine failed: the error to show, its class, and the monotonic time of the failure.
 
-    `waiting`: the rank, if it timed out in a collective. `silent`: ranks that the launcher killed before they reported
-    anything -> unusual state of their process, or "".
+    `waiting`: the rank that failed, if it timed out in a collective. `silent`: ranks that the launcher killed before
+    they reported anything -> unusual state of their process, or "".
     """
 
     error: KumiError
@@ -107,8 +108,8 @@ def root_cause(
         error = _rank_error(cause, log_dir)
     waiting = cause.rank if is_timeout(words) else None  # on a timeout, NCCL aborts the rank and gloo raises
     if silent and waiting is not None:
-        # The ranks waited for each other, so all of them are to blame, or a rank of another machine.
         return RootCause(rank_timeout_error(silent, waiting=waiting), severity, at, waiting, silent)
+    # If all ranks of this machine timed out, they waited for each other or for a rank of another machine.
     return RootCause(error, severity, at, waiting, silent)
 
 
@@ -127,6 +128,7 @@ def _rank_error(failure: Failure, log_dir: Path) -> KumiError:
 
 
 def _death_error(death: RankDeath, log_dir: Path, *, out_of_memory: bool) -> KumiError:
+    """Return the error for a rank that ended without a report. `out_of_memory`: see `root_cause`."""
     log = log_path(log_dir, death.rank)
     if death.code is None or death.code >= 0:
         code = "an unknown exit code" if death.code is None else f"exit code {death.code}"

@@ -44,8 +44,8 @@ from kumi.safe_output import visible
 
 _ARRIVAL_SECONDS = 600.0  # all agents must have connected by then
 _NOTE_SECONDS = 20.0  # after this, the head says for which nodes it waits
-# An agent that does not train yet, or no more, may hold Python's lock for long, as while torch is imported. Its kernel
-# still answers.
+# An agent is lost after this long without a message while its ranks do not run: it may hold Python's lock for long, as
+# while torch is imported. TCP's keepalive notices earlier that its machine is cut off.
 _IDLE_SECONDS = 600.0
 _REPORT_SECONDS = 10.0  # after the first failure, the other agents have this long to report theirs
 _LEAVE_SECONDS = 5.0  # after the verdict, the agents have this long to leave
@@ -97,6 +97,7 @@ def fork_head(listener: socket.socket, nodes: int, token: str, lost_after: float
 
 
 def _serve(listener: socket.socket, nodes: int, token: str, lost_after: float, parent: int) -> NoReturn:
+    """Be the head in the forked process, and end the process."""
     code = 1
     try:
         for signum in EXIT_CODES:  # the agents decide what a signal ends
@@ -123,25 +124,26 @@ class _Agent:
     trains: bool = False
 
     def send(self, message: Mapping[str, Any]) -> None:
+        """Send `message` to the agent, unless its connection is closing."""
         if not self.writer.is_closing():
             self.writer.write(encode(dict(message)))
 
 
 class Head:
-    """The state of a head: which agents are connected, how far each is, and how the others have ended."""
+    """The state of a head: which agents are connected, how far each is, and which nodes have ended and how."""
 
     def __init__(self, nodes: int, token: str, lost_after: float, parent: int) -> None:
         self._nodes, self._token, self._lost_after, self._parent = nodes, token, lost_after, parent
-        self._generation = 0
+        self._generation = 0  # of the ranks (see kumi.launch.head_messages)
         self._agents: dict[int, _Agent] = {}
         self._seen: set[int] = set()  # nodes that have ever connected
         self._notes: set[str] = set()  # about nodes that were refused
         self._broadcast: dict[str, Any] | None = None
         self._ready: set[int] = set()
         self._started: set[int] = set()
-        self._store: int | None = None
+        self._store: int | None = None  # port of the store of all ranks
         self._reports: dict[int, Report] = {}
-        self._decide_at: float | None = None
+        self._decide_at: float | None = None  # after a failure: when the verdict falls, although reports are missing
         self._verdict: Verdict | None = None
 
     async def serve(self, listener: socket.socket) -> None:
@@ -169,11 +171,13 @@ class Head:
         return len(self._reports) == self._nodes or (self._decide_at is not None and now >= self._decide_at)
 
     def _may_leave(self, seconds: float) -> bool:
+        """Return True if the head may end, `seconds` after the verdict."""
         if len(self._seen) < self._nodes:
             return seconds > _LATE_SECONDS
         return not self._agents or seconds > _LEAVE_SECONDS
 
     def _note_absent(self) -> None:
+        """Say for which nodes the head waits."""
         absent = sorted(set(range(self._nodes)) - self._seen)
         if absent and self._verdict is None:
             with suppress(OSError):
@@ -184,7 +188,12 @@ class Head:
         for node, agent in list(self._agents.items()):
             limit = self._lost_after if agent.trains else _IDLE_SECONDS
             if now - agent.heard > limit and node not in self._reports:
-                self._lose(node, agent.heard, f"node {node} has been silent for {limit:g} s: it hangs or is cut off")
+                self._lose(
+                    node,
+                    agent.heard,
+                    f"node {node} has been silent for {limit:g} s: it hangs or is cut off; see its output, and run the "
+                    f"same command again to resume from the last checkpoint",
+                )
         if os.getppid() != self._parent and 0 not in self._reports and 0 not in self._agents:
             self._lose(0, now, _died_message(0))
         absent = sorted(set(range(self._nodes)) - self._seen)
@@ -219,7 +228,7 @@ class Head:
             writer.close()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Agent | None:
-        """Return the agent at the other end if it belongs to the run; None after it was refused."""
+        """Return the agent at the other end if it belongs to the run; None if it was refused or only told a failure."""
         nonce = new_nonce()
         writer.write(encode({"kumi": __version__, "nonce": nonce}))
         hello = decode(await reader.readline())
@@ -275,6 +284,7 @@ class Head:
         return f"node {node} of this attempt has ended" if node in self._reports else None
 
     def _receive(self, agent: _Agent, message: dict[str, Any]) -> None:
+        """Do what the `message` of `agent` is for (see kumi.launch.head_messages)."""
         kind = message["type"]
         if kind == "beat" or message["generation"] != self._generation:
             return
@@ -306,7 +316,7 @@ class Head:
         return plain_address(other.writer.get_extra_info("sockname")[0])
 
     def _note_end(self, report: Report) -> None:
-        """Note how a node ended. A failure, or an end before all ranks began, ends the other nodes, too."""
+        """Note how a node ended. A failure, or a code other than 0 before all ranks began, ends the other nodes."""
         if report.node in self._reports or self._verdict is not None:
             return
         self._reports[report.node] = report

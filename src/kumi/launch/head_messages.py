@@ -18,8 +18,8 @@ A node that fails before this sends another line instead (`kumi.launch.early_fai
     head  -> agent    verdict       how all agents end: a Verdict
     both              beat          I am alive
 
-Messages name the generation of the ranks that they are about, and a head ignores messages about another generation. It
-is 0 in all runs so far: a head that starts ranks anew after a failure would count it up.
+Messages name the generation of the ranks that they are about, and a head ignores messages about another generation. The
+generation is 0 in all runs so far: a head that started ranks anew after a failure would count it up.
 
 The token is a secret that the nodes of a run share (`kumi.train.run_folder.run_token`). It keeps the agents of two runs
 apart, and strangers out; what is sent is neither secret nor protected against someone who controls the network.
@@ -78,9 +78,9 @@ def watch_connection(connection: socket.socket, lost_after: float) -> None:
         ("TCP_KEEPIDLE", seconds),
         ("TCP_KEEPINTVL", seconds),
         ("TCP_KEEPCNT", _KEEPALIVE_PROBES - 1),
-        ("TCP_USER_TIMEOUT", round(lost_after * 1000)),  # of data that is not acknowledged
+        ("TCP_USER_TIMEOUT", round(lost_after * 1000)),  # milliseconds that data may stay unacknowledged
     ):
-        if hasattr(socket, name):  # these are Linux's
+        if hasattr(socket, name):  # only Linux has all of these
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 

@@ -2,7 +2,7 @@
 
 Each pod is a node: one container runs `kumi train` and starts the ranks of its devices. Node 0 is pod 0, whose name
 the headless Service resolves. A pod that fails is started again under its number, unless its exit code says that it
-would fail again.
+would fail again. This module is a `kumi.launch.cluster_launchers.ClusterLauncher`. `Noted` is a value with a comment.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check(job: LaunchJob, *, submit: bool) -> None:
             f"the run file has more than {_LARGEST_RUN_FILE} bytes, which no ConfigMap holds; put long lists into "
             f"files of their own"
         )
-    if launch.kubernetes.api != "trainjob":  # whose runtime may have volumes of its own
+    if launch.kubernetes.api != "trainjob":  # the runtime of a TrainJob may have volumes of its own
         check_run_folder_outlives_node(job, launch.kubernetes.volumes, "launch.kubernetes.volumes")
 
 
@@ -149,6 +149,7 @@ def _config_map(job: LaunchJob) -> dict[str, Any]:
 
 
 def _service(job: LaunchJob) -> dict[str, Any]:
+    """Return the Service by which the name of each pod resolves."""
     spec = {
         "clusterIP": Noted("None", "Headless: names of pods instead of one address for all."),
         "publishNotReadyAddresses": Noted(True, "The name of node 0 must resolve before its pod is ready."),
@@ -171,7 +172,7 @@ def _indexed_job(job: LaunchJob, head: str, peers: Mapping[str, str]) -> dict[st
         "completions": job.nodes,
         "parallelism": job.nodes,
         "backoffLimitPerIndex": Noted(
-            job.launch.requeues, "A node that fails is started again under its number, so often; then the job fails."
+            job.launch.requeues, "Times that a node that fails is started again under its number; then the job fails."
         ),
         "maxFailedIndexes": 0,
         "podReplacementPolicy": Noted("Failed", "No second pod of a node while the first one still saves."),
@@ -185,6 +186,7 @@ def _indexed_job(job: LaunchJob, head: str, peers: Mapping[str, str]) -> dict[st
 
 
 def _failure_rules() -> list[dict[str, Any]]:
+    """Return the rules that say which ends of a pod count as a failure, and which fail the whole job."""
     hopeless = {"containerName": "kumi", "operator": "In", "values": list(HOPELESS_CODES)}
     return [
         {
@@ -296,6 +298,7 @@ def _pod(job: LaunchJob, place: list[dict[str, Any]], peers: Mapping[str, str]) 
 
 
 def _image(job: LaunchJob) -> str | Noted:
+    """Return the image of the container, or a placeholder for it."""
     image = job.launch.kubernetes.image
     if image is not None:
         return image
@@ -316,6 +319,7 @@ def _literal(words: list[str]) -> list[str]:
 
 
 def _resources(job: LaunchJob) -> dict[str, Any]:
+    """Return the devices, memory and CPUs of a pod."""
     section, limits = job.launch.kubernetes, dict[str, Any]()
     if job.uses_gpus:
         limits["amd.com/gpu" if job.has_amd_gpus else "nvidia.com/gpu"] = job.devices_per_node
@@ -326,6 +330,7 @@ def _resources(job: LaunchJob) -> dict[str, Any]:
 
 
 def _security(job: LaunchJob) -> Noted | None:
+    """Return the right to pin memory, for a pod with RDMA devices (launch.kubernetes.resources); else None."""
     if not job.launch.kubernetes.resources:
         return None
     note = "RDMA pins memory. This lets root do so; other users need LimitMEMLOCK of the container runtime."
@@ -342,6 +347,7 @@ def _user(job: LaunchJob) -> dict[str, Any]:
 
 
 def _mounts(job: LaunchJob) -> list[dict[str, Any]]:
+    """Return where the container sees the volumes of `_volumes`."""
     volumes = [
         {"name": f"volume-{number}", "mountPath": path} for number, path in enumerate(job.launch.kubernetes.volumes)
     ]
@@ -349,6 +355,7 @@ def _mounts(job: LaunchJob) -> list[dict[str, Any]]:
 
 
 def _volumes(job: LaunchJob) -> list[dict[str, Any]]:
+    """Return the volumes of a pod: the run file, launch.kubernetes.volumes, and shared memory."""
     section = job.launch.kubernetes
     claims = [
         {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}}

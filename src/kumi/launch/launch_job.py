@@ -31,9 +31,11 @@ from kumi.units import parse_bytes, parse_duration
 HEAD_PORT = 29400
 # Folder of a launcher's files: in the run folder if the nodes share this machine's files, else where kumi runs.
 LAUNCH_FOLDER = "launch"
-# Exit codes after which the same command may continue: a lost node, asked to save, terminated after saving.
+# Exit codes after which the same command may continue the run: a node was lost, the run saved because it was asked to,
+# the run was terminated after it saved.
 RESUMABLE_CODES = (7, 75, 143)
-# Exit codes that the same command would end with again: refused, bad data, does not fit, diverged.
+# Exit codes with which the same command would end again: a refused file or key, bad data, too little memory, a loss
+# that diverged.
 HOPELESS_CODES = (2, 3, 4, 6)
 _PLACEHOLDER = re.compile(r"REPLACE-WITH-[A-Z]+(?:-[A-Z]+)*")
 # A label of a host name has at most 63 characters, and launchers append "-node-0-" and a number to the job's name.
@@ -47,7 +49,7 @@ class LaunchJob:
     - `name`: of the run; any text of one line.
     - `nodes`, `devices_per_node`: machines, and ranks of each.
     - `device`, `device_kind`: name of the device, and "cuda" or "cpu".
-    - `program`: the command that is kumi on a node.
+    - `program`: the words of a command that start kumi on a node.
     - `run_file`, `overrides`: arguments of `kumi train`; `run_text` is the content of the run file.
     - `folder`: working directory on the nodes, unless the launcher has another one.
     - `out`: the run folder, `train.out`; relative to the working directory.
@@ -84,7 +86,7 @@ class LaunchJob:
         """Return the command of every node where the run file has the path `run_file`."""
         # A path such as -x.toml would be an option.
         path = f"./{run_file}" if run_file.startswith("-") else run_file
-        # Keys of [launch] are for this side only.
+        # Keys of [launch] concern the submitting machine, not the nodes.
         overrides = (word for word in self.overrides if not word.lstrip().startswith("launch."))
         return (*self.program, "train", path, *overrides)
 
@@ -105,10 +107,12 @@ class LaunchJob:
 
     @property
     def uses_gpus(self) -> bool:
+        """True if the ranks compute on GPUs."""
         return self.device_kind == "cuda"
 
     @property
     def has_amd_gpus(self) -> bool:
+        """True if the GPUs are AMD's, by the name of the device."""
         return self.uses_gpus and ("AMD" in self.device or "MI3" in self.device)
 
     @property
@@ -120,7 +124,7 @@ class LaunchJob:
     def host_name(self) -> str:
         """The name as a label of host names, as Kubernetes and SkyPilot demand.
 
-        A name that is not such a label gets a digest, so that two runs never share one.
+        A name that is not such a label gets a digest, so that two runs never share a label.
         """
         label = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         if label == self.name and label[0].isalpha() and len(label) <= _NAME_LENGTH:
@@ -188,7 +192,7 @@ def launch_job(
 def check_run_folder_outlives_node(job: LaunchJob, mounts: Iterable[str], key: str) -> None:
     """Raise ConfigError unless checkpoints are uploaded to a store, or are written below a folder of `mounts`.
 
-    `key` names the setting with the mounts.
+    `mounts`: folders on the nodes that outlive them. `key`: name of the run-file key with the mounts.
     """
     folders = tuple(mounts)
     if not job.on_store and not is_below(job.out, folders):

@@ -17,13 +17,13 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class LaunchRecord:
-    """A submitted job. `kind`: its launcher. `id`: its name or number there. `folder`: the folder of the record."""
+    """A submitted job. `kind`: its launcher. `id`: how the launcher calls it. `folder`: the folder of the record."""
 
     kind: str
     id: str
     folder: Path
     submitted: str  # local time, ISO 8601
-    output: str = ""  # folder of the job's output, if it is another one
+    output: str = ""  # folder of the job's output; "": `folder`
 
     @property
     def output_folder(self) -> Path:
@@ -33,7 +33,7 @@ class LaunchRecord:
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of a job in a launcher's own `word`, and `detail` about it."""
+    """The state of a job. `word`: the launcher's own word for the state. `detail`: more about it."""
 
     word: str
     detail: str

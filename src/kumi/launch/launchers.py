@@ -1,8 +1,9 @@
 """The table of launchers, which start the ranks of a run on machines, and the choice of one for a run.
 
-To add a launcher for other machines (Slurm, Kubernetes, ...), write a module with the names of `Launcher` and add it to
-the table. The launcher reads nodes, devices and run folder from the run and executes `kumi train` with the same run
-file on each machine. Each `kumi train` reads its rank by `kumi.launch.standing` and runs the same function.
+To add a launcher for other machines (Slurm, Kubernetes, ...), write a module that has the attributes and the function
+of `Launcher`, and add the module to the table. The launcher reads nodes, devices and run folder from the run and
+executes `kumi train` with the same run file on each machine. Each `kumi train` reads its rank by `kumi.launch.standing`
+and runs the same function.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from kumi.launch.standing import LaunchedRank
 
 
 class Launcher(Protocol):
-    """Starts the ranks of a run.
+    """Starts the ranks of a run. Each launcher is a module.
 
-    `name`: its key in the table. `max_nodes`: machines it can start ranks on; None: any.
+    `name`: its key in the table. `max_nodes`: most machines on which it can start ranks; None for any number.
     """
 
     @property

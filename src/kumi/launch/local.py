@@ -3,7 +3,8 @@
     CLI --run--> parent: torch's elastic agent + Watch --fork--> rank 0 (terminal), rank 1 ... (log files)
 
 Ranks are forked, so they share the parent's imports and start in a tenth of a second. Once the parent has used CUDA,
-ranks are spawned instead, which takes seconds. The parent must not have computed with more than one thread.
+ranks are spawned instead, which takes seconds. The parent must not have computed with more than one thread. This module
+is the `kumi.launch.launchers.Launcher` for one machine.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def run_node_ranks(
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
-    """Return True if an outside launcher started this process as one of several ranks."""
+    """Return True if an outside launcher started this process as a rank."""
     return launched_rank(environ) is not None
 
 
@@ -140,6 +141,10 @@ def _interface(launched: LaunchedRank, nproc: int, environ: Mapping[str, str]) -
 def _run_under_agent(
     fn: Callable[..., int | None], args: tuple[Any, ...], nproc: int, log_dir: Path, grace: float, link: HeadLink | None
 ) -> int:
+    """Start `nproc` ranks and return their exit code, or raise the error of the root cause; see `run_ranks`.
+
+    `link`: the link to the head, in a run on several nodes.
+    """
     environ_before, kills_before = dict(os.environ), oom_kills()
     threads = threads_per_rank(nproc, os.environ)
     os.environ.update(_environment(nproc, environ_before, link))
@@ -152,7 +157,7 @@ def _run_under_agent(
                 signals.installed() as flag,
                 Watch(control, nproc, flag, grace, _AGENT_SIGNAL, link) as watch,
             ):
-                flag.patient = True
+                flag.patient = True  # the watch ends the ranks
                 codes, exits = _run_elastic_agent(nproc, fn, args, start)
             if codes is not None:
                 return next((code for code in codes if code), 0)
@@ -166,7 +171,7 @@ def _run_under_agent(
                 link.cause = cause
             raise cause.error
     finally:
-        for name in set(os.environ) - set(environ_before):  # one of these variables is set by the agent
+        for name in set(os.environ) - set(environ_before):  # the variables above, and one that torch's agent sets
             del os.environ[name]
 
 

@@ -25,7 +25,7 @@ class Noted:
 
 
 class Null:
-    """The value null, which a reader must replace; None means that a key is left out."""
+    """The value null in the YAML text. None, in contrast, leaves its key out of the text."""
 
 
 NULL = Null()
@@ -53,6 +53,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _mapping(mapping: Mapping[str, Any], indent: str) -> Iterator[str]:
+    """Yield the lines of a table, each behind `indent`."""
     for key, item in mapping.items():
         value, note = (item.value, item.note) if isinstance(item, Noted) else (item, "")
         yield from (f"{indent}# {line}" for line in note.splitlines())
@@ -74,6 +75,7 @@ def _mapping(mapping: Mapping[str, Any], indent: str) -> Iterator[str]:
 
 
 def _items(values: Sequence[Any], indent: str) -> Iterator[str]:
+    """Yield the lines of a list of tables. The comment of a table's first key stands above the table's dash."""
     for value in values:
         lines = list(_mapping(value, f"{indent}  "))
         note_count = next(index for index, line in enumerate(lines) if not line.lstrip().startswith("#"))
@@ -89,6 +91,7 @@ def _is_block(text: str) -> bool:
 
 
 def _scalar(value: str | int | bool | Null) -> str:
+    """Return `value` as YAML, a text in quotes if a reader could take it for another kind of value."""
     if isinstance(value, Null):
         return "null"
     if not isinstance(value, str):
@@ -99,6 +102,7 @@ def _scalar(value: str | int | bool | Null) -> str:
 
 
 def _escape(char: str) -> str:
+    """Return `char` as YAML writes it between double quotes."""
     if char in '"\\':
         return f"\\{char}"
     if char == "\n":

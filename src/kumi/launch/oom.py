@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+# The file that lists the cgroups of this process, and the folder where cgroups are mounted.
 _GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 

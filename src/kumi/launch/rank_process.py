@@ -21,7 +21,7 @@ from kumi.launch import signals
 from kumi.launch.control_folder import Failure, announce_rank, log_path, ranks_released, report_failure, report_return
 from kumi.launch.failure_causes import is_secondary
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # prctl's number for "the signal of the parent's death"
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def run_rank(fn: Callable[..., int | None], args: tuple[Any, ...], start: RankSt
 def _await_all(control: Path, flag: signals.StopFlag, *, alone: bool) -> int | None:
     """Wait until all ranks have started. Return None, or the exit code if a stop signal comes before that.
 
-    If the ranks are not `alone` on their machine, ranks of other nodes may have begun when the signal comes here. All
-    then agree in the first step.
+    `alone`: True if the run has no other node. Otherwise ranks of other nodes may have begun when the signal comes
+    here, so this rank begins, too, and all ranks agree to stop in the first step.
 
     No rank may connect to the parent's store before the last rank is forked: on each connection, a thread of the store
     looks up the client's address, and a rank forked at that instant inherits the C library's resolver lock, locked for
@@ -110,6 +110,7 @@ def _await_all(control: Path, flag: signals.StopFlag, *, alone: bool) -> int | N
 
 
 def _call(fn: Callable[..., int | None], args: tuple[Any, ...]) -> int:
+    """Return the exit code of `fn(*args)`, also if it raises SystemExit with a number."""
     try:
         return fn(*args) or 0
     except SystemExit as end:
@@ -119,7 +120,7 @@ def _call(fn: Callable[..., int | None], args: tuple[Any, ...]) -> int:
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel send `signum` to this process when its parent dies, however the parent dies."""
+    """On Linux, have the kernel send `signum` to this process when its parent dies, however the parent dies."""
     if sys.platform != "linux":
         return
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum) != 0:

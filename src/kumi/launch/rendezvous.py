@@ -93,7 +93,7 @@ class Rendezvous:
             time.sleep(_POLL_SECONDS)
 
     def end(self) -> None:
-        """Stop the heartbeat."""
+        """Stop the heartbeat, and tell rank 0 that this rank needs nothing more from it."""
         self._all_ready.set()
         with suppress(RuntimeError):  # the process that served the store has ended
             self._acknowledge()
@@ -170,6 +170,7 @@ class Rendezvous:
         return bool(self._store.check([f"{key}/{rank}"]))
 
     def _beat(self) -> None:
+        """Send heartbeats until all ranks are ready."""
         count = 0
         with suppress(RuntimeError):  # the process that served the store has ended; the main thread notices it, too
             while True:
@@ -198,6 +199,7 @@ def rendezvous(launched: LaunchedRank) -> Iterator[Rendezvous]:
 
 
 def _open(launched: LaunchedRank) -> Rendezvous:
+    """Connect to the store, which rank 0 serves unless torchrun does, and return a new rendezvous on it."""
     from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
     serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -43,7 +43,7 @@ class StopFlag:
     def __init__(self) -> None:
         self.requested: int | None = None  # number of the first stop signal
         self.insisted = False  # there was a second request
-        self.patient = False
+        self.patient = False  # set where another process or thread ends the ranks: requests then only set the state
         self._received_at = 0.0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
@@ -89,10 +89,10 @@ def installed() -> Iterator[StopFlag]:
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Within the block, a signal ends the process with its exit code: before and after training, there is nothing to
-    save.
+    """Within the block, a stop signal ends the process with the signal's exit code. Ctrl-C raises KeyboardInterrupt.
 
-    Ctrl-C still raises KeyboardInterrupt. Do nothing outside the main thread, which alone gets signals.
+    It is for the time before and after training, when there is nothing to save. Outside the main thread, which alone
+    gets signals, the block has no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -109,14 +109,15 @@ def exit_on_signal() -> Iterator[None]:
 
 
 def hang_up_with_stdin() -> None:
-    """Send SIGHUP to this process when its standard input closes: ssh leaves a command running when its client dies.
+    """Send SIGHUP to this process when its standard input closes. Otherwise it would run on when its ssh client dies.
 
-    Whoever starts this process keeps the other end of a pipe open and writes nothing. What is written is dropped.
+    Whoever starts this process keeps the other end of a pipe open. Bytes that come through the pipe are dropped.
     """
     threading.Thread(target=_await_end_of_stdin, name="kumi-stdin", daemon=True).start()
 
 
 def _await_end_of_stdin() -> None:
+    """Read standard input until it ends, then send SIGHUP to the main thread."""
     signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)  # only the main thread receives signals
     try:
         while os.read(0, 4096):

@@ -1,4 +1,7 @@
-"""SkyPilot: a task file, started as a managed job, which SkyPilot starts again on other machines if it loses some."""
+"""SkyPilot: a task file, started as a managed job, which SkyPilot starts again on other machines if it loses some.
+
+This module is a `kumi.launch.cluster_launchers.ClusterLauncher`. `Noted` is a value with a comment.
+"""
 
 from __future__ import annotations
 
@@ -100,8 +103,8 @@ def check(job: LaunchJob, *, submit: bool) -> None:
     if job.nodes > 1 and cache is not None and not prepared and not is_below(cache, launch.skypilot.mounts):
         raise ConfigError(
             f"data.cache={cache!r} is in no folder of launch.skypilot.mounts ({mounts}), so the other machines would "
-            f"not see the data that the first one prepares; leave it out, put it below a mounted folder, or prepare "
-            f"the data here with kumi data prepare"
+            f"not see the data that the first one prepares; leave data.cache out, put it below a mounted folder, or "
+            f"prepare the data here with kumi data prepare"
         )
     for path in (job.folder, *launch.skypilot.mounts, *launch.skypilot.mounts.values()):
         if (variable := _REPLACED.search(path)) is not None:
@@ -163,6 +166,7 @@ def log_command(record: LaunchRecord, lines: int, *, follow: bool) -> tuple[str,
 
 
 def _accelerators(job: LaunchJob) -> str | Noted | None:
+    """Return SkyPilot's name and number of a node's GPUs, or a placeholder for an unknown GPU; None without GPUs."""
     if not job.uses_gpus:
         return None
     chosen = job.launch.skypilot.accelerators

@@ -5,6 +5,8 @@ The script stays alive while `srun` runs one `kumi train` on each node:
     sbatch ─ job.sbatch ─ srun ─┬─ kumi train (node 0) ─ ranks
        │         │              └─ kumi train (node 1) ─ ranks
     USR1 before the time limit ──> stop file ──> the nodes save and end with 75 ──> scontrol requeue
+
+This module is a `kumi.launch.cluster_launchers.ClusterLauncher`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ file_name = "job.sbatch"
 
 # Variables of the submitting shell that every job gets; kumi and its libraries are found by them.
 _BASE_VARIABLES = ("HOME", "USER", "LANG", "PATH", "LD_LIBRARY_PATH", "MODULEPATH", "VIRTUAL_ENV")
-# Options of sbatch that ask for GPUs: if launch.slurm.extra has one, kumi asks for none.
+# Options of sbatch that ask for GPUs. If launch.slurm.extra has one of them, kumi writes no such option.
 _GPU_OPTIONS = ("--gres", "--gpus", "-G")
 # Names of variables whose values are secrets, such as HF_TOKEN, WANDB_API_KEY or AWS_SECRET_ACCESS_KEY.
 _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD)(_|$)", re.IGNORECASE)
@@ -55,7 +57,8 @@ def check(job: LaunchJob, *, submit: bool) -> None:
         )
     if slurm.array and slurm.chain is not None:
         raise ConfigError(
-            "launch.slurm.array and launch.slurm.chain are arrays, and a job has one; leave out one of them"
+            "launch.slurm.array and launch.slurm.chain both need Slurm's job array, and a job has only one; leave out "
+            "one of them"
         )
     secret = [variable for variable in job.launch.env if _SECRET.search(variable)]
     if secret:
@@ -208,6 +211,7 @@ def _slurm_time(seconds: int) -> str:
 # This task of a job array; the number of the array alone would mean all of its tasks.
 _TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 
+# Parts of the script: the address of node 0, the wait for srun, and the end of a job of a chain.
 _HEAD = """
 # Node 0 is the first of the job. Its name may resolve on the nodes only by Slurm's own table.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -245,10 +249,11 @@ def _script(job: LaunchJob) -> str:
 
 
 def _step(job: LaunchJob) -> str:
+    """Return the command that runs `kumi train` on every node by srun, in a container if the run file names one."""
     launch, slurm = job.launch, job.launch.slurm
     words = [
         "srun",
-        # srun must not end the other nodes while they save, nor do with the variables of #SBATCH --export alone.
+        # By default, srun may end the other nodes while they save, and exports only the variables of #SBATCH --export.
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--export=ALL",

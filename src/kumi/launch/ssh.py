@@ -3,7 +3,8 @@
     launch.sh ─┬─ ssh a ─ kumi train --end-with-stdin (node 0)
                └─ ssh b ─ kumi train --end-with-stdin (node 1)
 
-When the script ends, for whatever reason, the standard inputs close, and the nodes save and end.
+When the script ends, for whatever reason, the standard inputs close, and the nodes save and end. This module is a
+`kumi.launch.cluster_launchers.ClusterLauncher`.
 """
 
 from __future__ import annotations
@@ -100,20 +101,22 @@ def text(job: LaunchJob) -> str:
 
 
 def check(job: LaunchJob, *, submit: bool) -> None:
-    """Raise ConfigError unless there is a host for each node, and no secret would be on a command line."""
+    """Raise ConfigError if launch.hosts or launch.ssh.options are unusable, or if launch.env would be visible."""
     launch = job.launch
     if launch.hosts and len(launch.hosts) != job.nodes:
         raise ConfigError(
             f"launch.hosts has {len(launch.hosts)} hosts, but cluster.nodes={job.nodes}; name one host a node"
         )
-    options = [host for host in launch.hosts if host.startswith("-")]
-    if options:
-        raise ConfigError(f"launch.hosts: {options[0]!r} begins with a dash, which ssh reads as an option; rename it")
+    dashed = [host for host in launch.hosts if host.startswith("-")]
+    if dashed:
+        raise ConfigError(f"launch.hosts: {dashed[0]!r} begins with a dash, which ssh reads as an option; rename it")
     for option in launch.ssh.options:
         try:
             shlex.split(option)
         except ValueError as error:
-            raise ConfigError(f"launch.ssh.options: {option!r} is not an option of a shell ({error})") from None
+            raise ConfigError(
+                f"launch.ssh.options: {option!r} cannot be split into words like a shell command ({error}); correct it"
+            ) from None
     if launch.env:
         raise ConfigError(
             "launch.env: ssh would show the values on its command line; put them into a file on the hosts and name it "
@@ -177,6 +180,7 @@ def _is_alive(record: LaunchRecord) -> bool:
 
 
 def _output(record: LaunchRecord) -> str:
+    """Return the output of the script; "" if there is none, or if it is too long."""
     try:
         return read_regular(record.folder / _OUTPUT, _OUTPUT_BYTES).decode(errors="replace")
     except (OSError, ValueError):
@@ -188,6 +192,6 @@ def _node(job: LaunchJob) -> list[str]:
     launch = job.launch
     lines = [f"cd -- {path_word(launch.ssh.folder or job.folder)} || exit 2"]
     lines += [] if launch.env_file is None else read_secrets(launch.env_file).strip().splitlines()
-    # The nodes end when their standard input does: an ssh that is killed leaves its command running.
+    # The nodes end when their standard input ends, because an ssh client that is killed leaves its command running.
     lines += [*launch.setup, f"exec {shlex.join(job.command)} --end-with-stdin"]
     return [f"    {line}" if line else "" for line in lines]

@@ -36,7 +36,7 @@ _RANK_VARIABLES = (
     ("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
-_ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+_ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")  # torch's names of the address of rank 0
 NODE, NODES, HEAD = "KUMI_NODE", "KUMI_NODES", "KUMI_HEAD"
 # Ports of heads that nobody chose: below those that the kernel gives to outgoing connections.
 _FIRST_PORT, _PORTS = 20_000, 10_000
@@ -134,6 +134,7 @@ class _Part:
 
     @property
     def present(self) -> bool:
+        """True if the source says anything."""
         return any(value is not None for value in self.seen.values())
 
     def read(self, node: str, nodes: str | None = None, head: str | None = None) -> _Part:
@@ -156,8 +157,7 @@ def _present(environ: Mapping[str, str], *names: str) -> dict[str, str | int | N
 
 
 def _trainjob_part(environ: Mapping[str, str]) -> _Part | None:
-    """Read the variables that Kubeflow's TrainJob sets for torchrun. Without PET_NODE_RANK and PET_NNODES there are
-    none."""
+    """Read the variables that Kubeflow's TrainJob sets for torchrun; None if it sets no node's number and no count."""
     seen = _present(environ, "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NPROC_PER_NODE")
     if not {"PET_NODE_RANK", "PET_NNODES"} & set(seen):
         return None
@@ -172,7 +172,7 @@ def _trainjob_part(environ: Mapping[str, str]) -> _Part | None:
 
 
 def _slurm_part(environ: Mapping[str, str]) -> _Part | None:
-    """Read the step of srun, if it has several tasks, one on each node.
+    """Read the variables of a step of srun that has several tasks, one on each node; None without such a step.
 
     A batch script and the shell of `salloc` are outside of such a step. They count as one machine, although they have
     SLURM_NNODES, SLURM_NODEID and SLURM_PROCID, too.
@@ -205,7 +205,7 @@ def first_host(hosts: str) -> str:
 
 
 def _slurm_address(name: str) -> str:
-    """Return the address of the node `name`; Slurm's own address of it where no name server knows the name."""
+    """Return `name`, the name of a node; if no name server knows the name, the node's address in Slurm's own table."""
     try:
         socket.getaddrinfo(name, None)
         return name
@@ -221,7 +221,7 @@ def _slurm_address(name: str) -> str:
 
 
 def _skypilot_part(environ: Mapping[str, str]) -> _Part | None:
-    """Read the variables of a SkyPilot task."""
+    """Read the variables of a SkyPilot task; None if it sets neither a node's number nor the number of nodes."""
     names = ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE")
     seen = _present(environ, *names)
     if not set(names[:2]) & set(seen):
@@ -265,6 +265,7 @@ def _complete(parts: list[_Part]) -> Standing | None:
 
 
 def _half_set_error(parts: list[_Part], reason: str) -> ConfigError:
+    """Return the error that `parts` do not describe the place of a node, for the given reason."""
     seen = ", ".join(
         f"{name}={' '.join(str(value).split())}"
         for part in parts
@@ -282,6 +283,7 @@ def _join_address(host: str, port: str) -> str:
 
 
 def _parse_address(text: str, parts: list[_Part]) -> HeadAddress:
+    """Return the address HOST:PORT in `text`. `parts`: for the error if it is none."""
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([\w.-]+)):(\d{1,5})", text, re.ASCII)
     if match is None or not 0 < int(match[3]) < 65_536:
         raise _half_set_error(parts, f"the head {text!r} is not HOST:PORT, or [ADDRESS]:PORT for IPv6")
@@ -317,7 +319,10 @@ def launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without what a launcher of ranks or nodes sets, for a process that starts ranks of its own."""
+    """Return `environ` without the variables of launchers of ranks (3 in the module docstring) and kumi's own (2).
+
+    A process that gets the result as its environment can start ranks of its own.
+    """
     launchers = {name for _, *names in _RANK_VARIABLES for name in names}
     placed = {*launchers, *_ADDRESS_VARIABLES, NODE, NODES, HEAD}
     return {name: value for name, value in environ.items() if name not in placed}
@@ -339,6 +344,7 @@ def _is_number(text: str) -> bool:
 
 
 def _invalid_rank(environ: Mapping[str, str], launcher: str, names: tuple[str, ...]) -> LayoutError:
+    """Return the error that the variables `names` of `launcher` do not describe a rank."""
     required = (*names, *_ADDRESS_VARIABLES)
     present = ", ".join(f"{name}={environ[name]}" for name in required if name in environ)
     missing = [name for name in required if not environ.get(name)]
@@ -394,6 +400,7 @@ def socket_variables(interface: str | None, host: str, environ: Mapping[str, str
 
 
 def _has_ipv6_only(host: str) -> bool:
+    """Return True if the name or address `host` has IPv6 addresses alone."""
     try:
         families = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:

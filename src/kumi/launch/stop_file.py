@@ -1,7 +1,7 @@
 """The stop file of a run: whoever writes `stop` into the run folder asks the run to save and end with exit code 75.
 
-It reaches a run on any machine that sees the folder, and at any time, also before Python runs. Batch scripts and
-`kumi stop` write it. It works like SIGUSR1, which it becomes in the process that leads the run.
+The file reaches a run on any machine that sees the folder, and at any time, also before Python runs. Batch scripts and
+`kumi stop` write it. The process that leads the run turns it into the signal SIGUSR1.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def obey_stop_file(out: Path, age: float) -> Iterator[None]:
 
 
 def _poll(file: Path, ended: threading.Event) -> None:
+    """Send SIGUSR1 to the main thread once `file` exists, unless the event `ended` is set before."""
     signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)  # only the main thread receives signals
     while not ended.is_set():
-        # A program that calls kumi may not have a handler for the signal, which would kill it, before training begins.
+        # Before training begins, a program that calls kumi may have no handler: the signal would kill the program.
         if file.exists() and signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
             with suppress(OSError):
                 print(f"stop       asked for by {file}", file=sys.stderr, flush=True)
@@ -70,7 +71,7 @@ def _file_system_time(folder: Path) -> float:
 
 
 def process_age() -> float:
-    """Return the seconds since this process started."""
+    """Return the seconds since this process started; outside Linux, the seconds of CPU time that it has used."""
     try:
         started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK")

@@ -21,8 +21,8 @@ class Report:
 
     `severity`: class of the failure (see `kumi.launch.failure_causes`); None if the node did not fail, or only because
     the head ended it. `at`: time of the failure in seconds; on the wire it is the time since then, because clocks
-    differ. `waiting`: rank that timed out in a collective. `silent`: ranks that were killed before they reported
-    anything -> unusual state of their process, or "".
+    differ. `kind` and `message`: class name and text of the error. `waiting`: rank that timed out in a collective.
+    `silent`: ranks that were killed before they reported anything -> unusual state of their process, or "".
     """
 
     node: int
@@ -85,7 +85,7 @@ def failure_message(report: Report, nodes: int) -> dict[str, Any]:
 def early_failure(message: Mapping[str, Any], nodes: int, now: float) -> Report | None:
     """Return the report in the `message` that `failure_message` made for a run of `nodes`; None for any other message.
 
-    `now`: the monotonic time at which it came.
+    `now`: the monotonic time at which the message came.
     """
     node, failed = message.get("node"), message.get("failed")
     if type(node) is not int or not 0 <= node < nodes or message.get("nodes") != nodes or not isinstance(failed, dict):

@@ -20,8 +20,8 @@ from typing import Protocol
 from kumi.launch.control_folder import has_returned, read_pids, release_ranks
 from kumi.launch.signals import EXIT_CODES, StopFlag
 
-_POLL_SECONDS = 0.05
-_START_SECONDS = 0.01
+_START_SECONDS = 0.01  # between polls until the ranks may begin
+_POLL_SECONDS = 0.05  # between polls after that
 # The rank that failed first may not be the first to report: a dying rank gets this long to report its failure.
 _SETTLE_SECONDS = 3.0
 _NEVER = float("inf")
@@ -29,7 +29,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class RankDeath:
-    """The end of a rank whose function did not return."""
+    """The end of a rank whose function did not return, or whose process then failed."""
 
     rank: int
     at: float  # monotonic seconds
@@ -52,8 +52,9 @@ class OtherNodes(Protocol):
 class Watch:
     """A thread that forwards a stop request to the ranks, and kills the remaining ranks after a failure.
 
-    After a stop request, ranks have `grace` seconds before they are killed. `agent_signal` makes the agent in the main
-    thread give up. `others`: the other nodes of the run.
+    `control`: the control folder, in which ranks report to their parent. After a stop request, ranks have `grace`
+    seconds before they are killed. `agent_signal` makes the agent in the main thread give up. `others`: the other
+    nodes of the run; None without any.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Watch:
             os.close(handle)
 
     def _run(self) -> None:
+        """Watch until the block ends: find the ranks, release them once all have started, and note their deaths."""
         signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)  # only the main thread receives signals, which wake it
         while not self._ended.is_set():
             if len(self._pids) < self._nproc:
@@ -107,6 +109,7 @@ class Watch:
             self._decide(time.monotonic())
 
     def _find_ranks(self) -> None:
+        """Note the processes of ranks that have announced themselves in the control folder since the last call."""
         for rank, pid in read_pids(self._control).items():
             if rank in self._pids:
                 continue
@@ -126,6 +129,7 @@ class Watch:
             time.sleep(seconds)
 
     def _note_deaths(self) -> None:
+        """Record the ranks that have ended since the last call."""
         handles = {handle: rank for rank, handle in self._handles.items()}
         for handle in _ended_processes(handles, 0):
             code = _exit_code(handle)
@@ -136,6 +140,7 @@ class Watch:
                 self._record_death(rank, None)
 
     def _record_death(self, rank: int, code: int | None) -> None:
+        """Note that the process of `rank` has ended: a death, unless its function returned without an error code."""
         now = time.monotonic()
         self._alive.discard(rank)
         if code or not has_returned(self._control, rank):
@@ -143,6 +148,7 @@ class Watch:
             self._kill_at = min(self._kill_at, now + _SETTLE_SECONDS)
 
     def _decide(self, now: float) -> None:
+        """Forward a stop request, kill the ranks whose time is over, and have the agent give up once all are dead."""
         requested = self._flag.requested
         if requested is not None and not self._signalled and not self.deaths:
             self._kill_at = min(self._kill_at, now + self._grace)
@@ -167,6 +173,7 @@ class Watch:
             os.kill(os.getpid(), self._agent_signal)
 
     def _send(self, rank: int, signum: signal.Signals) -> None:
+        """Send a signal to `rank`, if it has not ended."""
         try:
             if rank in self._handles:
                 signal.pidfd_send_signal(self._handles[rank], signum)
@@ -206,6 +213,7 @@ def _is_running(pid: int) -> bool:
     return True
 
 
+# The kernel's letters of unusual states.
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for a disk or a network file system"}
 
 
