@@ -35,7 +35,7 @@ _RMS = 0.2
 
 @dataclass(frozen=True)
 class MuonGroup:
-    """Matrices with the settings `group` that are updated together."""
+    """Matrices that are updated together, with the settings `group`."""
 
     group: dict[str, Any]
     bucket: MatrixBucket
@@ -71,6 +71,7 @@ class Muon:
         drop_grads(self.param_groups)
 
     def _update(self, group: dict[str, Any], bucket: MatrixBucket) -> None:
+        """Update the matrices of `bucket`, which all have a gradient, with the settings `group`."""
         trained = [entry.parameter for entry in bucket.entries]
         if not trained:
             return
