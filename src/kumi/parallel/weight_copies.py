@@ -62,6 +62,7 @@ def _cast_linears(layer: nn.Module, dtype: torch.dtype) -> Iterator[Linear]:
 
 
 def _pairs(layers: Iterable[Linear]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the copy and the weight of each of `layers` that has a copy."""
     for layer in layers:
         if layer.weight_copy is not None:
             yield layer.weight_copy, layer.weight.detach()
