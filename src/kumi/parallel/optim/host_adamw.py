@@ -122,8 +122,8 @@ def init_placed_adamw(
     *,
     bucket: int = HOST_BUCKET_ELEMENTS,
 ) -> Optimizer:
-    """Return `init_adamw`'s optimizer, or `HostAdamW` if the layout's `offload` moves only optimizer states to the host,
-    or moves states to drives.
+    """Return `init_adamw`'s optimizer, or `HostAdamW` if the layout's `offload` moves only optimizer states to the
+    host, or moves states to drives.
 
     `folder`: where states on drives are, in unnamed files that vanish with the process.
     `bucket`: elements of a bucket.
