@@ -27,6 +27,7 @@ from kumi.safe_output import without_secrets
 from kumi.train.step_lines import step_line
 from kumi.units import format_count, format_seconds
 
+# (metrics, step): sends the metrics of a step to a service or a file of its own.
 Tracker = Callable[[dict[str, Any], int], None]
 
 
@@ -96,6 +97,7 @@ class Metrics:
         return format_seconds((time.monotonic() - started) / (step - first_step) * (self.steps - step))
 
     def _write(self, entry: dict[str, Any]) -> None:
+        """Append `entry` to metrics.jsonl, and send its numbers to the trackers."""
         # The gradient norm of a skipped float16 step is not finite, and JSON has no such numbers.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -115,6 +117,7 @@ class Metrics:
                 )
 
     def _start_tracker(self, kind: str, out: Path, name: str) -> None:
+        """Start the tracker `kind`, or print why it cannot be started."""
         try:
             self._trackers[kind] = _TRACKERS[kind](out, name)
         except Exception as error:
@@ -183,6 +186,7 @@ def _trackio(out: Path, name: str) -> Tracker:
     return lambda values, step: run.log(values, step=step)
 
 
+# Kind of tracker -> the function of the run folder and the run's name that starts it.
 _TRACKERS: dict[str, Callable[[Path, str], Tracker]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,

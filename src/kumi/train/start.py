@@ -192,6 +192,8 @@ def _config_and_plan(run: ResolvedRun) -> tuple[RunConfig, RunPlan | None]:
 
 
 def _fetch_weights(run: ResolvedRun) -> None:
+    """Download the weights of the model, the reference, the critic and the reward models that are on a hub or at a
+    URL."""
     if "model.source" in run.snapshots and run.config.model.init == "pretrained":
         hub.fetch_weights(run.snapshots["model.source"])
     rewards = model_rewards(run.config.rewards)
@@ -355,6 +357,7 @@ def _trained_run(config: RunConfig) -> ResolvedRun | None:
 
 
 def _launch(run: ResolvedRun, store: Store, peers: Rendezvous | HeadLink | None, listener: Listener | None) -> int:
+    """Wait for `peers`, then train on the ranks that this process is or starts. Return the exit code."""
     # This imports torch before the ranks are forked, so that they need not import it.
     from kumi.train.loop import train_rank
 
@@ -368,6 +371,7 @@ def _launch(run: ResolvedRun, store: Store, peers: Rendezvous | HeadLink | None,
 
 
 def _data_line(store: Store, objective: str) -> str:
+    """Return the line for the terminal on the size of the data. `objective`: its kind."""
     faults = sum(store.faults.values())
     skipped = (
         f"; {faults} records skipped, listed in {_relative_to_cwd(store.folder / 'faults.jsonl')}" if faults else ""
