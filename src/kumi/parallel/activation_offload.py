@@ -115,8 +115,8 @@ class LayerScope:
         self.offloaded: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return `tensor` itself if it stays on the device. Else begin to copy its storage to the host, and return the
-        storage with the tensor's dtype, shape, stride and offset."""
+        """Return `tensor`, possibly detached, if it stays on the device. Else begin to copy its storage to the host,
+        and return the storage with the tensor's dtype, shape, stride and offset."""
         storage = tensor.untyped_storage()
         stays = storage.data_ptr() in self.staying or _is_weight(tensor)
         if stays or storage.nbytes() < _MIN_BYTES or tensor.device.type != self.stream.device.type:

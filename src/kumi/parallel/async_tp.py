@@ -3,8 +3,8 @@
 A column-parallel matmul multiplies the tokens of one rank at a time: it begins with this rank's own tokens and
 meanwhile fetches those of the other ranks. A row-parallel matmul computes the partial sums for the tokens of one rank
 at a time: that rank fetches and adds them while those of the next rank are computed (Wang et al., 2022,
-doi:10.1145/3567955.3567959; PyTorch's symmetric memory). The backward pass of each is the other. Results differ from
-those of `kumi.parallel.tensor_parallel` only by the order in which sums are added.
+doi:10.1145/3567955.3567959; PyTorch's symmetric memory). In the backward pass, each of the two is computed like the
+other. Results differ from those of `kumi.parallel.tensor_parallel` only by the order in which sums are added.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class OverlappedProjections(ShardedProjections):
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Matmuls of an input that is all-gathered piece by piece. The backward all-gathers it again for the weights.
+    """Matmuls of an input that is all-gathered piece by piece, and again in the backward for the weight gradients.
 
     If the pipeline schedule defers weight gradients, the layers have a list `deferred_wgrads`, to which the backward
     appends a function that adds them.

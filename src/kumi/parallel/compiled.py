@@ -20,9 +20,9 @@ from kumi.parallel.mesh import Mesh
 def prepare_to_compile(decoder: Decoder, mesh: Mesh) -> None:
     """Exclude the modules of `decoder` that would be recompiled for every batch, and let it make FlexAttention's masks.
 
-    Excluded are MoE layers, because the number of tokens of each expert depends on the data and routers add up these
-    numbers in the backward pass, and attention that is computed in blocks (see `_in_blocks`), because the blocks depend
-    on the documents.
+    MoE layers are excluded, because the number of tokens of each expert depends on the data, and routers add up these
+    numbers in the backward pass. Attention in blocks (see `_in_blocks`) is excluded, because the blocks depend on the
+    documents.
     """
     compiler: Any = torch.compiler
     wrapper = compiler.disable(_call)
@@ -53,11 +53,8 @@ def uncompiled(decoder: nn.Module) -> Iterator[None]:
 
 
 def _in_blocks(attention: Attention, mesh: Mesh) -> bool:
-    """Return True if `attention` is computed in blocks of queries (`kumi.nn.attention.chunked_attention`).
-
-    It is with sinks, and with a softcap or ALiBi where FlexAttention does not support them. All other attention is
-    computed by fused kernels.
-    """
+    """Return True if kumi's own code computes `attention`, in blocks of queries: with sinks, and with a softcap or
+    ALiBi where FlexAttention does not support them."""
     if attention.sinks is not None or attention.scores.fused:
         return attention.sinks is not None
     return not _has_flex(mesh) or attention.scores.bf16_bias or attention.spec.head_dim < SMALLEST_HEAD

@@ -1,6 +1,6 @@
-"""Data parallelism: replicas (DDP), or parameters, gradients and optimizer states sharded over ranks (FSDP2).
+"""Data parallelism: replicas (DDP), or states sharded over ranks (FSDP2; ZeRO 1, 2, 3 and hybrid).
 
-The ranks that shard them are those of "zero": the ranks of dp_shard and of cp.
+States are parameters, gradients and optimizer states. The ranks that shard them are those of dp_shard and cp.
 
 A rank's loss is its part of the step's mean, so gradients are summed over ranks, not averaged.
 

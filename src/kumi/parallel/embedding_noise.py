@@ -61,7 +61,10 @@ def use_neftune(model: nn.Module, mesh: Mesh, alpha: float) -> None:
 
 
 def begin_noise_step(model: nn.Module, mesh: Mesh, seed: int, number: int, rows: int) -> None:
-    """Set the noise of `model` to update `number` of a run with `seed`; a data-parallel rank has `rows` rows of it."""
+    """Begin update `number` of a run with `seed` for the noise of `model`.
+
+    `rows`: the rows that each data-parallel rank has in the update.
+    """
     for stage in stages_of(unwrap(model)).values():
         noise = getattr(stage, "embedding_noise", None)
         if isinstance(noise, EmbeddingNoise):

@@ -80,6 +80,7 @@ def _norm_group(mesh: Mesh) -> dist.ProcessGroup | None:
 def _replicas(spec: ModelSpec, param: Param, layout: Layout) -> int:
     """Return the number of ranks in the norm's group that have the same shard of `param`."""
     axes = (*replica_axes(param, layout), *tied_axes(spec, param, layout))
+    # The norm's group does not extend over dp_replicate.
     return prod(axis.degree for axis in axes if axis.name != "dp_replicate")
 
 

@@ -9,7 +9,7 @@ ZeRO 1 to 3 (FSDP2) and replicas (DDP) reduce during the backward. This module r
     partial gradients of routed experts' adapters     over expert_tp
     weights that ZeRO-3 gathers tile by tile          over dp_replicate
 
-A gradient is partial if each rank has computed it from its own tokens or heads only.
+A gradient is partial if each rank has computed it from its own tokens, heads or columns only: the sum is the gradient.
 """
 
 from __future__ import annotations

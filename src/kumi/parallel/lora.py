@@ -138,7 +138,7 @@ def fill_frozen_and_adapters(
 
 
 def draw_reader(spec: ModelSpec, seed: int) -> PieceReader:
-    """Return a function that returns a slice of the initial values of a parameter, drawn from `seed`."""
+    """Return a reader of initial values: a function that returns a slice of a parameter, drawn from `seed`."""
     params = params_by_name(spec)
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:

@@ -85,8 +85,8 @@ def measure_here(ranks: int) -> MeasuredNumerics:
 
 
 def measure_gpu(name: str, asked: Sequence[str] = ()) -> MeasuredNumerics:
-    """Compare and time the kernels of this machine's GPU, called `name`, and the settings `asked`, of `ASKED`. Store
-    the choice in the cache, whose earlier measurements are not made again.
+    """Compare and time the kernels of this machine's GPU, called `name`, and the settings `asked` (keys of `ASKED`).
+    Store the choice in the cache, whose earlier measurements are not made again.
 
     If the process that measures kernels dies or hangs, kernels are PyTorch's operations, and settings stay as the run
     file asks. If the process that measures a setting dies or hangs, that setting is off. In exclusive compute mode
@@ -119,7 +119,7 @@ def measure_gpu(name: str, asked: Sequence[str] = ()) -> MeasuredNumerics:
 
 
 def _crashed(setting: str) -> dict[str, Any]:
-    """Return the record of a setting whose process crashed or hung, as `fastest_settings.compare_setting` returns it."""
+    """Return the record (see `fastest_settings.compare_setting`) of a setting whose process crashed or hung."""
     note = f"{setting} crashed or hung when it was compared; {ASKED[setting]} is not used"
     return {"numerics": f"kernels={setting}:off", "seconds": {setting: {"off": 1e-9}}, "notes": [note], "took": 0.0}
 

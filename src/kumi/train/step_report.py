@@ -31,8 +31,7 @@ class Reporter:
     """Turns step results into metrics. On CUDA, it waits for the device only at steps that are shown.
 
     Every rank has a Reporter, because all ranks must stop if the loss is not finite; only rank 0 has `metrics`.
-
-    memory_before: the bytes in use before the model was built, which do not count as the run's memory.
+    `memory_before`: the bytes in use before the model was built, which are subtracted from the measured memory.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class MuonGroup:
 class Muon:
     """Parameters in groups, and their states.
 
-    `others`: groups with AdamW's states.
+    `others`: groups of parameters with AdamW's states.
     `batches`: matrices with a momentum.
     `shapes`: (rows, columns) of a matrix in each parameter of `batches`; a parameter may consist of several matrices.
     """
