@@ -4,7 +4,7 @@
     model = build(spec, mesh, precision, weights=seed)
     optimizer = build_optimizer(model, mesh, optim)
 
-    # In kumi.parallel.run_microbatches. `units`: the number of tokens (or pairs ...) that the step's loss averages over.
+    # In kumi.parallel.run_microbatches. `units`: the number of tokens, pairs ... over which the step's loss is a mean.
     loss = forward_backward(model, mesh, objective, batches, units)     # this rank's part of the loss of a step
     norm = clip_gradients(model, optim.grad_clip, mesh)
     optimizer.step()

@@ -46,11 +46,11 @@ def apply_expert_parallel(decoder: Decoder, mesh: Mesh) -> None:
             if sequence_group is not None:
                 # Ranks with other tokens of the same sequences add up their counts.
                 balance.sum_counts = lambda counts, group=sequence_group: all_reduce_no_grad(counts, group)  # type: ignore[misc]
-            balance.part = mesh.index("tp")
+            balance.part = mesh.index("tp")  # the part of the tokens that this rank has under sequence parallelism
             if exchange.sends:
                 module.exchange = exchange
             if exchange.expert_tp is not None:
-                module.experts.adds_bias = exchange.expert_tp.rank() == 0
+                module.experts.adds_bias = exchange.expert_tp.rank() == 0  # once in the sum over the ranks
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,10 @@ def connect_adapters(decoder: Decoder, mesh: Mesh) -> None:
         if not isinstance(layer, LoraLinear):
             continue
         layer.dropout_pass = dropout_pass
+        # tp ranks with different parts of the layer's input draw different masks.
         layer.part = tp if tp_style(op) == "row" or mesh.layout.sequence_parallel else 0
         if tp_style(op) == "row" and group is not None:
+            # A rank has some columns of each row, whose norms DoRA needs.
             layer.sum_columns = partial(all_reduce_no_grad, group=group)
     if lora.dropout:
         decoder.register_forward_pre_hook(partial(_count_microbatch, dropout_pass))

@@ -36,7 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunExport:
-    """An export: its format, the words for the choice of the checkpoint, and a sentence that describes the result."""
+    """An export.
+
+    `to`: its format.
+    `chosen`: which checkpoint it is of, in words.
+    `message`: a sentence that describes the result.
+    """
 
     to: str
     chosen: str

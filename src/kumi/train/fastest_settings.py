@@ -83,12 +83,12 @@ def _compared(setting: str, mesh: Mesh, sizes: dict[str, int]) -> tuple[dict[str
         require_float8(mesh.device)
     both = _BOTH.get(setting, ())
     plain = _step(mesh, sizes, both)
-    expected, reference = plain(), timed_rounds(plain, mesh.device)
+    expected, seconds_off = plain(), timed_rounds(plain, mesh.device)
     del plain
     changed = _step(mesh, sizes, (*both, setting))
-    difference, own = distance(changed(), expected), timed_rounds(changed, mesh.device)
-    note = why_not(setting, difference, own, reference, _TOLERANCES[setting])
-    return {"off": median(reference), "on": median(own)}, note
+    difference, seconds_on = distance(changed(), expected), timed_rounds(changed, mesh.device)
+    note = why_not(setting, difference, seconds_on, seconds_off, _TOLERANCES[setting])
+    return {"off": median(seconds_off), "on": median(seconds_on)}, note
 
 
 def _step(mesh: Mesh, sizes: dict[str, int], settings: tuple[str, ...]) -> Function:

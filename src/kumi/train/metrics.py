@@ -7,7 +7,9 @@ relative to the mean of its layer). In float16 runs: train/skipped_updates (in t
 of an evaluation: eval/loss, eval/tokens, eval/unigram_entropy (of language modelling), and eval/loss/<source> for each
 of several sources. Metrics of the objective (`kumi.objectives`) stand under train/ and eval/, such as
 train/rewards/margins and eval/rewards/accuracies/<source>. Keys of an evaluation of tasks: eval/<task>/<metric>, with
-its standard error eval/<task>/<metric>_stderr, and time/tasks_s.
+its standard error eval/<task>/<metric>_stderr, and time/tasks_s. On a GPU, a step also has mem/reserved_bytes and
+mem/free_bytes; with rollouts, the keys of `kumi.rollout.rollout_metrics` and `kumi.train.refined_estimates`; with a
+critic, critic/loss and others of critic/.
 """
 
 from __future__ import annotations

@@ -63,9 +63,11 @@ def start(
 ) -> int:
     """Start or resume the run of `config` and write its Hugging Face folder. Return the exit code (see kumi.errors).
 
-    Under an outside launcher of ranks (torchrun, srun), every rank calls this; in another run on several nodes, one
-    process on every node, the node's agent. `standing`: the rank or the node that this process is; by default the
-    environment says which, or that this process is alone. `listener` receives the training's events on rank 0.
+    Under an outside launcher of ranks (torchrun, srun), every rank calls this function. In another run on several
+    nodes, one process on every node calls it: the node's agent, which starts the ranks of its node. The agents connect
+    to the head, a process that node 0 starts. `standing`: the rank, or the node of the agent, that this process is; by
+    default the environment says which, or that this process is alone. `listener` receives the training's events on
+    rank 0.
     """
     standing = find_standing(os.environ) if standing is None else standing
     if isinstance(standing, Standing):
