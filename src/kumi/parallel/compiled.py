@@ -18,7 +18,8 @@ from kumi.parallel.mesh import Mesh
 
 
 def prepare_to_compile(decoder: Decoder, mesh: Mesh) -> None:
-    """Exclude the modules of `decoder` that would be recompiled for every batch, and let it make FlexAttention's masks.
+    """Exclude the modules of `decoder` that would be recompiled for every batch, and make `decoder` prepare the masks
+    of FlexAttention.
 
     MoE layers are excluded, because the number of tokens of each expert depends on the data, and routers add up these
     numbers in the backward pass. Attention in blocks (see `_in_blocks`) is excluded, because the blocks depend on the

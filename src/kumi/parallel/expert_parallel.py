@@ -155,6 +155,8 @@ def permute_rows(rows: Tensor, order: Tensor) -> Tensor:
 
 
 class _ExchangeRows(torch.autograd.Function):
+    """`exchange_rows`, whose backward sends the gradients back."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.options = received, sent, group.group_name
@@ -194,6 +196,8 @@ EXCHANGE_COUNTS = define_collective(
 
 
 class _Reorder(torch.autograd.Function):
+    """`permute_rows`, whose backward writes each gradient once: that of indexing would accumulate."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(order)

@@ -45,6 +45,7 @@ def require_float8(device: torch.device) -> None:
 
 
 def _check_device(device: torch.device) -> None:
+    """Raise LayoutError if `device` has no float8 matmuls."""
     if not can(device, "float8"):
         raise LayoutError(
             f"precision.kind='fp8': {device} has no float8 matmuls, which need a CUDA device of compute capability "

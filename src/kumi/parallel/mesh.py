@@ -68,6 +68,7 @@ class Mesh:
 
     @property
     def rank(self) -> int:
+        """The rank of this process among all ranks of the run."""
         return self.rank_info.rank
 
     @property
@@ -231,6 +232,7 @@ def is_loss_rank(mesh: Mesh) -> bool:
 
 
 def _reduce(tensor: Tensor, mesh: Mesh, op: dist.ReduceOp.RedOpType) -> Tensor:
+    """Return `tensor` reduced by `op` over all ranks."""
     if mesh.is_single:
         return tensor
     tensor = tensor.contiguous()  # gloo ignores strides without an error

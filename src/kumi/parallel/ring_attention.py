@@ -207,6 +207,7 @@ def _backward(
     grad_q = torch.zeros_like(queries, dtype=lse.dtype)
 
     def parts() -> Iterator[Tensor]:
+        """Yield the gradients of each round's keys and values, and add to `grad_q`."""
         for packed, positions, visible in _rounds(ring, sizes.pack(k, v), cu_seqlens, window, len(q), plan):
             grad_k, grad_v = (x.new_zeros(x.transpose(1, 2).shape, dtype=lse.dtype) for x in sizes.unpack(packed))
             if visible:
@@ -283,6 +284,7 @@ def _fused_backward(
     grad_q = torch.zeros_like(q, dtype=dtype)
 
     def parts() -> Iterator[Tensor]:
+        """Yield the gradients of each round's keys and values, and add to `grad_q`."""
         for packed, _, visible in _rounds(ring, sizes.pack(k, v), cu_seqlens, 0, len(q), _tiles):
             part = torch.zeros_like(packed, dtype=dtype)
             grads = grad_q, *sizes.unpack(part)

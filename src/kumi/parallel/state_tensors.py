@@ -63,6 +63,7 @@ def optimizer_pieces(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list
 
 
 def _optimizer_pieces(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
+    """Yield the pieces of `optimizer_pieces`, in the order of the parameters."""
     params = params_by_name(spec_of(model))
     for name, parameter in unwrap(model).named_parameters():
         values = optimizer.state.get(parameter)

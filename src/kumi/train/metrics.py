@@ -82,6 +82,7 @@ class Metrics:
             print(text, flush=True)
 
     def close(self) -> None:
+        """Close metrics.jsonl and end the progress bar."""
         with suppress(OSError):  # a full disk was reported when the entry was written
             self._file.close()
         if self._bar is not None:

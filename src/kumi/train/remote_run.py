@@ -129,6 +129,7 @@ def check_shared_folder(config: RunConfig, mark: str) -> None:
 
 
 def _read_mark(folder: Path) -> object:
+    """Return the mark that `mark_folder` wrote in `folder`; None without one."""
     try:
         return read_object(folder, _START_FILE).get("start")
     except ConfigError:

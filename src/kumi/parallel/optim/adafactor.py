@@ -88,6 +88,7 @@ class _Update:
 
     @property
     def gradient(self) -> Tensor:
+        """This rank's shard of the gradient."""
         return local_grad(self.parameter)
 
     @property

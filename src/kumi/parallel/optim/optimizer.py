@@ -27,10 +27,12 @@ class Optimizer(Protocol):
         """The optimizer's kind and settings; `kumi.spec.optim_states` names its states."""
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups as in torch.optim: the list "params" of parameters, and their settings by name."""
 
     @property
-    def state(self) -> Mapping[Tensor, dict[str, Tensor]]: ...
+    def state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        """The states of each parameter by name."""
 
     def step(self) -> None:
         """Update every parameter that has a gradient."""

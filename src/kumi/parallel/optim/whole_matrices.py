@@ -39,6 +39,7 @@ class TensorShard:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
 
