@@ -4,18 +4,19 @@
     model = build(spec, mesh, precision, weights=seed)
     optimizer = build_optimizer(model, mesh, optim)
 
+    # In kumi.parallel.run_microbatches. `units`: the number of tokens, pairs ... over which the step's loss is a mean.
     loss = forward_backward(model, mesh, objective, batches, units)     # this rank's part of the loss of a step
     norm = clip_gradients(model, optim.grad_clip, mesh)
     optimizer.step()
-    clear_grads(model, optimizer)
+    clear_grads(model, optimizer)                       # in kumi.parallel.optim.optimizer
 
-    pieces = [*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)]
+    pieces = [*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)]    # slices of global tensors
     owned_pieces(pieces, model, mesh, optim)                            # the pieces that this rank saves
 
 `mesh`: ranks, axes, process groups. `build`: the order of assembly. `data_parallel`: DDP and FSDP2.
-`run_microbatches`: the gradients of a step. `pipeline`: the microbatches through the stages. `pipeline_trace`: times of
-its actions. `stage_modules`: the stages of this rank. `grad_norm`: global norm, clipping, loss scale. `optim`:
-optimizers. `state_tensors`: tensors as pieces of global tensors.
+`run_microbatches`: the gradients of a step. `pipeline`: runs microbatches through the stages. `pipeline_trace`: the
+times of a pipeline's actions. `stage_modules`: the stages of this rank. `grad_norm`: global norm, clipping, loss scale.
+`optim`: optimizers. `state_tensors`: tensors as pieces of global tensors.
 """
 
 from kumi.parallel import pipeline

@@ -29,6 +29,7 @@ class OffloadStream:
     """Copies between a device and the host, on two CUDA streams. On a CPU, nothing is copied.
 
     `bytes_moved`: bytes copied to the host so far.
+    `layer_events`: the starts of the last two layers on the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,9 +40,10 @@ class OffloadStream:
         self.layer_events: list[Any] = []
 
     def throttle(self, d2h_event: Any) -> None:
-        """Wait until the device has begun the second to last layer, and for `d2h_event` unless it is None.
+        """Wait until the device has begun the layer two before the current one, and until `d2h_event` has completed.
 
-        A host that runs further ahead of the device would allocate memory that is not free yet.
+        `d2h_event`: None to wait for no copy. A host that ran further ahead of the device would allocate new memory,
+        because the memory of earlier layers is not free yet.
         """
         if self.h2d_stream is None:
             return
@@ -113,6 +115,8 @@ class LayerScope:
         self.offloaded: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
 
     def pack(self, tensor: Tensor) -> Any:
+        """Return `tensor`, possibly detached, if it stays on the device. Else begin to copy its storage to the host,
+        and return the storage with the tensor's dtype, shape, stride and offset."""
         storage = tensor.untyped_storage()
         stays = storage.data_ptr() in self.staying or _is_weight(tensor)
         if stays or storage.nbytes() < _MIN_BYTES or tensor.device.type != self.stream.device.type:
@@ -128,6 +132,8 @@ class LayerScope:
         return self.saved[key][1], tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor of `packed`, a result of `pack`, on the device. The first call of a layer also begins to
+        copy the previous layer's tensors to the device."""
         if isinstance(packed, Tensor):
             return packed
         offloaded, dtype, shape, stride, offset = packed
@@ -135,7 +141,7 @@ class LayerScope:
             self.in_backward = True
             self.stream.throttle(None)
         flat, event = offloaded.fetch()
-        if self.previous is not None:  # the backward pass reaches that layer next: begin its copies
+        if self.previous is not None:  # the backward pass reaches the previous layer next: begin its copies
             for other in list(self.previous.offloaded):
                 other.fetch()
             self.previous = None
@@ -160,7 +166,8 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 def offload_wrappers(stream: OffloadStream, layers: int) -> list[Wrapper]:
-    """Return a wrapper for each of `layers` consecutive layers that keeps its saved tensors on the host.
+    """Return a wrapper (see `kumi.nn.wrappers`) for each of `layers` consecutive layers that keeps the layer's saved
+    tensors on the host.
 
     With recomputation, the wrapper belongs around `Recompute`: it then offloads the layer's input.
     """
@@ -176,6 +183,11 @@ def _offload_saved_tensors(
     x: Tensor,
     context: AttentionContext,
 ) -> Any:
+    """Return `inner(x, context)`, the result of a layer, and offload the tensors that the layer saves.
+
+    `last`: a list with the scope of the previous layer, which this layer's scope replaces.
+    `first`: the layer is the first one.
+    """
     if not torch.is_grad_enabled():
         return inner(x, context)
     tables = [table.untyped_storage().data_ptr() for pair in context.cos_sin.values() for table in pair]

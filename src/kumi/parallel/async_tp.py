@@ -1,9 +1,10 @@
 """Asynchronous tensor parallelism: matmuls overlap with their collectives, on GPUs that read each other's memory.
 
-A column-parallel matmul is split by the tokens' ranks: a rank multiplies its own tokens while it fetches those of the
-other ranks. A row-parallel matmul computes the tokens of one rank after the other, and each rank reads its tokens while
-the next are multiplied (Wang et al., 2022, doi:10.1145/3567955.3567959; PyTorch's symmetric memory). The backward pass
-swaps the two. The sums equal those of `kumi.parallel.tensor_parallel`, in another order.
+A column-parallel matmul multiplies the tokens of one rank at a time: it begins with this rank's own tokens and
+meanwhile fetches those of the other ranks. A row-parallel matmul computes the partial sums for the tokens of one rank
+at a time: that rank fetches and adds them while those of the next rank are computed (Wang et al., 2022,
+doi:10.1145/3567955.3567959; PyTorch's symmetric memory). In the backward pass, each of the two is computed like the
+other. Results differ from those of `kumi.parallel.tensor_parallel` only by the order in which sums are added.
 """
 
 from __future__ import annotations
@@ -53,22 +54,28 @@ def overlap_projections(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class OverlappedProjections(ShardedProjections):
-    """Sharded projections with sequence parallelism whose collectives hide behind their matmuls."""
+    """Sharded projections with sequence parallelism whose collectives run during their matmuls."""
 
     def column_linear(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+        """Return the output of each of the column-parallel `layers` for all tokens, given this rank's tokens `x`."""
         weights = [layer.weight_in(x.dtype) for layer in layers]
         outputs: tuple[Tensor, ...] = _ColumnLinear.apply(x, self.group, layers, *weights)  # type: ignore[no-untyped-call]
         biases = [layer.bias for layer in layers]
         return tuple(out if bias is None else out + bias.to(x.dtype) for out, bias in zip(outputs, biases, strict=True))
 
     def row_linear(self, x: Tensor, layer: Linear) -> Tensor:
+        """Return the output of the row-parallel `layer` for this rank's tokens, given this rank's columns `x`."""
         weight = layer.weight_in(x.dtype)
         out: Tensor = _RowLinear.apply(x.flatten(0, -2), self.group, layer, weight)  # type: ignore[no-untyped-call]
         return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Matmuls of an input that is all-gathered piece by piece. The weights' gradients all-gather it again."""
+    """Matmuls of an input that is all-gathered piece by piece, and again in the backward for the weight gradients.
+
+    If the pipeline schedule defers weight gradients, the layers have a list `deferred_wgrads`, to which the backward
+    appends a function that adds them.
+    """
 
     @staticmethod
     def forward(
@@ -126,8 +133,10 @@ def _begin_all_gather(full_x: Tensor, x: Tensor, group: dist.ProcessGroup) -> di
 
 @torch.no_grad()
 def _add_weight_grads(layers: Sequence[Linear], x: Tensor, grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Add the weight gradients of column-parallel `layers`. Biases are added outside of this autograd function, and so
-    are their gradients."""
+    """Add the weight gradients of column-parallel `layers`, given this rank's tokens `x` and the outputs' `grads`.
+
+    `_ColumnLinear` adds no biases, so their gradients are computed elsewhere.
+    """
     full_x = x.new_empty(x.shape[0] * group.size(), x.shape[1])
     _begin_all_gather(full_x, x, group).wait()
     for layer, grad in zip(layers, grads, strict=True):

@@ -1,7 +1,8 @@
 """Build the model of one rank: sharded, with its weights, ready to train.
 
-The order is: decoder on the meta device -> adapters -> tensor, expert and context parallelism -> packed matrices ->
-recomputation and offloading -> compilation -> FSDP2 -> memory -> weights -> copies of weights -> DDP.
+The order is: decoder on the meta device -> adapters -> tensor, expert and context parallelism -> packed (4-bit)
+matrices -> recomputation and offloading -> compilation -> FSDP2 -> allocation -> values of the weights -> copies of
+float32 weights in the compute dtype -> DDP.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def build(
     adapters: int | PieceReader = 0,
     frozen: bool = False,
 ) -> nn.Module:
-    """Return this rank's part of the decoder of `spec`, called like `kumi.nn.Decoder`. Nothing is communicated.
+    """Return this rank's part of the decoder of `spec`, which is called like `kumi.nn.Decoder`. `build` itself
+    communicates nothing.
 
     `weights`: a seed, from which every layout draws the same values, or a function that reads a slice of a tensor,
     `weights("model/<parameter>", start, shape)`. If `spec` has adapters, `weights` are those of the frozen model.
@@ -107,7 +109,10 @@ def assemble(
 
 
 def with_ddp(model: Decoder | Stages, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> nn.Module:
-    """Return `model` inside DDP if its data-parallel ranks are replicas, else `model`. Fill its weights first."""
+    """Return `model` inside DDP, or `model` itself if it is made of stages, sharded by FSDP2 or without replicas.
+
+    Its weights must be filled already.
+    """
     without_ddp = isinstance(model, Stages) or data_parallel.uses_fsdp(mesh) or "data" not in mesh.groups
     return model if without_ddp else data_parallel.apply_ddp(model, mesh, precision, comm)
 

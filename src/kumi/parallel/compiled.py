@@ -18,16 +18,18 @@ from kumi.parallel.mesh import Mesh
 
 
 def prepare_to_compile(decoder: Decoder, mesh: Mesh) -> None:
-    """Exclude the modules of `decoder` that would be recompiled for every batch, and let it make FlexAttention's masks.
+    """Exclude the modules of `decoder` that would be recompiled for every batch, and make `decoder` prepare the masks
+    of FlexAttention.
 
-    Routed experts: the number of tokens of each expert depends on the data, and routers count in the backward pass.
-    Attention in blocks: the blocks depend on the documents. On a GPU, FlexAttention takes the place of most of it.
+    MoE layers are excluded, because the number of tokens of each expert depends on the data, and routers add up these
+    numbers in the backward pass. Attention in blocks (see `_in_blocks`) is excluded, because the blocks depend on the
+    documents.
     """
     compiler: Any = torch.compiler
     wrapper = compiler.disable(_call)
     windows: set[int | None] = set()
     for module in decoder.modules():
-        if isinstance(module, MoE) or (isinstance(module, Attention) and _is_chunked(module, mesh)):
+        if isinstance(module, MoE) or (isinstance(module, Attention) and _in_blocks(module, mesh)):
             module.wrappers.append(wrapper)
         elif isinstance(module, Attention) and not module.scores.fused:
             windows.add(module.spec.sliding_window)
@@ -51,7 +53,9 @@ def uncompiled(decoder: nn.Module) -> Iterator[None]:
         yield
 
 
-def _is_chunked(attention: Attention, mesh: Mesh) -> bool:
+def _in_blocks(attention: Attention, mesh: Mesh) -> bool:
+    """Return True if kumi's own code computes `attention`, in blocks of queries: with sinks, and with a softcap or
+    ALiBi where FlexAttention does not support them."""
     if attention.sinks is not None or attention.scores.fused:
         return attention.sinks is not None
     return not _has_flex(mesh) or attention.scores.bf16_bias or attention.spec.head_dim < SMALLEST_HEAD
@@ -63,4 +67,5 @@ def _has_flex(mesh: Mesh) -> bool:
 
 
 def _call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `inner`, as a wrapper of `kumi.nn.wrappers` that changes nothing."""
     return inner(*args, **kwargs)

@@ -30,15 +30,16 @@ from kumi.parallel.ring_attention import positions_of_rank, ring_attention_fn
 from kumi.parallel.stage_modules import stages_of, unwrap
 from kumi.parallel.ulysses import ulysses_attention_fn
 
-# Columns that are sharded by position. document_ids are not: attention needs the boundaries of all documents.
+# Columns (named tensors of a batch) that are sharded by position. document_ids are not: attention needs the boundaries
+# of all documents.
 SHARDED_COLUMNS = ("input_ids", "labels", "position_ids", "token_weights")
 
 
 def shard_sequence(inputs: dict[str, Tensor], mesh: Mesh, also: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Return this rank's positions of `inputs` (B, S); `inputs` itself for cp = 1.
+    """Return the columns `inputs` (B, S) with this rank's positions only; `inputs` itself for cp = 1.
 
-    Sharded are `SHARDED_COLUMNS` and the columns named in `also`. Labels must be shifted already. Missing position ids
-    are added.
+    `SHARDED_COLUMNS` and the columns named in `also` are sharded, others are returned whole. Labels must be shifted
+    already. Missing position ids are added.
     """
     if mesh.layout.cp == 1:
         return inputs
@@ -64,6 +65,7 @@ def context_parallel_lengths(mesh: Mesh) -> Callable[[Tensor, Tensor | None], in
 
 
 def _lengths(cp: int, index: int, tokens: Tensor, document_ids: Tensor | None) -> int | Tensor:
+    """Return the length of the document of each of the rank's `tokens`, an int if all are the same."""
     ids = tokens if document_ids is None else document_ids
     lengths = document_lengths(ids, document_ids)
     if isinstance(lengths, int):
@@ -74,6 +76,7 @@ def _lengths(cp: int, index: int, tokens: Tensor, document_ids: Tensor | None) -
 def _ring(
     group: dist.ProcessGroup, tokens: Tensor, document_ids: Tensor | None, cu_seqlens: Sequence[int] | None = None
 ) -> AttentionFn:
+    """Return ring attention for the rank's `tokens` (B, S / cp) and the `document_ids` (B, S) of unsharded rows."""
     rows, length = tokens.shape[0], tokens.shape[1] * group.size()
     if document_ids is None:  # the boundaries follow from the shape, so the host need not wait for the device
         return ring_attention_fn(list(range(0, rows * length + 1, length)), group)
@@ -83,6 +86,7 @@ def _ring(
 def _ulysses(
     group: dist.ProcessGroup, tokens: Tensor, document_ids: Tensor | None, cu_seqlens: Sequence[int] | None = None
 ) -> AttentionFn:
+    """Return Ulysses attention, given the same arguments as `_ring`."""
     return ulysses_attention_fn(partial(attend, segments(_full_rows(tokens, group), document_ids, cu_seqlens)), group)
 
 

@@ -1,4 +1,6 @@
-"""Data parallelism: replicas (DDP), or states sharded over the dp_shard ranks (FSDP2; ZeRO 1, 2, 3 and hybrid).
+"""Data parallelism: replicas (DDP), or states sharded over ranks (FSDP2; ZeRO 1, 2, 3 and hybrid).
+
+States are parameters, gradients and optimizer states. The ranks that shard them are those of dp_shard and cp.
 
 A rank's loss is its part of the step's mean, so gradients are summed over ranks, not averaged.
 
@@ -8,11 +10,11 @@ A rank's loss is its part of the step's mean, so gradients are summed over ranks
     2     sharded              once per step                      reduce-scatter in every microbatch
     3     sharded              every forward and every backward   reduce-scatter in every microbatch
 
-Packed matrices (`kumi.nn.nf4`) are sharded by ZeRO-3 only, and all-gathered packed.
+Packed 4-bit matrices (`kumi.nn.nf4`) are sharded by ZeRO-3 only, and all-gathered packed.
 
-With dp_replicate > 1, the reduce-scattered shards are all-reduced over dp_replicate in the last microbatch. Pipeline
-stages under ZeRO-0 are reduced after the last backward instead of by DDP. Weight gradients that the schedule defers are
-reduced when they are complete.
+With dp_replicate > 1, the reduce-scattered shards are all-reduced over dp_replicate in the last microbatch. The
+gradients of pipeline stages under ZeRO-0 are reduced after the last backward instead of by DDP. Weight gradients that
+the pipeline schedule defers are reduced when they are complete.
 """
 
 from collections.abc import Iterator
@@ -71,7 +73,7 @@ def apply_ddp(decoder: nn.Module, mesh: Mesh, precision: Precision, comm: Comm =
 def _sum_bucket(state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket of gradients over the group, in the dtype of `state` (DDP's default is the average).
 
-    DDP inspects this signature.
+    DDP checks the types in this signature.
     """
     group, dtype = state
     buffer = bucket.buffer()
@@ -82,10 +84,11 @@ def _sum_bucket(state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket
 
 
 def apply_fsdp(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> None:
-    """Shard the parameters of `decoder` over dp_shard, in place, in the units of `kumi.spec.sharding.fsdp_units`.
+    """Shard the parameters of `decoder`, in place, in the units of `kumi.spec.sharding.fsdp_units`.
 
-    The root unit is the decoder itself: it is all-gathered first and stays unsharded until the backward ends. Shards
-    are in `precision.param`, all-gathered parameters in `precision.compute`.
+    A unit is the modules that one `fully_shard` call shards and gathers together. The root unit is the decoder itself:
+    it is all-gathered first and stays unsharded until the backward ends. Shards are in `precision.param`, all-gathered
+    parameters in `precision.compute`.
     """
     # Imported here: it imports sympy, half a second of CPU time that a single process does not need.
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -124,7 +127,7 @@ def apply_fsdp(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = 
 
 
 def _unit_modules(decoder: Decoder) -> dict[str, list[list[nn.Module]]]:
-    """Return the modules of each FSDP unit of `decoder`, in forward order, by the unit's name."""
+    """Return for each kind of FSDP unit ("layer", ...) the modules of each such unit of `decoder`, in forward order."""
     modules: dict[str, list[list[nn.Module]]] = {"embedding": [], "layer": [], "experts": [], "root": []}
     ops = stage_ops(
         decoder.spec, map(int, decoder.model.layers), embedding=decoder.has_embedding, head=decoder.has_head
@@ -148,6 +151,7 @@ def offloads_states(layout: Layout) -> bool:
 
 
 def _offload_policy(mesh: Mesh) -> dict[str, Any]:
+    """Return the argument that makes `fully_shard` keep states on the host; none unless the layout offloads them."""
     if not offloads_states(mesh.layout):
         return {}
     from torch.distributed.fsdp import CPUOffloadPolicy
@@ -160,8 +164,8 @@ def _shard_experts(
 ) -> set[nn.Parameter]:
     """Shard the routed `experts` of each layer over the ranks with the same experts, as units of their own.
 
-    The weights are sharded along dim 1; dim 0 is that of the experts. Return the parameters that stay unsharded,
-    because no other rank has the same experts.
+    The weights are sharded along dim 1; dim 0 counts the experts. Return the parameters that stay unsharded, because no
+    other rank has the same experts.
     """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
@@ -184,7 +188,7 @@ def _shard_experts(
 
 @contextmanager
 def sync_context(model: nn.Module, mesh: Mesh, *, last: bool) -> Iterator[None]:
-    """A context for the forward and backward of one microbatch; `last`: it is the last of the step.
+    """A context for the forward and backward of one microbatch; `last`: the microbatch is the last of the step.
 
     Gradients are reduced according to the ZeRO stage (see the table of this module). Between microbatches, ZeRO-1 and 2
     leave parameters unsharded in the compute dtype, so read parameters and gradients only after the last microbatch.

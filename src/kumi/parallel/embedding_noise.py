@@ -1,4 +1,4 @@
-"""NEFTune in every layout: each rank adds the noise of its own tokens, the same as in one process."""
+"""NEFTune (noise on the token embeddings in training) in every layout: tokens get the same noise as in one process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from kumi.parallel.stage_modules import stages_of, unwrap
 
 
 class EmbeddingNoise:
-    """The noise of the embeddings of `decoder`, and the rows of the step that have been embedded.
+    """The noise of the embeddings of `decoder`. It is a function of seed, step, row and position.
 
-    `seed`, `step`: those of the run and of the update.
-    `row`: the next row of the step, counted over all data-parallel ranks.
+    `alpha`: the scale of the noise.
+    `seed`: the seed of the run.
+    `step`: the number of the update.
+    `row`: the index of the next row that this rank embeds, among the rows of all data-parallel ranks in the step.
     """
 
     def __init__(self, decoder: Decoder, alpha: float, mesh: Mesh) -> None:
@@ -24,7 +26,7 @@ class EmbeddingNoise:
         self.seed = self.step = self.row = 0
 
     def __call__(self, x: Tensor, position_ids: Tensor, document_ids: Tensor | None) -> Tensor:
-        """Return the embeddings `x` with noise: (B, S, D), or (T/n, D) of this rank's tokens under sequence
+        """Return the embeddings `x` with noise: (B, S, D), or (B * S / tp, D) of this rank's tokens under sequence
         parallelism.
 
         `position_ids` (B, S) and `document_ids` are as in `Decoder.forward`. Without gradients, as in evaluation,
@@ -59,7 +61,10 @@ def use_neftune(model: nn.Module, mesh: Mesh, alpha: float) -> None:
 
 
 def begin_noise_step(model: nn.Module, mesh: Mesh, seed: int, number: int, rows: int) -> None:
-    """Begin update `number` for the noise of `model`; each data-parallel rank has `rows` rows of the step."""
+    """Begin update `number` of a run with `seed` for the noise of `model`.
+
+    `rows`: the rows that each data-parallel rank has in the update.
+    """
     for stage in stages_of(unwrap(model)).values():
         noise = getattr(stage, "embedding_noise", None)
         if isinstance(noise, EmbeddingNoise):

@@ -2,7 +2,8 @@
 
     rows sorted by expert  --all_to_all-->  rows of the rank's experts  --> experts -->  --all_to_all-->  rows as before
 
-A row is the copy of a token for one of its experts. No token is dropped, and there is no padding: ranks first exchange
+A row is the copy of a token for one of its experts. In shapes, there are T tokens with k experts each, N rows and X
+experts on n ranks. No token is dropped, and there is no padding: ranks first exchange
 the number of rows of each expert, then exactly these rows (Lepikhin et al., 2020, arXiv:2006.16668, without its
 capacity). The ranks of expert_tp each have a part of the width of every expert: they all-gather their tokens first and
 reduce-scatter the results.
@@ -34,7 +35,10 @@ from kumi.parallel.token_collectives import (
 
 
 def apply_expert_parallel(decoder: Decoder, mesh: Mesh) -> None:
-    """Connect the experts of every MoE layer, whose parameters are sharded already, with those of other ranks."""
+    """Make every MoE layer of `decoder`, whose parameters are sharded already, send tokens to experts on other ranks.
+
+    Routers get what they need to count the load of sequences whose tokens are on several ranks.
+    """
     exchange = ExpertExchange(mesh.group("ep"), mesh.group("expert_tp"))
     for module in decoder.modules():
         if isinstance(module, MoE):
@@ -42,11 +46,11 @@ def apply_expert_parallel(decoder: Decoder, mesh: Mesh) -> None:
             if sequence_group is not None:
                 # Ranks with other tokens of the same sequences add up their counts.
                 balance.sum_counts = lambda counts, group=sequence_group: all_reduce_no_grad(counts, group)  # type: ignore[misc]
-            balance.part = mesh.index("tp")
+            balance.part = mesh.index("tp")  # the part of the tokens that this rank has under sequence parallelism
             if exchange.sends:
                 module.exchange = exchange
             if exchange.expert_tp is not None:
-                module.experts.adds_bias = exchange.expert_tp.rank() == 0
+                module.experts.adds_bias = exchange.expert_tp.rank() == 0  # once in the sum over the ranks
 
 
 @dataclass(frozen=True)
@@ -119,9 +123,9 @@ class ExpertExchange:
 
 
 def _order_by_expert(counts: Tensor, rows: int) -> Tensor:
-    """Return the order that sorts `rows` rows by expert.
+    """Return the order that sorts `rows` received rows by expert.
 
-    They come sorted by rank, then by expert; `counts` (n, X/n) has the number of rows for each.
+    The rows come sorted by the rank that sent them, then by expert; `counts` (n, X/n) has the number of rows for each.
     """
     experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
     # With `output_size`, the host need not wait for the device to know the size of the result.
@@ -129,6 +133,7 @@ def _order_by_expert(counts: Tensor, rows: int) -> Tensor:
 
 
 def _inverse(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     return places
@@ -150,6 +155,8 @@ def permute_rows(rows: Tensor, order: Tensor) -> Tensor:
 
 
 class _ExchangeRows(torch.autograd.Function):
+    """`exchange_rows`, whose backward sends the gradients back."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.options = received, sent, group.group_name
@@ -189,6 +196,8 @@ EXCHANGE_COUNTS = define_collective(
 
 
 class _Reorder(torch.autograd.Function):
+    """`permute_rows`, whose backward writes each gradient once: that of indexing would accumulate."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(order)

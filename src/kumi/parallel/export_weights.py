@@ -21,6 +21,7 @@ from kumi.spec.ledger import buffers
 from kumi.spec.weights import Part, stored_tensors
 from kumi.storage.write import Piece
 
+# Pieces (slices of global tensors) of the parameter p have the name model/p.
 _PREFIX = "model/"
 
 

@@ -1,11 +1,11 @@
 """Matmuls of layers in float8, with torchao's kernels and scales.
 
-The two inputs of a matmul and the gradient of its output are rounded to float8, with one scale for each row; on GPUs
-of compute capability 8.9, for each matrix. Weights, saved tensors and sums keep their dtypes. The head, the token
-table, routers and routed experts multiply in the compute dtype.
+The two inputs of a matmul and the gradient of its output are rounded to float8, with one scale for each row, or on GPUs
+of compute capability 8.9 with one scale for each matrix. Weights, saved tensors and sums keep their dtypes. The head,
+routers and routed experts multiply in the compute dtype.
 
-Layers must be compiled. Uncompiled, finding the scales and rounding are passes over memory of their own, some 31 bytes
-an element, which take longer than float8 saves in the matmuls.
+Layers must be compiled. Uncompiled layers find the scales and round in separate passes over memory, which move some 31
+bytes per element and take longer than float8 saves in the matmuls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kumi.nn.linear import Linear
 from kumi.spec.ledger import LAYERS, ops
 from kumi.spec.model import ModelSpec
 
-# The kernels support matrices with numbers of rows and columns that are multiples of this.
+# The kernels support matrices whose numbers of rows and columns are multiples of this number.
 _SIDE = 16
 
 
@@ -45,6 +45,7 @@ def require_float8(device: torch.device) -> None:
 
 
 def _check_device(device: torch.device) -> None:
+    """Raise LayoutError if `device` has no float8 matmuls."""
     if not can(device, "float8"):
         raise LayoutError(
             f"precision.kind='fp8': {device} has no float8 matmuls, which need a CUDA device of compute capability "
@@ -53,7 +54,8 @@ def _check_device(device: torch.device) -> None:
 
 
 def swap_matmuls(decoder: Decoder, *, rowwise: bool) -> list[str]:
-    """Make the linear layers whose sides are multiples of `_SIDE` multiply in float8, and return their names.
+    """Make the linear layers whose weights have rows and columns in multiples of `_SIDE` multiply in float8, and return
+    their names.
 
     `rowwise`: with a scale for each row, instead of one for each matrix.
     """
@@ -71,6 +73,7 @@ def swap_matmuls(decoder: Decoder, *, rowwise: bool) -> list[str]:
 
 
 def _torchao() -> ModuleType:
+    """Return the module torchao.float8. Raise LayoutError if it is not installed."""
     try:
         return importlib.import_module("torchao.float8")
     except ImportError:
@@ -81,10 +84,11 @@ def _torchao() -> ModuleType:
 
 
 def _linear_names(spec: ModelSpec) -> set[str]:
+    """Return the names of the linear layers inside decoder layers, without routed experts."""
     return {op.name for op in ops(spec) if op.kind == "linear" and not op.experts and op.name.startswith(LAYERS)}
 
 
 def _multiply(holder: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return F.linear(x, weight, bias), with the matmul of the float8 layer in `holder`."""
+    """Return F.linear(x, weight, bias), with the matmul of the float8 layer in `holder`, whose own weight is unused."""
     out: Tensor = functional_call(holder, {"0.weight": weight}, (x,))
     return out if bias is None else out + bias

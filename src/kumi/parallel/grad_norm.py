@@ -3,8 +3,8 @@
 A rank's loss is the sum over its tokens, divided by the token count of the step. `kumi.parallel.data_parallel` sums the
 gradients over the data-parallel ranks, so the norm is that of the step's gradient.
 
-Replicated shards are counted once: the squares of a shard are divided by the number of its replicas among the ranks of
-the sum.
+Replicated shards are counted once: a rank divides the squares of a shard by the number of ranks that have this shard
+among those whose squares are added up.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def clip_gradients(model: nn.Module, max_norm: float | None, mesh: Mesh, *, loss
 
 
 def _scales_nothing(factor: Tensor) -> bool:
-    """Return True if `factor` is 1 on a CPU; the host does not wait for that of a GPU."""
+    """Return True if `factor` is 1 and on the CPU; False for a factor on a GPU, for which the host would have to
+    wait."""
     return factor.device.type == "cpu" and factor.item() == 1.0
 
 
@@ -79,10 +80,12 @@ def _norm_group(mesh: Mesh) -> dist.ProcessGroup | None:
 def _replicas(spec: ModelSpec, param: Param, layout: Layout) -> int:
     """Return the number of ranks in the norm's group that have the same shard of `param`."""
     axes = (*replica_axes(param, layout), *tied_axes(spec, param, layout))
+    # The norm's group does not extend over dp_replicate.
     return prod(axis.degree for axis in axes if axis.name != "dp_replicate")
 
 
 def _sum_of_squares(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the sum of squares of all elements of `tensors`, a scalar."""
     nonempty = [tensor for tensor in tensors if tensor.numel()]
     if not nonempty:
         return torch.zeros((), dtype=dtype, device=device)

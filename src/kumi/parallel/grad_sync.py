@@ -6,8 +6,10 @@ ZeRO 1 to 3 (FSDP2) and replicas (DDP) reduce during the backward. This module r
     all parameters under ZeRO-0 in a pipeline         over the ranks with the same stages
     a tied token table in a pipeline                  over the ranks of the first and the last stage
     partial gradients of parameters replicated on tp  over tp
-    the same of experts' adapters, on expert_tp       over expert_tp
+    partial gradients of routed experts' adapters     over expert_tp
     weights that ZeRO-3 gathers tile by tile          over dp_replicate
+
+A gradient is partial if each rank has computed it from its own tokens, heads or columns only: the sum is the gradient.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ def finish_grad_sync(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _reduce_replicas(model: nn.Module, mesh: Mesh) -> None:
-    """Reduce gradients that DDP does not reduce: of routed experts, whose replicas are on other ranks, and of
-    stages."""
+    """Reduce the gradients that DDP does not reduce: those of routed experts, whose replicas are on other ranks than
+    those of other parameters, and under ZeRO-0 those of pipeline stages."""
     params = params_by_name(model.spec)
     dtype: torch.dtype | None = model.reduce_dtype  # type: ignore[assignment]
     named = [(params[name], value.grad) for name, value in model.named_parameters() if value.grad is not None]

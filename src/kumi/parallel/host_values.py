@@ -1,7 +1,8 @@
 """Numbers that the host reads from the device in a recomputed layer, read once for its forward and its replay.
 
-The host waits for the device where it needs a number from it, such as the sizes of messages to experts. The replay of a
-layer computes the same numbers, so it takes those of the forward.
+The replay is the second run of the layer's forward, during the backward pass. Where the host needs a number that the
+device computes, such as the size of a message to experts, it waits for the device. The replay computes the same numbers
+again, so it takes those that the forward has read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Returns tensors as numbers of the host.
+# Returns the numbers in a tensor as a list.
 _Read = Callable[[Tensor], Any]
 
 
@@ -46,13 +47,14 @@ def _to_host(values: Tensor) -> Any:
     return values.tolist()
 
 
-# How `read_once` reads; the last is that of the layer which runs now. A rank runs one layer at a time; its replay may
-# run in another thread than its forward.
+# A stack of the functions by which `read_once` reads: it calls the last, that of the layer which runs now. The stack is
+# global, not thread-local: a rank runs one layer at a time, but the replay may run in another thread than the forward.
 _reads: list[_Read] = [_to_host]
 
 
 @contextmanager
 def _reading(read: _Read) -> Iterator[None]:
+    """A context in which `read_once` reads by `read`."""
     _reads.append(read)
     try:
         yield

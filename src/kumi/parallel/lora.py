@@ -1,9 +1,10 @@
 """Adapters of a sharded decoder: insert them, connect the ranks that shard a layer, and fill the adapters.
 
-Frozen parameters are in the compute dtype, because nothing is added to them; adapters are in the dtype of the master
-weights. The ledger determines the sharding of an adapter. In a column-parallel matrix, B is sharded; in a row-parallel
-one, A is. The other factor is replicated over tp, and each rank has a partial gradient of it. Adapters of routed
-experts are sharded likewise over ep and expert_tp.
+Frozen parameters are in the compute dtype, because no updates are added to them; adapters are in the dtype of the
+master weights. An adapter adds the product B A of two low-rank factors to a matrix. In a column-parallel matrix, B is
+sharded over tp; in a row-parallel one, A is. The other factor is replicated, and each rank has a partial gradient of
+it. Adapters of routed experts are sharded likewise over ep and expert_tp. `kumi.spec.ledger`, the list of a model's
+parameters, has the dims of adapters, from which their sharding follows.
 """
 
 from __future__ import annotations
@@ -37,11 +38,10 @@ from kumi.storage.write import Piece
 
 
 def add_adapters(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
-    """Insert the adapters of its spec, if any, into `decoder`, which is unsharded on the meta device, and freeze the
-    rest.
+    """Insert the adapters that the spec of `decoder` has, and freeze its other parameters; do nothing without adapters.
 
-    Modules that the spec trains in full are not frozen. Frozen parameters are cast to the compute dtype.
-    Raise LayoutError if the first pipeline stage has nothing to train.
+    The decoder is unsharded, on the meta device. Modules that the spec trains in full are not frozen. Frozen parameters
+    are cast to the compute dtype. Raise LayoutError if the first pipeline stage has nothing to train.
     """
     lora = decoder.spec.lora
     if lora is None:
@@ -71,8 +71,10 @@ def connect_adapters(decoder: Decoder, mesh: Mesh) -> None:
         if not isinstance(layer, LoraLinear):
             continue
         layer.dropout_pass = dropout_pass
+        # tp ranks with different parts of the layer's input draw different masks.
         layer.part = tp if tp_style(op) == "row" or mesh.layout.sequence_parallel else 0
         if tp_style(op) == "row" and group is not None:
+            # A rank has some columns of each row, whose norms DoRA needs.
             layer.sum_columns = partial(all_reduce_no_grad, group=group)
     if lora.dropout:
         decoder.register_forward_pre_hook(partial(_count_microbatch, dropout_pass))
@@ -84,7 +86,8 @@ def _count_microbatch(dropout_pass: DropoutPass, decoder: nn.Module, _: Any) -> 
 
 
 def begin_dropout_step(model: nn.Module, seed: int, number: int) -> None:
-    """Begin update `number` for the dropout of `model`. Masks are a function of seed, update and microbatch."""
+    """Begin update `number` for the dropout of `model`. Masks are a function of the run's `seed`, update, microbatch,
+    rank and layer."""
     for stage in stages_of(model).values():
         dropout_pass = getattr(stage, "dropout_pass", None)
         if dropout_pass is not None:
@@ -105,12 +108,14 @@ def replay_dropout(decoder: Decoder, recompute: Wrapper) -> list[Wrapper]:
 
 
 def _pass_on(dropout_pass: DropoutPass, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `inner` with the present step and microbatch as the argument `forward_pass`, which recomputation saves."""
     return inner(*args, forward_pass=(dropout_pass.step, dropout_pass.microbatch), **kwargs)
 
 
 def _set_pass(
     dropout_pass: DropoutPass, inner: Callable[..., Any], *args: Any, forward_pass: tuple[int, int], **kwargs: Any
 ) -> Any:
+    """Call `inner` with `dropout_pass` set to the step and microbatch `forward_pass`."""
     before = dropout_pass.step, dropout_pass.microbatch
     dropout_pass.step, dropout_pass.microbatch = forward_pass
     try:
@@ -122,7 +127,10 @@ def _set_pass(
 def fill_frozen_and_adapters(
     pieces: Sequence[Piece], spec: ModelSpec, precision: Precision, base: PieceReader, adapters: int | PieceReader
 ) -> None:
-    """Fill frozen parameters from `base` and trained ones from `adapters`, which is a seed or a reader."""
+    """Fill the frozen parameters among `pieces` from `base`, and the trained ones from `adapters`, a seed or a reader.
+
+    `pieces`: this rank's slices of the model's tensors.
+    """
     trained, frozen, names = list[Piece](), list[Piece](), trained_names(spec)
     for piece in pieces:
         (trained if parameter_name(piece.name) in names else frozen).append(piece)
@@ -132,7 +140,7 @@ def fill_frozen_and_adapters(
 
 
 def draw_reader(spec: ModelSpec, seed: int) -> PieceReader:
-    """Return a reader of initial values, drawn from `seed`."""
+    """Return a reader of initial values: a function that returns a slice of a parameter, drawn from `seed`."""
     params = params_by_name(spec)
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -160,7 +168,7 @@ def _adapter_reader(spec: ModelSpec, seed: int, base: PieceReader, dtype: torch.
         matrix = params[base_weight_name(param.name)]
         first, last, columns = start[0], start[0] + shape[0], matrix.shape[1]
         if matrix.quantized:
-            # Blocks are of the complete matrix: read from and to a row at which one begins.
+            # Quantized blocks are of the complete matrix: read from and to rows at which a block begins.
             step = NF4_BLOCK // gcd(NF4_BLOCK, columns)
             first, last = first // step * step, min(-(-last // step) * step, matrix.shape[0])
         rows = base(f"model/{matrix.name}", (first, 0), (last - first, columns)).to(dtype)

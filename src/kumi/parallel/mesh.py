@@ -29,6 +29,7 @@ T = TypeVar("T")
 # With NCCL, CPU tensors (flags, counts, checkpoint metadata) are sent by gloo.
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
+# The layout's axes; "zero" (dp_shard and cp together); the axes of routed experts; combinations of axes such as "data".
 GROUP_NAMES = (*AXES, "zero", *EXPERT_AXES, *COMBINED_AXES)
 # The groups that only routed experts need.
 _EXPERT_GROUPS = (*EXPERT_AXES, "expert_data")
@@ -40,7 +41,7 @@ SEPARATE_COMMUNICATORS = {"weights": ("dp_replicate", "dp_shard", "zero", "exper
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank of the run and its device.
+    """This process: its rank in the run and its device.
 
     `local_rank`: index of the rank in its node.
     `timeout_s`: a collective that takes longer fails.
@@ -67,6 +68,7 @@ class Mesh:
 
     @property
     def rank(self) -> int:
+        """The rank of this process among all ranks of the run."""
         return self.rank_info.rank
 
     @property
@@ -194,6 +196,7 @@ def _groups(layout: Layout, rank_info: RankInfo, *, experts: bool) -> dict[str, 
 
 
 def _communicator(name: str) -> str:
+    """Return the use of `SEPARATE_COMMUNICATORS` that the group `name` has; "" for the communicators inside layers."""
     return next((use for use, names in SEPARATE_COMMUNICATORS.items() if name in names), "")
 
 
@@ -229,6 +232,7 @@ def is_loss_rank(mesh: Mesh) -> bool:
 
 
 def _reduce(tensor: Tensor, mesh: Mesh, op: dist.ReduceOp.RedOpType) -> Tensor:
+    """Return `tensor` reduced by `op` over all ranks."""
     if mesh.is_single:
         return tensor
     tensor = tensor.contiguous()  # gloo ignores strides without an error

@@ -1,6 +1,8 @@
 """MLPs computed tile by tile over their columns, for MLPs that are too large for a device.
 
-A tile is some columns of gate and up, and the same rows of down. The layer's output is the sum over tiles of
+The weights are gate and up (F, D) and down (D, F), for hidden size D. A tile is some of the F columns between them:
+rows of the weights of gate and up, and the same columns of the weight of down. The layer's output is the sum over tiles
+of
 
     down_tile(act(gate_tile(x)) * up_tile(x))        or, without a gate,        down_tile(act(up_tile(x)))
 
@@ -50,6 +52,7 @@ class Tiling:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks that shard the matrices."""
         return 1 if self.group is None else self.group.size()
 
     def columns(self, values: Tensor, tile: int) -> Tensor:
@@ -105,6 +108,7 @@ def tile_sharded_weights(decoder: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
 
 
 def _forward(tiling: Tiling, mlp: MLP, x: Tensor) -> Tensor:
+    """Return the output of `mlp` for hidden states `x` (.., D), computed tile by tile."""
     *first, down = _matrices(mlp)
     weights, biases = [layer.weight for layer in first], [layer.bias for layer in first]
     act = mlp.spec.hidden_act

@@ -1,8 +1,9 @@
 """Fill the packed matrices of a sharded model (see `kumi.nn.nf4`).
 
-A tensor-parallel rank packs its part of a matrix, so blocks begin with that part. `kumi.spec.layout_rules` lets tp
-shard a packed matrix only between blocks of the complete matrix, and ZeRO-3 shards the blocks. Therefore every layout
-has the codes of the complete matrix.
+A packed matrix has a 4-bit code for each weight and a scale for each block of `NF4_BLOCK` consecutive weights. A
+tensor-parallel rank packs its part of a matrix, so a block begins with that part. `kumi.spec.layout_rules` lets tp
+shard a packed matrix only between blocks of the complete matrix, and ZeRO-3 shards the blocks. The codes are therefore
+the same in every layout.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from kumi.spec.sharding import packed_rows
 
 @torch.no_grad()
 def fill_packed_matrices(model: nn.Module, spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, base: PieceReader) -> None:
-    """Read and pack the blocks of this rank, one matrix at a time, from the weights that `base` reads, in `dtype`."""
+    """Read and pack this rank's blocks, one matrix at a time. The weights come from `base`, and are rounded to `dtype`
+    before they are packed."""
     params = params_by_name(spec)
     for stage in stages_of(model).values():
         for name, packed in packed_matrices(stage).items():
@@ -34,6 +36,7 @@ def fill_packed_matrices(model: nn.Module, spec: ModelSpec, mesh: Mesh, dtype: t
 
 
 def _fill(packed: NF4Matrix, param: Param, mesh: Mesh, dtype: torch.dtype, base: PieceReader) -> None:
+    """Fill this rank's blocks of the matrix `packed` of the parameter `param`."""
     columns, blocks = packed.shape[1], packed_rows(packed.shape, mesh.layout, mesh.rank)
     if not blocks.count:
         return

@@ -7,8 +7,9 @@ A rank executes the list of `kumi.spec.sends_and_recvs.pipeline_steps`, which th
 one stage, this is the forward and the backward of each microbatch in turn. Sends and receives are posted in the order
 of the list, which is the same global order on all ranks, and are waited for when their tensors are needed.
 
-After a forward, only its autograd graph is kept: the output is freed once it has been sent. For a weight gradient that
-the schedule defers (W), the inputs of the linear layers and the gradients of their outputs are kept.
+The actions are F (forward), B (backward), I (backward of a stage's input alone) and W (the weight gradients that I has
+deferred). After F, only its autograd graph is kept: the output is freed once it has been sent. From I to W, the inputs
+of the linear layers and the gradients of their outputs are kept.
 """
 
 from __future__ import annotations
@@ -52,9 +53,11 @@ TensorKey = tuple[str, int, int]
 class _Run:
     """A pass of all microbatches through this rank's stages, with its live tensors.
 
+    `stages`: this rank's stages by number.
     `last`: number of the model's last stage.
     `final`: last action of each stage.
     `training`: run backward passes too.
+    `trace`: receives the times of the actions; None to measure none.
     `incoming`: received tensors, and tensors that one stage of this rank computed for another.
     `outgoing`: tensors to be sent.
     `posted`: pending receives and their buffers.
@@ -127,6 +130,7 @@ def _new_run(
 
 
 def _execute(run: _Run, steps: Sequence[PipelineStep]) -> None:
+    """Execute `steps` in order, and wait until all tensors have been sent."""
     for step in steps:
         if isinstance(step, Send):
             _send(run, step.message)
@@ -143,6 +147,7 @@ def _execute(run: _Run, steps: Sequence[PipelineStep]) -> None:
 
 
 def _forward(run: _Run, action: Action) -> None:
+    """Run the forward of a stage, and hand its output to the next stage or to the results of `run`."""
     _, number, microbatch = action
     stage, inputs = run.stages[number], dict(run.microbatches[microbatch])
     hidden = _recv_or_local(run, (ACTIVATION, number - 1, microbatch)) if number else None
@@ -168,6 +173,7 @@ def _forward(run: _Run, action: Action) -> None:
 
 
 def _backward(run: _Run, action: Action) -> None:
+    """Run B or I of a stage, and hand the gradient of its input to the previous stage."""
     kind, number, microbatch = action
     grad = None if number == run.last else _recv_or_local(run, (GRADIENT, number + 1, microbatch))
     start = action_start(run.trace)
@@ -198,6 +204,7 @@ def _backward_input(run: _Run, number: int, edge: GradientEdge, grad: Tensor | N
 
 
 def _compute_wgrads(run: _Run, action: Action) -> None:
+    """Compute and reduce the weight gradients that I has deferred."""
     _, number, microbatch = action
     start = action_start(run.trace)
     deferred = run.deferred_wgrads.pop((number, microbatch))
@@ -226,6 +233,7 @@ def _send_or_local(run: _Run, key: TensorKey, target: int, tensor: Tensor) -> No
 
 
 def _send(run: _Run, message: Message) -> None:
+    """Begin to send the tensor of `message`."""
     tensor = run.outgoing.pop(message[:3]).contiguous()  # isend ignores strides
     request = dist.isend(tensor, group=_group(run.mesh, message), group_dst=message.target)
     assert request is not None
@@ -233,6 +241,7 @@ def _send(run: _Run, message: Message) -> None:
 
 
 def _receive(run: _Run, message: Message) -> None:
+    """Begin to receive the tensor of `message` into a new buffer."""
     decoder: Any = next(iter(run.stages.values()))
     shape = hidden_shape(run.microbatches[message.microbatch], decoder.spec.hidden_size, run.mesh)
     buffer = torch.empty(shape, dtype=decoder.compute_dtype, device=run.mesh.device)

@@ -36,6 +36,7 @@ from kumi.parallel.token_collectives import ALL_REDUCE, REDUCE_SCATTER
 from kumi.parallel.ulysses import ALL_TO_ALL
 
 _aten = torch.ops.aten
+# The operators whose results selective recomputation saves; see also `SAVED_OP_NAMES`.
 SAVED_OPS = (
     _aten.mm.default,
     _aten.addmm.default,
@@ -64,14 +65,16 @@ SAVED_OPS = (
 )
 # Reductions by which float8 layers, which are compiled, find their scales. Their results are small.
 _SCALES = (_aten.max.default, _aten.amax.default)
-# Operators by name: importing the module that defines them takes longer than the other imports together.
+# Further saved operators, by name: importing the module that defines them takes longer than the other imports together.
 SAVED_OP_NAMES = (VARLEN_ATTENTION, "flex_attention")
 
 
 @dataclass
 class NotReplayed:
-    """`on` is True during operations that the replay neither repeats nor looks up, because they differ the second
-    time."""
+    """`on` is True during the hooks of FSDP2 on a part of a layer: forward and replay call different operators there.
+
+    The forward then saves no results, and the replay calls every operator.
+    """
 
     on: bool = False
 
@@ -99,13 +102,14 @@ class Recompute:
         return checkpoint(inner, *args, **self.options, **kwargs)
 
     def leave_out(self, module: nn.Module) -> None:
-        """Do not replay the hooks of `module`, a part of the layer: they all-gather and free its parameters."""
+        """Save no results of the hooks of `module`, a part of the layer, which all-gather and free its parameters."""
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in hooks.items():
                 hooks[key] = partial(_run_not_replayed, self.not_replayed, hook)
 
 
 def _run_not_replayed(not_replayed: NotReplayed, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the result of `hook`, called with `not_replayed.on` set."""
     before, not_replayed.on = not_replayed.on, True
     try:
         return hook(*args, **kwargs)

@@ -4,8 +4,9 @@ al., 2023, arXiv:2310.01889).
 A row is split into 2 * cp pieces, and rank i has pieces i and 2 * cp - 1 - i. With one contiguous piece per rank,
 causal attention would give the last rank most of the work. While a rank computes with the current keys and values, it
 sends them to the next rank and receives the next ones from the previous rank. Blocks whose keys all come after the
-queries, or belong to other documents, are skipped. The backward pass sends keys and values around the ring too. Their
-gradients, in the dtype of scores, follow one step behind and are complete when they reach the rank that has the keys.
+queries, or belong to other documents, are skipped. The backward pass sends keys and values around the ring too. The
+gradients of keys and values, in the dtype of scores, follow one step behind and are complete when they reach the rank
+that has these keys.
 
 PyTorch's dispatcher sees one operator, so selective recomputation saves its result and sends nothing twice.
 """
@@ -50,8 +51,8 @@ def positions_of_rank(length: int, cp: int, index: int) -> Tensor:
 def ring_attention_fn(cu_seqlens: list[int], group: dist.ProcessGroup) -> AttentionFn:
     """Return the attention function of rows that are sharded over `group` by `positions_of_rank`.
 
-    `cu_seqlens`: the first token of each document, counted through the unsharded rows, followed by their number of
-    tokens.
+    `cu_seqlens`: the index of each document's first token in the flattened unsharded rows, and at the end the number of
+    tokens of these rows.
     """
 
     def attend(
@@ -98,7 +99,10 @@ class _Ring:
 
 
 class _Sizes(NamedTuple):
-    """Shapes of keys (B, M, K, E) and values (B, M, K, E'), which are sent as one flat tensor."""
+    """Shapes of keys (B, M, K, E) and values (B, M, K, E'), which are sent as one flat tensor.
+
+    M is the number of positions of a rank, K of key heads.
+    """
 
     keys: torch.Size
     values: torch.Size
@@ -129,7 +133,7 @@ def _plan(
 def _plans(
     cu_seqlens: tuple[int, ...], rows: int, window: int, cp: int, index: int, device: torch.device
 ) -> list[tuple[Block, ...]]:
-    """Return the result of `_plan` for each rank."""
+    """Return the results of `_plan` for all ranks as `source`."""
     earliest, length = partial_attention.first_visible(cu_seqlens, rows, window), cu_seqlens[-1] // rows
     queries, *parts = (positions_of_rank(length, cp, rank) for rank in (index, *range(cp)))
     return [partial_attention.query_blocks(queries, keys, earliest, length // (2 * cp), device) for keys in parts]
@@ -165,6 +169,11 @@ def _forward(
     *score_options: Any,
     plan: _BlockPlan = _plan,
 ) -> tuple[Tensor, Tensor]:
+    """Return the attention of this rank's queries over all keys, and its log-sum-exp (B, N, H).
+
+    `window`: 0 for none.
+    `score_options`: the fields of `Scores`.
+    """
     scores = Scores(*score_options)
     if plan is _plan and _uses_fused_kernels(q, v, cu_seqlens, window, scores):
         return _fused_forward(q, k, v, cu_seqlens, group, sinks, scores.scale)
@@ -189,6 +198,7 @@ def _backward(
     *score_options: Any,
     plan: _BlockPlan = _plan,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of this rank's `q`, `k` and `v`, given the gradient of `out`."""
     scores = Scores(*score_options)
     if plan is _plan and _uses_fused_kernels(q, v, cu_seqlens, window, scores):
         return _fused_backward(grad, q, k, v, out, lse, cu_seqlens, group, scores.scale)
@@ -197,6 +207,7 @@ def _backward(
     grad_q = torch.zeros_like(queries, dtype=lse.dtype)
 
     def parts() -> Iterator[Tensor]:
+        """Yield the gradients of each round's keys and values, and add to `grad_q`."""
         for packed, positions, visible in _rounds(ring, sizes.pack(k, v), cu_seqlens, window, len(q), plan):
             grad_k, grad_v = (x.new_zeros(x.transpose(1, 2).shape, dtype=lse.dtype) for x in sizes.unpack(packed))
             if visible:
@@ -229,7 +240,8 @@ def _reduce_to_owner(ring: _Ring, parts: Iterator[Tensor]) -> Tensor:
 
 
 def _uses_fused_kernels(q: Tensor, v: Tensor, cu_seqlens: list[int], window: int, scores: Scores) -> bool:
-    """Return True if fused kernels compute this attention, whose unsharded rows have cu_seqlens[-1] / B positions."""
+    """Return True if fused kernels compute this attention: without softcap, ALiBi and a window that is shorter than
+    the unsharded rows, which have cu_seqlens[-1] / B positions."""
     return scores.fused and flash_partial.supports_flash(q, v) and not 0 < window < cu_seqlens[-1] // len(q)
 
 
@@ -272,6 +284,7 @@ def _fused_backward(
     grad_q = torch.zeros_like(q, dtype=dtype)
 
     def parts() -> Iterator[Tensor]:
+        """Yield the gradients of each round's keys and values, and add to `grad_q`."""
         for packed, _, visible in _rounds(ring, sizes.pack(k, v), cu_seqlens, 0, len(q), _tiles):
             part = torch.zeros_like(packed, dtype=dtype)
             grads = grad_q, *sizes.unpack(part)
@@ -304,6 +317,7 @@ def _define(name: str, schema: str, function: Any, fake: Any) -> None:
     torch.library.register_fake(name, fake)
 
 
+# `bounds` are the `cu_seqlens` of `_forward`.
 _MASK_ARGS = "int[] bounds, int window, str group"
 _define(
     "kumi::ring_attention",

@@ -1,5 +1,8 @@
 """The loss and gradients of a step on this rank: an objective, which knows no layout, applied to the rank's batch.
 
+A batch has columns, named tensors over its rows. Objectives that need them (KTO) get mismatched rows too, each a prompt
+with the reply to another prompt; the names of their columns begin with "mismatched_".
+
 Batches arrive on the CPU, where `shard_batch` reads them: the host never waits for the device to know the labels.
 """
 
@@ -70,8 +73,8 @@ def forward_backward(
     The sum of the parts over all ranks is the loss of the step.
 
     `batches`: microbatches of this data-parallel rank, unsharded rows, on the CPU.
-    `units`: the number of units in the step, over all ranks; the objective's loss is a mean over units. To multiply the
-    loss by a loss scale, divide `units` by it.
+    `units`: the number of units (such as tokens or pairs) in the step, over all ranks; the objective's loss is a mean
+    over units. To multiply the loss by a loss scale, divide `units` by the scale.
     `trace`: receives the times of pipeline actions.
     `metrics`: receives this rank's sums of the objective's metrics.
     `label_positions`: returns the positions that the head computes.
@@ -86,10 +89,10 @@ def forward_backward(
 
 
 class MetricSums:
-    """The sums of an objective's metrics over the microbatches of this rank, (metrics, 2): see
-    `SequenceObjective.measure` and `TokenObjective.measure`.
+    """The sums of an objective's metrics over the microbatches of this rank.
 
     `names`: the metrics; by default those of the objective.
+    `sums` (metrics, 2): a sum and the number of its terms for each metric, as the objective's `measure` returns them.
     """
 
     def __init__(self, objective: Objective, mesh: Mesh, names: Sequence[str] | None = None) -> None:
@@ -107,10 +110,10 @@ class MetricSums:
 def sum_sequences(
     model: nn.Module, mesh: Mesh, batches: Sequence[Mapping[str, Tensor]], prefix: str = ""
 ) -> list[Tensor]:
-    """Return the sums (B, G) of the log-probs of the sequences of each of `batches`, results of `shard_batch`, float64;
-    an empty list on ranks without the head.
+    """Return for each of `batches`, results of `shard_batch`, the sums of the log-probs of its sequences, float64 (B,
+    G) for at most G sequences in a row; an empty list on ranks without the head.
 
-    `prefix`: of the columns, "mismatched_" for mismatched rows.
+    `prefix`: the beginning of the columns' names, "mismatched_" for mismatched rows.
     """
     outputs = pipeline.forward_microbatches(model, mesh, [decoder_inputs(batch, prefix) for batch in batches])
     sums = segment_sums(mesh)
@@ -214,7 +217,7 @@ def _with_bounds(columns: dict[str, Tensor], device: torch.device) -> dict[str, 
 def decoder_inputs(batch: Mapping[str, Tensor], prefix: str = "") -> dict[str, Any]:
     """Return the columns of `batch` that the decoder reads to return log-probs.
 
-    `prefix`: of their names in `batch`.
+    `prefix`: the beginning of their names in `batch`, which the result leaves out.
     """
     inputs: dict[str, Any] = {name: batch[prefix + name] for name in _DECODER_COLUMNS if prefix + name in batch}
     if prefix + _CU_SEQLENS in batch:
@@ -259,6 +262,7 @@ def segment_sums(mesh: Mesh) -> SegmentSums:
 
 
 def _segment_sums(group: dist.ProcessGroup | None, x: Tensor, segments: Tensor, count: int) -> Tensor:
+    """Return the sums (B, count) of `x` (B, S) over the segments 0 to count - 1; `segments` (B, S) has each token's."""
     local = x.new_zeros(len(x), count).scatter_add(1, segments, x)
     if group is None:
         return local

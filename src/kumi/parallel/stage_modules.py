@@ -1,5 +1,7 @@
 """The modules and parameters of one rank: pipeline stages, their names, shards, and tied tables.
 
+A tied table is a token table that the head uses too: the first and the last stage need it.
+
 `build` returns a `Decoder`, the `Stages` of a pipeline rank, or DDP around a decoder. `unwrap`, `stages_of`,
 `params_by_name` and `local_shard` take any of these.
 """
@@ -27,7 +29,7 @@ from kumi.spec.sharding import stage_bounds
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the decoder or the stages inside DDP; their parameters have the ledger's names."""
+    """Return the decoder or the stages inside DDP; their parameters have the names of `kumi.spec.ledger`."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 

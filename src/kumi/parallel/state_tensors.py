@@ -1,5 +1,7 @@
 """The tensors of model and optimizer as pieces of global tensors, to save and to fill them.
 
+A global tensor is the unsharded tensor; a piece is a rectangle of it, with the name of the tensor:
+
     model/<parameter>    optim/<parameter>/<state>    states are named by kumi.spec.optim_states, for AdamW exp_avg ...
 
 Names and global shapes do not depend on the layout, so a checkpoint of one layout can be read in another.
@@ -61,6 +63,7 @@ def optimizer_pieces(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list
 
 
 def _optimizer_pieces(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
+    """Yield the pieces of `optimizer_pieces`, in the order of the parameters."""
     params = params_by_name(spec_of(model))
     for name, parameter in unwrap(model).named_parameters():
         values = optimizer.state.get(parameter)

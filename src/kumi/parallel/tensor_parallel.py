@@ -1,15 +1,16 @@
 """Tensor parallelism: matrices are sharded over tp; with sequence parallelism, so are the tokens between blocks.
 
 A block (attention, an MLP, a shared expert) begins with column-parallel matrices and ends with a row-parallel one
-(Shoeybi et al., 2019, arXiv:1909.08053). Its collectives, over hidden states (T, D) of a microbatch:
+(Shoeybi et al., 2019, arXiv:1909.08053). Its collectives on n ranks, over the hidden states (T, D) of the T tokens of a
+microbatch:
 
                         forward                       backward
     plain               all-reduce at the end         all-reduce at the beginning
     sequence parallel   all-gather, reduce-scatter    all-gather, reduce-scatter; and another all-gather for the weight
                                                       gradients, because only this rank's tokens are saved
 
-(Korthikanti et al., 2022, arXiv:2205.05198). This module knows no model families: `kumi.spec.sharding.tp_style` says
-how a matrix is sharded, `shard_shape` how large its shard is.
+(Korthikanti et al., 2022, arXiv:2205.05198). This module has no code for single architectures:
+`kumi.spec.sharding.tp_style` says how a matrix is sharded, `shard_shape` how large its shard is.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: Mesh) -> None:
     projections = ShardedProjections(group, sequence_parallel, mesh.layout.recompute == "selective")
     for module, last in _blocks(decoder):
         module.projections = projections
-        last.adds_bias = False
+        last.adds_bias = False  # `row_linear` adds the bias once, after the sum over ranks
     for norm in _sharded_norms(decoder):
         norm.function = partial(_sharded_rms_norm, group)
     vocabulary = VocabularyShard(group, decoder.spec.vocab_size, sequence_parallel)
@@ -83,6 +84,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: Mesh) -> None:
 
 
 def _shard_parameters(decoder: Decoder, layout: Layout) -> None:
+    """Replace every parameter that tp, ep or expert_tp shards by an uninitialised shard."""
     params = params_by_name(decoder.spec)
     for name, parameter in list(decoder.named_parameters()):
         shape = shard_shape(params[name], layout.tp, layout.ep, layout.expert_tp)
@@ -162,6 +164,7 @@ class ShardedProjections(Projections):
         return self.group.rank(), self.group.size()
 
     def column_linear(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+        """Return this rank's columns of the output of each of `layers` for all tokens, given the hidden states `x`."""
         if not self.sequence_parallel:
             x = copy_to_group(x, self.group)
             return tuple(layer(x) for layer in layers)
@@ -178,9 +181,11 @@ class ShardedProjections(Projections):
         return add_adapter_outputs(outputs, layers, torch.split(downs, [layer.lora.r for layer in adapted], -1))
 
     def broadcast(self, x: Tensor) -> Tensor:
+        """Return `x` of all tokens, for use by the heads or columns of every rank."""
         return all_gather(x, self.group) if self.sequence_parallel else copy_to_group(x, self.group)
 
     def row_linear(self, x: Tensor, layer: Linear) -> Tensor:
+        """Return hidden states: the output of `layer` for this rank's columns `x`, summed over ranks."""
         if self.selective and not isinstance(layer, LoraLinear):
             weight = _weight(layer, x.dtype)
             out: Tensor = _RowLinear.apply(x, weight, layer, self.group, self.sequence_parallel)  # type: ignore[no-untyped-call]
@@ -191,7 +196,7 @@ class ShardedProjections(Projections):
 
 
 def _weight(layer: Linear, dtype: torch.dtype) -> Tensor | None:
-    """Return the weight of `layer` in `dtype`, or None if it is packed: the backward pass then unpacks it again."""
+    """Return the weight of `layer` in `dtype`, or None if it is packed in 4 bits: it is unpacked where it is needed."""
     return None if layer.packed is not None else layer.weight_in(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Collectives with gradients, over the tokens in dim 0.
+"""Collectives of n ranks with gradients, over the T tokens in dim 0.
 
                       shape                    backward
     all_gather        (T/n, ..) -> (T, ..)     reduce-scatter

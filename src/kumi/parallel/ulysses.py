@@ -21,7 +21,10 @@ from kumi.parallel.token_collectives import IMPLEMENTATIONS
 
 
 def ulysses_attention_fn(attend: AttentionFn, group: dist.ProcessGroup) -> AttentionFn:
-    """Return the attention function of rows sharded over `group`. `attend`: that of unsharded rows."""
+    """Return an attention function for rows that are sharded over `group`.
+
+    `attend`: an attention function for unsharded rows.
+    """
 
     def attend_after_exchange(
         q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None, scores: Scores = PLAIN_SCORES
@@ -29,7 +32,7 @@ def ulysses_attention_fn(attend: AttentionFn, group: dist.ProcessGroup) -> Atten
         cp = group.size()
         k, v = (x.repeat_interleave(max(1, cp // x.shape[2]), dim=2) for x in (k, v))
         widths = [x.shape[2] // cp * x.shape[3] for x in (q, k, v)]
-        # The heads of each rank are adjacent: (B, N, cp, heads of a rank * E).
+        # (B, N, cp, F): for each rank that receives them, the F elements of its heads of q, k and v side by side.
         heads = torch.cat([x.reshape(*x.shape[:2], cp, -1) for x in (q, k, v)], dim=-1)
         rows = to_sequence_order(_all_to_all(heads.permute(2, 0, 1, 3), group))
         q, k, v = (
@@ -87,6 +90,7 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("kumi::all_to_all", lambda x, group: x.new_empty(x.shape))
 torch.library.register_autograd("kumi::all_to_all", _differentiate, setup_context=_save)
 
-# The operator in PyTorch's dispatcher. Selective recomputation saves its result.
+# The operator in PyTorch's dispatcher. Selective recomputation saves its result. A dispatch mode can observe the
+# collective inside it by means of `IMPLEMENTATIONS`.
 ALL_TO_ALL = torch.ops.kumi.all_to_all.default
 IMPLEMENTATIONS[ALL_TO_ALL] = _exchange

@@ -17,7 +17,9 @@ from kumi.parallel.token_collectives import all_gather_no_grad, all_reduce_no_gr
 class VocabularyShard(Vocabulary):
     """This rank's rows of the vocabulary. All ranks have the same number of rows; the last rows may be padding.
 
+    `size`: tokens in the vocabulary, V.
     `sequence_parallel`: hidden states are this rank's tokens only.
+    `first`, `count`: token id of this rank's first row, and number of its rows.
     """
 
     def __init__(self, group: dist.ProcessGroup, size: int, sequence_parallel: bool) -> None:
@@ -26,20 +28,26 @@ class VocabularyShard(Vocabulary):
         self.first = self.count * group.rank()
 
     def padding(self, weight: Tensor) -> int:
+        """Return the number of this rank's rows beyond the vocabulary."""
         return max(0, self.first + self.count - self.size)
 
     def rows(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's row of each label, and a mask of the labels that are on this rank. Other rows mean
+        nothing."""
         rows = labels - self.first
         here = (rows >= 0) & (rows < self.count)
         return rows.clamp(0, self.count - 1), here
 
     def join(self, numbers: Tensor) -> Tensor:
+        """Return the `numbers` (N, C) of all ranks, (ranks, N, C)."""
         return all_gather_no_grad(numbers[None], self.group)
 
     def gather(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states of all tokens (T, D), given those on this rank."""
         return all_gather_no_grad(hidden, self.group) if self.sequence_parallel else hidden
 
     def reduce(self, grad_hidden: Tensor) -> Tensor:
+        """Return the gradient of this rank's hidden states: the sum over ranks of `grad_hidden` (T, D)."""
         return (reduce_scatter_no_grad if self.sequence_parallel else all_reduce_no_grad)(grad_hidden, self.group)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -31,14 +31,15 @@ _HIGHER = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "logps/cho
 class BestSoFar:
     """The best value of `metric` among the evaluations of a run that have a checkpoint.
 
-    `step`, `value`: of the best evaluation; None before the first.
+    `higher`: True if higher values are better.
+    `step`, `value`: the step and the metric's value of the best evaluation; None before the first.
     `since`: the number of evaluations after the best one.
     """
 
     def __init__(
         self, metric: str, entries: Iterable[Mapping[str, Any]] = (), stored: Collection[int] | None = None
     ) -> None:
-        """`entries`: of metrics.jsonl. `stored`: the steps with a checkpoint, by default all."""
+        """`entries`: the entries of metrics.jsonl. `stored`: the steps with a checkpoint; None for all steps."""
         self.metric, self.higher = metric, is_higher_better(metric)
         self.step: int | None = None
         self.value: float | None = None

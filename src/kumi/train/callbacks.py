@@ -65,7 +65,7 @@ class TrainerCallback:
 
 
 class Listener(Protocol):
-    """Receives the events of the training loop on rank 0, and can stop the loop through `control`."""
+    """Receives the events of the training loop on rank 0 (see `Callbacks`), and can stop the loop through `control`."""
 
     @property
     def control(self) -> TrainerControl: ...

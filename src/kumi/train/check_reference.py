@@ -1,4 +1,8 @@
-"""Compare the policy before its first step with the stored reference, which is the same model."""
+"""Compare the log-probs of the policy before its first step with the stored ones of the reference, the same model.
+
+The policy is the model in training. The data of a source has two sides, "train" and "validation", and consists of
+units: examples of one or several sequences.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,8 @@ def check_reference(
     with evaluating(model):
         sharded = [shard_batch(objective, as_tensors(part), mesh) for part in parts]
         totals = sum_sequences(model, mesh, sharded)
-    # Of the sequence with the largest difference relative to its tolerance: this ratio, both sums, the trained tokens.
+    # For the sequence with the largest difference relative to its tolerance: this ratio, the sums of log-probs by the
+    # policy and by the reference, and the number of trained tokens.
     worst = torch.zeros(4, dtype=torch.float64)
     for part, values in zip(parts, totals):
         reference, trained = torch.from_numpy(part["reference"]), torch.from_numpy(part["trained"])
@@ -69,7 +74,7 @@ def log_prob_tolerance(dtype: str, log_prob: torch.Tensor, tokens: torch.Tensor)
         c eps sqrt(n) (1 + |log_prob| / n)
 
     c is 8 for float32, whose sums over the hidden size and the vocabulary round as well, and 2 for smaller dtypes,
-    whose sums are float32. `benchmarks/reference_tolerance.py` measures the error relative to this: at most 0.4.
+    whose sums are float32. By `benchmarks/reference_tolerance.py`, errors are at most 0.4 times this tolerance.
     """
     count = tokens.double().clamp(min=1)
     eps = torch.finfo(getattr(torch, dtype)).eps

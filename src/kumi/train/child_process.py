@@ -114,6 +114,7 @@ class ListenerRelay:
 
 
 def _send(record: dict[str, Any]) -> None:
+    """Write `record` to standard output, after its mark and what was printed before."""
     sys.stdout.flush()
     data = f"{_RECORD_MARK}{json.dumps(record)}\n".encode()
     while data:

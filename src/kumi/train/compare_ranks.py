@@ -15,7 +15,7 @@ def check_agreement(run: ResolvedRun, place: RankInfo) -> None:
     if place.world_size == 1:
         return
     digest = int(run.digest[:15], 16)
-    extremes = torch.tensor([digest, -digest])
+    extremes = torch.tensor([digest, -digest])  # after the reduction: the largest digest, and minus the smallest one
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if extremes[0] == -extremes[1]:
         return

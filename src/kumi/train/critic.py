@@ -1,4 +1,4 @@
-"""The critic of a run with advantage 'gae': a second model on the policy's layout, with its own optimizer.
+"""The critic (value model) of a run with advantage 'gae': a second model on the policy's layout with its own optimizer.
 
 In every step, it is trained on the rows of the policy after the policy's update, when the policy's gradients are freed.
 """

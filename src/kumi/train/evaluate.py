@@ -85,6 +85,7 @@ def evaluate(rank_state: RankState, *, first: int | None = None) -> Evaluation:
             for (source, _, _), full_batch in zip(group, full_batches, strict=True):
                 units[source] += objective.count(full_batch)
                 tokens[source] += objective.tokens(full_batch)
+        # Of language modelling: the entropy of each prediction, and whether the label is the most probable token.
         asked = {"statistics": ("entropy", "top")} if names else {}
         inputs = [{**decoder_inputs(batch), **asked} for batch in batches]
         outputs = pipeline.forward_microbatches(rank_state.model, mesh, inputs)
@@ -124,7 +125,10 @@ def _read(rank_state: RankState, group: Sequence[tuple[int, int, int]]) -> tuple
 def _mismatched_statistics(
     rank_state: RankState, groups: Sequence[Sequence[tuple[int, int, int]]], sources: int
 ) -> Tensor:
-    """Return the objective's statistics of the mismatched rows of each source, (sources, 2)."""
+    """Return the objective's statistics of the mismatched rows of each source, (sources, 2).
+
+    A mismatched row has prompts with the replies to other prompts.
+    """
     total = torch.zeros(sources, 2, dtype=torch.float64, device=rank_state.mesh.device)
     for group in groups:
         _, batches = _read(rank_state, group)

@@ -67,6 +67,7 @@ def moe_layers(model: ModelSpec) -> list[int]:
 
 
 def _max_experts(model: ModelSpec) -> int:
+    """Return the number of experts of the layer that has the most."""
     return max(layer.mlp.num_experts for layer in model.layers if isinstance(layer.mlp, MoE))
 
 

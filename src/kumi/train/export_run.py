@@ -36,7 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunExport:
-    """An export: its format, the words for the choice of the checkpoint, and a sentence that describes the result."""
+    """An export.
+
+    `to`: its format.
+    `chosen`: which checkpoint it is of, in words.
+    `message`: a sentence that describes the result.
+    """
 
     to: str
     chosen: str
@@ -56,7 +61,7 @@ def export_run(
     base: str | None = None,
     critic: bool = False,
 ) -> RunExport:
-    """Write a checkpoint of the run in the folder `run`, with the facts of the run, to the new folder or URL `target`.
+    """Write a checkpoint of the run in the folder `run`, with a model card, to the new folder or URL `target`.
 
     to: a format of `kumi.convert.convert`, or "adapter" for PEFT's; by default "adapter" for a run that trains
         adapters, else "hf". With "hf" adapters are merged.
@@ -119,6 +124,7 @@ def _config(run: Path) -> RunConfig | None:
 
 
 def _contents(config: RunConfig, run: Path, saved: Checkpoint) -> CardContents:
+    """Return the contents of the model card for the checkpoint `saved` of the run in the folder `run`."""
     plan = read_plan(run)
     kind = config.precision.kind if plan is None else plan.made_for.precision
     return run_card(
@@ -145,6 +151,7 @@ def _base_name(run: Path, config: RunConfig | None, saved: Checkpoint, base: str
 
 
 def _adapted_model(saved: Checkpoint) -> ModelSpec:
+    """Return the model of the checkpoint `saved`, with the settings of its adapters."""
     from kumi.convert.merge import lora_settings
 
     return replace(families.from_hf(saved.meta["hf_config"]), lora=lora_settings(saved.meta))

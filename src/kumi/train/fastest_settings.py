@@ -34,10 +34,10 @@ from kumi.spec.layout import Layout
 from kumi.spec.numerics import ASKED
 from kumi.spec.precision import PRECISIONS
 
-# Largest distance of loss and gradients from those without the setting, as a fraction of their length. Numbers in
-# float8 have three bits after the first, and gradients go through several products.
+# Largest distance of loss and gradients from those without the setting, as a fraction of their norm. Numbers in float8
+# have three bits after the first, and gradients go through several products.
 _TOLERANCES = {"compile": TOLERANCE, "float8": 0.2, "async_tp": TOLERANCE}
-# The settings that a step with another one has, too.
+# Setting -> further settings, which are on both in the step with the setting and in the step without.
 _BOTH = {"float8": ("compile",)}
 
 # A layer of a model of some billion parameters, and one for tests.
@@ -46,10 +46,16 @@ TINY: dict[str, int] = {"tokens": 32, "hidden": 32, "wide": 64, "heads": 2, "voc
 
 
 def compare_setting(setting: str, device_kind: str, sizes: dict[str, int] = SIZES) -> dict[str, Any]:
-    """Return the record of a measurement of `setting`, a key of `ASKED`: `numerics`, `seconds`, `notes` and `took`.
+    """Return the record of a measurement of `setting`, a key of `ASKED`.
 
-    The record is empty if the setting cannot be used here at all, such as float8 without its package: the run then says
-    so itself, with the remedy.
+    `numerics`: the choice, as `kumi.spec.numerics.parse_numerics` reads it.
+    `seconds`: the seconds of a step with the setting "on" and "off", by setting. After a failure there is a number for
+    "off" alone, which stands for no time; it says that the setting need not be measured again.
+    `notes`: lines for the terminal.
+    `took`: the seconds that the measurement took.
+
+    The record has no seconds and no notes if the setting cannot be used here at all, such as float8 without its
+    package: the run then says so itself, with the remedy.
     """
     began = time.perf_counter()
     try:
@@ -77,11 +83,12 @@ def _compared(setting: str, mesh: Mesh, sizes: dict[str, int]) -> tuple[dict[str
         require_float8(mesh.device)
     both = _BOTH.get(setting, ())
     plain = _step(mesh, sizes, both)
-    expected, reference = plain(), timed_rounds(plain, mesh.device)
+    expected, seconds_off = plain(), timed_rounds(plain, mesh.device)
     del plain
     changed = _step(mesh, sizes, (*both, setting))
-    far, own = distance(changed(), expected), timed_rounds(changed, mesh.device)
-    return {"off": median(reference), "on": median(own)}, why_not(setting, far, own, reference, _TOLERANCES[setting])
+    difference, seconds_on = distance(changed(), expected), timed_rounds(changed, mesh.device)
+    note = why_not(setting, difference, seconds_on, seconds_off, _TOLERANCES[setting])
+    return {"off": median(seconds_off), "on": median(seconds_on)}, note
 
 
 def _step(mesh: Mesh, sizes: dict[str, int], settings: tuple[str, ...]) -> Function:
@@ -128,6 +135,7 @@ def _in_ranks(device_kind: str, sizes: dict[str, int]) -> tuple[dict[str, float]
 
 
 def _compare_rank(device_kind: str, sizes: dict[str, int], out: Path) -> None:
+    """Measure overlapped tensor parallelism as one of two ranks, and write the result to `out` on rank 0."""
     place = init_distributed(device_kind, timeout_s=60.0)
     seconds, note = _compared("async_tp", build_mesh(Layout(tp=2), place), sizes)
     if place.rank == 0:

@@ -179,6 +179,7 @@ def _card_contents(run: ResolvedRun, store: Store) -> CardContents:
 
 
 def _sample(run: ResolvedRun, decoder: Decoder) -> None:
+    """Print the replies of `decoder` to the prompts of [sample]."""
     if not run.config.sample.prompts:
         return
     for text in sample_texts(decoder, run):

@@ -1,8 +1,9 @@
 """The lock of a run folder: one process at a time leads the run, on all machines that share the folder.
 
-`flock` keeps other processes of this machine out. On some network file systems it holds on one machine only, and others
-have no locks. The lock file therefore names its owner, with a beat that the owner counts up. Another machine's owner
-counts as dead once its beat stands still, and an owner that finds another's name in its lock file ends at once.
+`flock` keeps other processes of this machine out. On some network file systems it holds on one machine only, and other
+file systems have no locks. The lock file therefore names its owner, with a beat: a number that the owner counts up
+every two seconds. An owner on another machine counts as dead once its beat stands still, and an owner that finds
+another one in its lock file ends at once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 @dataclass(frozen=True)
 class LockOwner:
-    """The process that leads a run. `machine`: an id of the machine, which changes when it starts anew."""
+    """The process that leads a run.
+
+    `token`: random, so that no two owners are equal.
+    `machine`: an id of the machine, which changes when the machine starts anew.
+    """
 
     token: str
     host: str
@@ -130,6 +135,7 @@ def _read(out: Path) -> LockOwner | None:
 
 
 def _machine() -> str:
+    """Return `LockOwner.machine` of this machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux

@@ -34,7 +34,7 @@ def record_collectives(folder: Path, environ: MutableMapping[str, str]) -> None:
         "TORCH_FR_BUFFER_SIZE": str(_RECORDED),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,  # its name before PyTorch 2.12
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,  # the name of TORCH_FR_DUMP_TEMP_FILE before PyTorch 2.12
     }.items():
         environ.setdefault(name, value)
 

@@ -45,7 +45,10 @@ def load_reward_models(run: ResolvedRun, mesh: Mesh, rows: RowSettings) -> Rewar
 
 
 def _sequences(files: RewardModelFiles) -> Sequences:
-    """Return what makes the sequences that the reward model reads from prompts and replies."""
+    """Return the object that makes the sequences that a reward model reads from prompts and replies.
+
+    A sequence has the policy's tokens, or the tokens of the text as the reward model's own chat template renders it.
+    """
     spec = files.spec
     limits = TokenLimits(spec.vocab_size, spec.learned_positions or spec.max_position_embeddings, files.padding)
     if files.reads == "tokens":

@@ -100,6 +100,7 @@ def _train(
     open_source: OpenSource,
     scorer: ReplyScorer | None,
 ) -> int:
+    """Build this rank's part of the run, train it to the end or to a stop signal, and return the exit code."""
     memory_before = baseline_memory(mesh.device)
     use_matmul_precision(mesh.device, tf32=run.config.precision.tf32)
     if mesh.device.type == "cpu":
@@ -357,6 +358,7 @@ def _attempt(mesh: Mesh) -> str:
 
 
 def _open_metrics(run: ResolvedRun, state: TrainState) -> Metrics:
+    """Open the metrics of the run, without the entries of steps that will be trained again."""
     truncate_metrics(run.out / "metrics.jsonl", state.step)
     log, config = run.config.log, run.config
     return Metrics(

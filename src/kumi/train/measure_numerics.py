@@ -85,11 +85,12 @@ def measure_here(ranks: int) -> MeasuredNumerics:
 
 
 def measure_gpu(name: str, asked: Sequence[str] = ()) -> MeasuredNumerics:
-    """Compare and time the kernels of this machine's GPU, called `name`, and the settings `asked`, of `ASKED`. Store
-    the choice in the cache, whose earlier measurements are not made again.
+    """Compare and time the kernels of this machine's GPU, called `name`, and the settings `asked` (keys of `ASKED`).
+    Store the choice in the cache, whose earlier measurements are not made again.
 
-    Kernels are PyTorch's operations if the measuring process dies or hangs, and settings stay as the run file asks; a
-    setting is off if its own process does. In exclusive compute mode nothing is measured.
+    If the process that measures kernels dies or hangs, kernels are PyTorch's operations, and settings stay as the run
+    file asks. If the process that measures a setting dies or hangs, that setting is off. In exclusive compute mode
+    nothing is measured.
     """
     measured = read_cached_numerics(this_gpu(name)) or MeasuredNumerics(REFERENCE, {})
     missing = [setting for setting in asked if setting not in measured.seconds]
@@ -118,7 +119,7 @@ def measure_gpu(name: str, asked: Sequence[str] = ()) -> MeasuredNumerics:
 
 
 def _crashed(setting: str) -> dict[str, Any]:
-    """Return the record of a setting whose process crashed or hung."""
+    """Return the record (see `fastest_settings.compare_setting`) of a setting whose process crashed or hung."""
     note = f"{setting} crashed or hung when it was compared; {ASKED[setting]} is not used"
     return {"numerics": f"kernels={setting}:off", "seconds": {setting: {"off": 1e-9}}, "notes": [note], "took": 0.0}
 
@@ -132,7 +133,7 @@ def _with(measured: MeasuredNumerics, record: dict[str, Any]) -> MeasuredNumeric
 
 
 def _joined(measured: MeasuredNumerics, numerics: Numerics, seconds: dict[str, dict[str, float]]) -> MeasuredNumerics:
-    """Return `measured` with the choice `numerics` of another measurement, which replaces what it measured too."""
+    """Return `measured` with the choice `numerics` of another measurement, which wins where both measured."""
     older = (pair for pair in measured.numerics.kernels if pair[0] not in seconds)
     pairs = dict((*older, *numerics.kernels))
     kernels = tuple((name, pairs[name]) for name in CHOICES if name in pairs)

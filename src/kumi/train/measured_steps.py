@@ -23,11 +23,14 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """`seconds`: the median time of `count` steps. `peak_memory`: the largest peak of rank 0 in bytes, by
-    metrics.jsonl.
+    """Measurements of the steps of a run, from metrics.jsonl.
+
+    `seconds`: the median time of `count` steps.
+    `peak_memory`: the largest peak of rank 0 in bytes.
+    `estimated`: None, except in a run with rollouts.
 
     In a run with rollouts, every step has its own estimate. Some steps generate and some do not, so `seconds` is the
-    mean there, and `estimated` is the mean of the steps' estimates by formulas alone, None in other runs.
+    mean there, and `estimated` is the mean of the steps' estimates by formulas alone.
     """
 
     seconds: float
@@ -83,6 +86,7 @@ def estimate_lines(run: ResolvedRun) -> Iterator[str]:
 def _compared(
     name: str, measured: float, estimated: float, narrow: Interval, wide: Interval, write: Callable[[float], str]
 ) -> str:
+    """Return the line on a quantity. `narrow`, `wide`: its 80 % and 90 % intervals. `write`: formats a value."""
     place = "inside the 80 %" if measured in narrow else "inside the 90 %" if measured in wide else "outside the 90 %"
     bounds = narrow if measured in narrow else wide
     return (

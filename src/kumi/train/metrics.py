@@ -7,7 +7,9 @@ relative to the mean of its layer). In float16 runs: train/skipped_updates (in t
 of an evaluation: eval/loss, eval/tokens, eval/unigram_entropy (of language modelling), and eval/loss/<source> for each
 of several sources. Metrics of the objective (`kumi.objectives`) stand under train/ and eval/, such as
 train/rewards/margins and eval/rewards/accuracies/<source>. Keys of an evaluation of tasks: eval/<task>/<metric>, with
-its standard error eval/<task>/<metric>_stderr, and time/tasks_s.
+its standard error eval/<task>/<metric>_stderr, and time/tasks_s. On a GPU, a step also has mem/reserved_bytes and
+mem/free_bytes; with rollouts, the keys of `kumi.rollout.rollout_metrics` and `kumi.train.refined_estimates`; with a
+critic, critic/loss and others of critic/.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from kumi.safe_output import without_secrets
 from kumi.train.step_lines import step_line
 from kumi.units import format_count, format_seconds
 
+# (metrics, step): sends the metrics of a step to a service or a file of its own.
 Tracker = Callable[[dict[str, Any], int], None]
 
 
@@ -79,6 +82,7 @@ class Metrics:
             print(text, flush=True)
 
     def close(self) -> None:
+        """Close metrics.jsonl and end the progress bar."""
         with suppress(OSError):  # a full disk was reported when the entry was written
             self._file.close()
         if self._bar is not None:
@@ -96,6 +100,7 @@ class Metrics:
         return format_seconds((time.monotonic() - started) / (step - first_step) * (self.steps - step))
 
     def _write(self, entry: dict[str, Any]) -> None:
+        """Append `entry` to metrics.jsonl, and send its numbers to the trackers."""
         # The gradient norm of a skipped float16 step is not finite, and JSON has no such numbers.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -115,6 +120,7 @@ class Metrics:
                 )
 
     def _start_tracker(self, kind: str, out: Path, name: str) -> None:
+        """Start the tracker `kind`, or print why it cannot be started."""
         try:
             self._trackers[kind] = _TRACKERS[kind](out, name)
         except Exception as error:
@@ -183,6 +189,7 @@ def _trackio(out: Path, name: str) -> Tracker:
     return lambda values, step: run.log(values, step=step)
 
 
+# Kind of tracker -> the function of the run folder and the run's name that starts it.
 _TRACKERS: dict[str, Callable[[Path, str], Tracker]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,

@@ -1,5 +1,5 @@
-"""Open the source of batches of a run with [rollout]: its prompts, engine, rewards, and the passes that compute
-log-probs."""
+"""Open the source of batches of a run with [rollout]: its prompts, the engine that generates replies, its rewards, and
+the forward passes that compute log-probs."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def open_rollouts(
     collector = GroupCollector(
         PromptSampler(run_mixture(run.config, store), store.train_names),
         OwnEngine(model, mesh, slots=section.slots),
-        # A teacher gives advantages without rewards.
+        # A run without rewards has a teacher, whose log-probs give the advantages.
         ScoredReplies(scorer, models, mesh) if run.config.rewards else UnscoredReplies(),
         mesh,
         CollectSettings(
             section.prompts,
             section.group_size,
             sampling,
-            FILLS * section.slots * layout.dp,
+            FILLS * section.slots * layout.dp,  # the replies of one call of the engine
             section.dynamic,
             section.max_rounds if section.dynamic else 1,
         ),
@@ -133,6 +133,7 @@ def _reference_pass(run: ResolvedRun, mesh: Mesh, model: nn.Module) -> LogProbs:
 def _without_adapters(
     model: nn.Module, mesh: Mesh, settings: PassSettings, sequences: Sequence[ReplySequence], plans: Sequence[RowPlan]
 ) -> Array:
+    """Return `reply_log_probs` of `model` without its adapters."""
     with without_adapters(model):
         return reply_log_probs(model, mesh, settings, sequences, plans)
 
@@ -161,7 +162,7 @@ def rollout_sampling(run: ResolvedRun) -> Sampling:
 def _digest(sampling: Sampling, data: str, group_size: int, identities: Mapping[str, Mapping[str, str]]) -> str:
     """Return a digest of all that replies and the scores of reward models depend on beside the policy's weights.
 
-    identities: of the reward models.
+    identities: the folder and the digest of each reward model, by name.
     """
     content = (
         data,

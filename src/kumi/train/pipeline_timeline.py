@@ -15,8 +15,8 @@ from kumi.report.trace import trace
 def write_pipeline_timeline(measured: Timeline | None, run: ResolvedRun, step: int) -> None:
     """Write `pipeline-step-<step>.json` (a trace) and `.svg` into the run folder; nothing if `measured` is None.
 
-    Only one rank has the timeline of all stages as `measured`. Both files include the planned timeline, unless the
-    device's speed is not known.
+    `measured`: the timeline of all stages, which one rank has; None on the others. Both files include the planned
+    timeline, unless the device's speed is not known.
     """
     if measured is None:
         return

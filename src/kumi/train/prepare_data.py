@@ -149,6 +149,8 @@ def chat_options(run: ResolvedRun) -> ChatOptions:
 
 
 def _tokenizer(run: ResolvedRun) -> Tokenizer:
+    """Return the run's tokenizer. Train it first if the run file asks for a new one. Raise ConfigError if it does not
+    fit the model."""
     section = run.config.data.tokenizer
     if isinstance(section, str):
         tokenizer = load_tokenizer(tokenizer_folder(run))
@@ -165,6 +167,7 @@ def _tokenizer(run: ResolvedRun) -> Tokenizer:
 
 
 def _check_vocabulary(run: ResolvedRun, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if `tokenizer` has more entries than the model's vocabulary."""
     if tokenizer.vocab_size > run.model.vocab_size:
         raise ConfigError(
             f"data.tokenizer: {tokenizer.folder} has {tokenizer.vocab_size} entries, but the model's vocab_size "

@@ -117,6 +117,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _out_of_memory_message(run: ResolvedRun, error: BaseException) -> str:
+    """Return the message for `error`, with the keys of the run file that would save memory."""
     layout, words = run.layout, str(error).splitlines() or [type(error).__name__]
     subject = "the device" if isinstance(error, torch.OutOfMemoryError) else "this machine"
     remedies = [

@@ -5,8 +5,12 @@ These sums are computed in the run's layout before the first step, and stored be
 is kept. They depend on the weights, the tokens and masks, the row length and the precision, but not on the layout; a
 digest of these is in the file's name. An interrupted computation continues.
 
-The policy before its first step is the reference, unless the run file names another one. Then the sums of the policy
+If the run file names no other reference, the policy before its first step is the reference. Then the sums of the policy
 must equal the stored ones, up to rounding (`kumi.train.check_reference`).
+
+A source has data on two sides, "train" and "validation". Each side has units: examples with one or several sequences,
+such as a pair of replies. A packed row has the sequences of several units. The mismatched sequence of a unit is its
+prompt with another unit's reply, which some objectives need (KTO).
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ def lacks_references(run: ResolvedRun, store: Store, mesh: Mesh) -> bool:
 
 
 def _stores_sums(run: ResolvedRun) -> bool:
+    """Return True if `run` compares its policy with a reference whose sums are stored."""
     return run.config.objective.compares and run.config.reference.kind == "stored"
 
 
@@ -115,6 +120,7 @@ def _stored_so_far(run: ResolvedRun, source: StoredSource, side: str, rows: Pack
 
 
 def _unfinished(path: Path, seed: int) -> Path:
+    """Return the file of sums that are not complete yet, for the complete file `path`."""
     return Path(f"{path}.seed{seed}")
 
 
@@ -160,9 +166,12 @@ def _rows_table(
     stop: int,
     size: int,
 ) -> torch.Tensor:
-    """Return a table (rows, sequences, 4) of the rows [first, stop), the same on every rank: for each sequence, its sum
-    of log-probs, its number of trained tokens, and the checksum of its tokens; for each unit, at its index instead of a
-    sequence's, the sum of log-probs of its mismatched sequence."""
+    """Return a table (rows, sequences, 4) of the rows [first, stop), the same on every rank.
+
+    Of the four numbers at place s of a row, three are of sequence s of the row: the sum of log-probs, the number of
+    trained tokens, and the checksum of the tokens. The fourth is of unit s of the row: the sum of log-probs of its
+    mismatched sequence.
+    """
     layout = mesh.layout
     begins = range(first + layout.dp_index(mesh.rank) * size, stop, layout.dp * size)
     # All ranks run the same number of microbatches; rows past `stop` are padding.
@@ -189,7 +198,8 @@ def _rows_table(
 
 
 def _store_table(sums: ReferenceSums, rows: PackedRows, first: int, table: Array, *, mismatched: bool) -> None:
-    """Write the `table` of the rows from `first` on into `sums`."""
+    """Write the `table` (see `_rows_table`) of the rows from `first` on into `sums`, whose arrays count the sequences
+    and units of the complete side."""
     for index, row in enumerate(table):
         units = rows.units_of(first + index)
         records = rows.source.columns[np.array(units)]

@@ -22,7 +22,6 @@ _PARTS = ("generate", "log_probs", "train")
 class RefinedEstimates:
     """Refines the estimates of a run's steps. `refine` must get the steps in their order.
 
-
     earlier: the metrics of the steps before a resume, on the same layout.
     """
 

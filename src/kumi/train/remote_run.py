@@ -1,4 +1,5 @@
-"""A run whose train.out is a URL: it runs in a local folder, downloaded from the store first and uploaded meanwhile.
+"""A run whose train.out is a URL: it runs in a local folder, which is downloaded from the object store at that URL
+before and uploaded there meanwhile.
 
 pull_remote(config)      before anything in the run folder is read
 check_shared_folder(...) on the other ranks: the local folder must be the one of rank 0
@@ -35,8 +36,8 @@ SHARED_CACHE = "set KUMI_CACHE to a folder that all machines share, since all ra
 
 
 def pull_remote(config: RunConfig, *, show: bool = True) -> None:
-    """If train.out is a URL, download into the local run folder what the store has beyond it. `show`: print what was
-    done.
+    """If train.out is a URL, download into the local run folder what it lacks of the run in the store. `show`: print
+    what was done.
 
     Raise ConfigError if the store refuses access, CommunicationError if it cannot be reached.
     """
@@ -128,6 +129,7 @@ def check_shared_folder(config: RunConfig, mark: str) -> None:
 
 
 def _read_mark(folder: Path) -> object:
+    """Return the mark that `mark_folder` wrote in `folder`; None without one."""
     try:
         return read_object(folder, _START_FILE).get("start")
     except ConfigError:

@@ -64,12 +64,14 @@ def reward_model_identities(run: ResolvedRun) -> dict[str, dict[str, str]]:
 
 
 def _digest(folder: Path) -> str:
+    """Return a digest of the weights, the tokenizer and the chat template in `folder`."""
     template = find_template(ChatOptions(), folder)
     parts = [base_digest(folder), load_tokenizer(folder).digest, "" if template is None else template.digest]
     return hashlib.sha256("/".join(parts).encode()).hexdigest()
 
 
 def _open(run: ResolvedRun, reward: ModelReward, folder: Path) -> RewardModelFiles:
+    """Return the reward model of `reward` in `folder`. Raise ConfigError or ModelError if it cannot score."""
     if not (folder / "config.json").is_file():
         raise reward.error(
             "source",

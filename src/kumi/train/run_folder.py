@@ -188,6 +188,7 @@ def run_token(out: Path, *, node: int, remedy: str, has_head: Callable[[], bool]
 
 
 def _read_token(file: Path) -> str:
+    """Return the secret in `file`. Raise RefusedError if `file` cannot be read or is damaged."""
     try:
         token = read_regular(file, _TOKEN_DIGITS).decode()
     except (OSError, ValueError) as error:
@@ -206,6 +207,7 @@ def _refuse_links(out: Path) -> None:
 
 
 def _check_config(out: Path, config: RunConfig, allow_change: Sequence[str]) -> None:
+    """Raise RefusedError unless the folder `out` is free, or has a run that `config` may continue."""
     if out.exists() and not out.is_dir():
         raise RefusedError(f"train.out: {out} is a file; name a folder for the run")
     if not (out / CONFIG_FILE).exists():
@@ -255,10 +257,12 @@ def _check_names(keys: Sequence[str]) -> None:
 
 
 def _may_change(key: str, allow_change: Sequence[str]) -> bool:
+    """Return True if `_CHANGEABLE_KEYS` or `allow_change` name `key` or a section that has it."""
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in (*_CHANGEABLE_KEYS, *allow_change))
 
 
 def _write_atomically(file: Path, part: Path, text: str, mode: int | None = None) -> None:
+    """Write `text` to the draft `part`, and give it the name `file` once it is on the disk."""
     with open_new(part) as handle:
         if mode is not None:
             os.fchmod(handle.fileno(), mode)

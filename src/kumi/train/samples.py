@@ -1,4 +1,4 @@
-"""Sample texts of a run, in answer to the prompts of [sample]: every k steps into a page, and at the end."""
+"""Sample texts of a run, in answer to the prompts of [sample]: in a page every sample.every steps, and at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ _SLOTS = 16
 
 @dataclass(frozen=True)
 class SampleText:
-    """A prompt and what the model continues it with. `mean_log_prob`: per token, in nats; None without tokens."""
+    """A prompt and the text with which the model continues it.
+
+    `finish`: what ended the text.
+    `tokens`: the number of its tokens.
+    `mean_log_prob`: per token, in nats; None without tokens.
+    """
 
     prompt: str
     text: str
@@ -45,7 +50,7 @@ class SamplePrompts:
 def encode_prompts(run: ResolvedRun) -> SamplePrompts:
     """Return the prompts of [sample], given in the run file or in the file that it names.
 
-    A text is continued without special tokens, as documents are trained. Messages are rendered with the run's chat
+    A text is encoded without special tokens, like the documents of training. Messages are rendered with the run's chat
     template, up to the reply. Raise ConfigError or DataError for a file that cannot be read, and for messages if
     there is no template or the template refuses them.
     """

@@ -63,9 +63,11 @@ def start(
 ) -> int:
     """Start or resume the run of `config` and write its Hugging Face folder. Return the exit code (see kumi.errors).
 
-    Under an outside launcher of ranks (torchrun, srun), every rank calls this; in another run on several nodes, one
-    process on every node, the node's agent. `standing`: the rank or the node that this process is; by default the
-    environment says which, or that this process is alone. `listener` receives the training's events on rank 0.
+    Under an outside launcher of ranks (torchrun, srun), every rank calls this function. In another run on several
+    nodes, one process on every node calls it: the node's agent, which starts the ranks of its node. The agents connect
+    to the head, a process that node 0 starts. `standing`: the rank, or the node of the agent, that this process is; by
+    default the environment says which, or that this process is alone. `listener` receives the training's events on
+    rank 0.
     """
     standing = find_standing(os.environ) if standing is None else standing
     if isinstance(standing, Standing):
@@ -192,6 +194,8 @@ def _config_and_plan(run: ResolvedRun) -> tuple[RunConfig, RunPlan | None]:
 
 
 def _fetch_weights(run: ResolvedRun) -> None:
+    """Download the weights of the model, the reference, the critic and the reward models that are on a hub or at a
+    URL."""
     if "model.source" in run.snapshots and run.config.model.init == "pretrained":
         hub.fetch_weights(run.snapshots["model.source"])
     rewards = model_rewards(run.config.rewards)
@@ -355,6 +359,7 @@ def _trained_run(config: RunConfig) -> ResolvedRun | None:
 
 
 def _launch(run: ResolvedRun, store: Store, peers: Rendezvous | HeadLink | None, listener: Listener | None) -> int:
+    """Wait for `peers`, then train on the ranks that this process is or starts. Return the exit code."""
     # This imports torch before the ranks are forked, so that they need not import it.
     from kumi.train.loop import train_rank
 
@@ -368,6 +373,7 @@ def _launch(run: ResolvedRun, store: Store, peers: Rendezvous | HeadLink | None,
 
 
 def _data_line(store: Store, objective: str) -> str:
+    """Return the line for the terminal on the size of the data. `objective`: its kind."""
     faults = sum(store.faults.values())
     skipped = (
         f"; {faults} records skipped, listed in {_relative_to_cwd(store.folder / 'faults.jsonl')}" if faults else ""

@@ -83,6 +83,7 @@ def train_step(
     experts = expert_balance.balance_experts(rank_state.model, run, mesh, scale)
     critic = _update_critic(rank_state, state, step_batch, scale)
     if run.precision.loss_scaling:
+        # The sum of both norms is finite only if both are: policy and critic share the scale.
         state.scale = state.scale.after(norm if critic is None else norm + critic.grad_norm)
     state.step += 1
     state.tokens += step_batch.tokens
@@ -181,5 +182,6 @@ def _nothing_trained(rank_state: RankState, step: int, tokens: int) -> str:
 
 
 def _microbatches(batch: Batch, size: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the rows of `batch`, `size` at a time."""
     for first in range(0, len(batch["input_ids"]), size):
         yield as_tensors({name: column[first : first + size] for name, column in batch.items()})

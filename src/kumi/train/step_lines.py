@@ -98,6 +98,7 @@ def task_lines(results: Sequence[TaskResult]) -> list[str]:
 
 
 def _metric_texts(result: TaskResult) -> list[str]:
+    """Return the text of each metric with its standard error."""
     return [
         f"{name} {decimals(metric.value, 4)}" + ("" if metric.stderr is None else f" ± {decimals(metric.stderr, 4)}")
         for name, metric in result.metrics.items()

@@ -31,6 +31,7 @@ class Reporter:
     """Turns step results into metrics. On CUDA, it waits for the device only at steps that are shown.
 
     Every rank has a Reporter, because all ranks must stop if the loss is not finite; only rank 0 has `metrics`.
+    `memory_before`: the bytes in use before the model was built, which are subtracted from the measured memory.
     """
 
     def __init__(
@@ -68,8 +69,8 @@ class Reporter:
         """Add one step; raise DivergedError if a loss or gradient that is read from the device is not finite."""
         self._pending.append(result)
         run = self._rank_state.run
-        shown = result.step % run.config.log.every == 0 or result.step == run.steps
-        if self._rank_state.mesh.device.type == "cpu" or shown or len(self._pending) == 1 == result.step:
+        shown = result.step % run.config.log.every == 0 or result.step in (1, run.steps)
+        if self._rank_state.mesh.device.type == "cpu" or shown:
             self.flush()
 
     def flush(self) -> None:
@@ -101,17 +102,17 @@ class Reporter:
             objective = self._rank_state.objective
             entropy = self._rank_state.store.unigram_entropy
             is_lm = self._rank_state.run.config.objective.kind == "lm"
-            scale = {"eval/unigram_entropy": entropy} if is_lm else {}
+            entropy_entry = {"eval/unigram_entropy": entropy} if is_lm else {}
             entry = {
                 "step": step,
                 **{f"eval/{name}": value for name, value in result.values().items()},
                 "eval/tokens": result.tokens,
-                **scale,
+                **entropy_entry,
             }
             count = result.tokens if objective.unit == "tokens" else round(result.units)
             lines = [
                 f"step {step} | validation loss {result.loss:.4f} on {count} held-out {objective.unit}"
-                f"{f' (unigram entropy {entropy:.4f})' if scale else ''}",
+                f"{f' (unigram entropy {entropy:.4f})' if is_lm else ''}",
                 *(f"on {line}" for line in source_losses(entry)),
                 *metric_lines(result.metrics),
             ]
@@ -136,6 +137,7 @@ class Reporter:
             self._metrics.note(text)
 
     def _check(self, result: StepResult, loss: float) -> None:
+        """Raise DivergedError if the loss or a gradient of the step is not finite, but for a skipped float16 update."""
         norm, run = float(result.grad_norm), self._rank_state.run
         if result.scale is not None:
             self._check_scale(result, result.scale)
@@ -187,6 +189,7 @@ class Reporter:
         )
 
     def _entry(self, result: StepResult, loss: float, step_s: float) -> dict[str, Any]:
+        """Return the entry of metrics.jsonl for a step that took `step_s` seconds (see `kumi.train.metrics`)."""
         run, experts, scaling, training = self._rank_state.run, {}, {}, {}
         objective = self._rank_state.objective
         metrics = means_of(result.metrics.flatten().tolist(), objective.metrics)

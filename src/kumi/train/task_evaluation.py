@@ -1,7 +1,8 @@
 """The tasks of [eval], scored by the model in training, on the ranks and with the layout that train it.
 
-Only rank 0 has the rows; the other ranks compute what it broadcasts (`kumi.evaluation.evaluated_model`). Scores come
-from the forward pass of training in its dtype, so they are those of `kumi eval` on the run's checkpoint.
+Only rank 0 has the rows. It broadcasts units of work, batches of requests or prompts, which all ranks compute together
+(`kumi.evaluation.evaluated_model`). Scores come from the forward pass of training in its dtype, so they are those of
+`kumi eval` on the run's checkpoint.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from kumi.train.prepare_data import chat_options, tokenizer_folder
 
 
 class _FirstUnitDoneError(Exception):
-    """The first unit of work of a task is computed."""
+    """Ends a task after its first unit of work."""
 
 
 class RunTasks:
     """The tasks of a run on one rank, and its model.
 
-    A batch has at most the tokens of a microbatch of training, unless eval.max_length asks for longer rows, so that it
-    fits where a microbatch does.
+    A batch has at most as many tokens as a microbatch of training, so that it fits into the same memory, unless
+    eval.max_length asks for longer rows.
     """
 
     def __init__(self, run: ResolvedRun, model: nn.Module, mesh: Mesh) -> None:
@@ -74,6 +75,8 @@ class RunTasks:
         lead(self._model, self._compute_first_units)
 
     def _compute_first_units(self, model: EvaluatedModel) -> None:
+        """Run each task on rank 0, until `ResumedModel` calls `stop` after the first unit of work."""
+
         def stop() -> None:
             raise _FirstUnitDoneError
 
@@ -82,6 +85,8 @@ class RunTasks:
                 run_task(task, self._texts(model, stop))
 
     def _texts(self, model: EvaluatedModel, check: Callable[[], None] = lambda: None) -> TextModel:
+        """Return `model` as a model of texts, which `run_task` needs. `check` is called after every unit of work."""
+        # Without recorded scores, a ResumedModel computes all scores. It is used for its calls of `check`.
         scored = ResumedModel(model, title=None, check=check)
         return TextModel(scored, self._tokenizer, stop_ids=self._stop_ids, encodings=self._encodings)
 

@@ -71,7 +71,8 @@ class RankState:
 
 
 def checkpoint_pieces(rank_state: RankState) -> list[Piece]:
-    """Return the pieces that this rank saves: of model and optimizer, and of a critic with its optimizer.
+    """Return the pieces (slices of global tensors) of model, optimizer, and critic with its optimizer that this rank
+    saves.
 
     With adapters, the frozen weights are left out.
     """
@@ -143,6 +144,7 @@ def critic_meta(run: ResolvedRun) -> dict[str, Any]:
 
 
 def _adapter_base(model: ModelSpec, base: Path | None) -> dict[str, Any]:
+    """Return the settings of the adapters of `model`, and the folder `base` with its digest; {} without either."""
     if model.lora is None or base is None:
         return {}
     return {"lora": asdict(model.lora), "base": str(base.resolve()), "base_digest": base_digest(base)}

@@ -36,6 +36,6 @@ OPTIMIZERS: Mapping[str, Callable[[TrainedParams], Optimizer]] = {
 def build_optimizer(model: nn.Module, mesh: Mesh, optim: Optim, folder: Path | None = None) -> Optimizer:
     """Return the optimizer `optim` over the trained parameters of `model`, with its states allocated and zero.
 
-    `folder`: for states on drives. Raise SaveError if the drives have no room.
+    `folder`: where states are if the layout keeps them on drives. Raise SaveError if the drives have no room.
     """
     return OPTIMIZERS[optim.kind](trained_parameters(model, optim, mesh, folder))

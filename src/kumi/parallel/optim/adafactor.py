@@ -65,7 +65,14 @@ class Adafactor:
 class _Update:
     """A parameter's pending update.
 
-    Its sums are over this rank's shard until `sum_shards` adds those of the other ranks.
+    `param`: the description of the parameter.
+    `group`: its settings.
+    `row_squares`, `column_squares`: sums of squares of the gradient's rows and columns; None for vectors.
+    `means`: sum of the row means; None for vectors.
+    `direction`: the update before it is scaled.
+    `parameter_square`, `direction_square`: sums of squares of the parameter and of `direction`.
+
+    Sums are over this rank's shard until `sum_shards` adds those of the other ranks.
     """
 
     param: Param
@@ -81,6 +88,7 @@ class _Update:
 
     @property
     def gradient(self) -> Tensor:
+        """This rank's shard of the gradient."""
         return local_grad(self.parameter)
 
     @property

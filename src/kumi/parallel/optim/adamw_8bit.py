@@ -1,8 +1,8 @@
 """AdamW whose moments of matrices take one byte per element (Dettmers et al., 2022, arXiv:2110.02861).
 
 The moments of some rows at a time are decoded, updated by AdamW in float32 or wider, and encoded again. Vectors, and
-matrices of fewer than 4,096 elements, use plain AdamW. If tp shards rows, the ranks agree on the scales of their
-blocks.
+matrices of fewer than 4,096 elements, use plain AdamW. If tp splits rows, a block of elements with one scale may lie on
+two ranks, so the ranks agree on the scales.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _AT_ONCE = 2**22
 class AdamW8bit:
     """Parameters in groups, and their states.
 
-    `others`: groups with AdamW's states.
-    `quantised`: groups with codes and scales.
+    `others`: groups of parameters with AdamW's states.
+    `quantised`: groups of matrices, whose states are 8-bit codes and scales.
     `matrices`: the parameters of `quantised` with their descriptions.
     `codebooks`: those of the first and the second moment.
     `at_once`: elements decoded at a time.
@@ -64,6 +64,7 @@ class AdamW8bit:
         drop_grads(self.param_groups)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Update a matrix and its codes and scales, some rows at a time."""
         param, state, part = self.matrices[parameter], self.state[parameter], local_shard(parameter)
         state[COUNTER].add_(1)
         if not part.numel():

@@ -63,7 +63,7 @@ class UpdateBucket:
 
 @dataclass(frozen=True)
 class StagingBuffer:
-    """Host memory for a bucket, (elements,) each.
+    """Host memory for a bucket; each tensor has the shape (elements,).
 
     `means`, `squares`: empty unless states are on drives.
     `free`: on CUDA, the event after which the buffer can be reused: its parameters have been copied to the device.
@@ -122,9 +122,10 @@ def init_placed_adamw(
     *,
     bucket: int = HOST_BUCKET_ELEMENTS,
 ) -> Optimizer:
-    """Return `init_adamw`'s optimizer, or `HostAdamW` if the layout's `offload` moves states.
+    """Return `init_adamw`'s optimizer, or `HostAdamW` if the layout's `offload` moves only optimizer states to the
+    host, or moves states to drives.
 
-    `folder`: for states on drives, in unnamed files that vanish with the process.
+    `folder`: where states on drives are, in unnamed files that vanish with the process.
     `bucket`: elements of a bucket.
 
     Raise SaveError if the drives have no room.
@@ -193,6 +194,7 @@ def _zero_states(
 def _staging_buffer(
     size: int, dtype: torch.dtype, trained: Sequence[nn.Parameter], store: NvmeStore | None
 ) -> StagingBuffer:
+    """Return a buffer of `size` elements, pinned if any of the parameters `trained` is on a GPU."""
     cuda = any(is_gpu(parameter.device) for parameter in trained)
 
     def empty(elements: int) -> Tensor:
@@ -288,6 +290,7 @@ def _fetch(
 
 
 def _copy_d2h(bucket: UpdateBucket, staging: StagingBuffer, *, wait: bool) -> None:
+    """Copy the parameters and gradients of `bucket` to `staging`."""
     for span in bucket.spans:
         shard, grad = local_shard(span.parameter), span.parameter.grad
         assert grad is not None
@@ -339,6 +342,7 @@ def _begin_h2d(pending: _Pending, streams: tuple[torch.cuda.Stream, torch.cuda.S
 
 
 def _copy_h2d(pending: _Pending, *, wait: bool) -> None:
+    """Copy the updated parameters of `pending` from its staging buffer to their shards."""
     for span in pending.bucket.spans:
         staged = _staged(pending.staging.parameters, span)
         _elements(local_shard(span.parameter), span).copy_(staged, non_blocking=not wait)

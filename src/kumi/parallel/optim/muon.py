@@ -35,7 +35,7 @@ _RMS = 0.2
 
 @dataclass(frozen=True)
 class MuonGroup:
-    """Matrices with the settings `group` that are updated together."""
+    """Matrices that are updated together, with the settings `group`."""
 
     group: dict[str, Any]
     bucket: MatrixBucket
@@ -45,7 +45,7 @@ class MuonGroup:
 class Muon:
     """Parameters in groups, and their states.
 
-    `others`: groups with AdamW's states.
+    `others`: groups of parameters with AdamW's states.
     `batches`: matrices with a momentum.
     `shapes`: (rows, columns) of a matrix in each parameter of `batches`; a parameter may consist of several matrices.
     """
@@ -71,6 +71,7 @@ class Muon:
         drop_grads(self.param_groups)
 
     def _update(self, group: dict[str, Any], bucket: MatrixBucket) -> None:
+        """Update the matrices of `bucket`, which all have a gradient, with the settings `group`."""
         trained = [entry.parameter for entry in bucket.entries]
         if not trained:
             return

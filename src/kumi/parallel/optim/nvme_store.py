@@ -67,7 +67,10 @@ def open_nvme_store(folder: Path, rank: int, elements: int, dtype: torch.dtype) 
 
 
 def _transfer(move: object, file: int, tensor: Tensor, first: int) -> None:
-    """Read or write all bytes of `tensor` at element `first` of the file; one system call may move fewer bytes."""
+    """Read or write all bytes of `tensor` at element `first` of the file, by calls of `move`: os.preadv or os.pwritev.
+
+    One call may move fewer bytes than it is given.
+    """
     remaining = memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
     offset = first * tensor.itemsize
     while len(remaining):

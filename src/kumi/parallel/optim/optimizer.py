@@ -27,10 +27,12 @@ class Optimizer(Protocol):
         """The optimizer's kind and settings; `kumi.spec.optim_states` names its states."""
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups as in torch.optim: the list "params" of parameters, and their settings by name."""
 
     @property
-    def state(self) -> Mapping[Tensor, dict[str, Tensor]]: ...
+    def state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        """The states of each parameter by name."""
 
     def step(self) -> None:
         """Update every parameter that has a gradient."""
@@ -52,7 +54,7 @@ class TrainedParams:
     """The input of an optimizer.
 
     `parameters`: every trained parameter of this rank with its description, in the model's order.
-    `folder`: for states on drives.
+    `folder`: where states are if the layout keeps them on drives.
     """
 
     parameters: tuple[tuple[Param, nn.Parameter], ...]
@@ -97,6 +99,7 @@ def zero_states(param: Param, parameter: nn.Parameter, optim: Optim, mesh: Mesh)
 
 
 def _zeros(state: OptimizerState, part: Tensor, mesh: Mesh) -> Tensor:
+    """Return this rank's shard of `state`, zeros, on the device of the parameter's shard `part`."""
     dtype: torch.dtype = getattr(torch, state.dtype) if state.dtype else part.dtype
     shape = local_shape(state.tensor, mesh.layout, mesh.rank, sharded=state.sharded)
     return torch.zeros(shape, dtype=dtype, device=part.device)

@@ -49,8 +49,10 @@ def dynamic_codebook(device: torch.device, *, signed: bool) -> Codebook:
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """The blocks of elements `start` to `start` + `size` of rows with `count` blocks of at most `QUANTIZED_BLOCK`
-    elements."""
+    """The blocks of this rank's part of each row: the elements `start` to `start` + `size`.
+
+    `count`: the blocks of a complete row, of at most `QUANTIZED_BLOCK` elements each.
+    """
 
     start: int
     size: int

@@ -39,6 +39,7 @@ class TensorShard:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
 
@@ -104,6 +105,7 @@ def _runs(parameters: Sequence[tuple[Param, nn.Parameter]], most: int) -> Iterat
 
 
 def _bucket(parameters: Sequence[tuple[Param, nn.Parameter]], axes: tuple[str, ...], mesh: Mesh) -> MatrixBucket:
+    """Return `parameters`, which are all sharded over `axes`, as a bucket, with an owner for each."""
     layout = mesh.layout
     degrees, index = [axis(layout, name).degree for name in axes], tuple(mesh.index(name) for name in axes)
     members = members_of(layout, axes[::-1], mesh.rank)
@@ -149,6 +151,7 @@ def _sizes(shards: Sequence[TensorShard], degrees: Sequence[int], index: Sequenc
 
 @lru_cache(maxsize=65536)
 def _shard(dims: tuple[Dim, ...], layout: Layout, rank: int) -> TensorShard:
+    """Return the shard that `rank` has of a parameter with these `dims`."""
     param = Param("", dims)
     covered = slices(param, layout, rank)
     if is_routed(param):
