@@ -105,8 +105,9 @@ class Estimate:
     `usable`: bytes of a device that an estimate may fill.
     `step_seconds`: seconds of a step.
     `time`: seconds of a step by kind, on the slowest pp rank; they add up to `step_seconds`. Kinds: forward, backward,
-        recompute, tp, cp, ep, pp, dp (exposed communication only), bubble, optimizer, offload, host,
-        and passes: the forward passes of `Job.passes`, which have no gradient.
+        recompute, tp, cp, ep, pp, dp (exposed communication only), bubble, optimizer, offload, host, and passes: the
+        forward passes of `Job.passes`, which have no gradient. Runs with rollouts also have rollout (generation) and
+        scoring (by reward models), and runs with a critic have critic.
     `stages`: the pipeline stages in model order.
     `collectives`: all communication of a rank in a step.
     `model_flops`: FLOPs of a step, with attention counted in full within documents (`Job.attention_len`), and
