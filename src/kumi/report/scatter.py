@@ -52,7 +52,7 @@ class Point:
     name: str
 
 
-# Kind of point -> (colour, corners of its marker, hollow).
+# Kind of point -> (colour, corners of its marker, hollow). Standard layouts are "expected".
 MARKS = {
     "chosen": (palette.BLUE, 4, False),
     "runner-up": (palette.SKY, 12, False),
@@ -180,6 +180,7 @@ def _limit_label(usable: float) -> str:
 
 
 def _mark(kind: str, x: float, y: float, hint: str) -> str:
+    """Draw the marker of a `kind` of point around (x, y), with the tooltip `hint`."""
     fill, corners, hollow = MARKS[kind]
     size = 7.5 if corners == 4 else 6.0
     angles = [2 * pi * corner / corners - pi / 2 for corner in range(corners)]
