@@ -87,7 +87,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """One pipeline stage: its pp `rank`, its layers [first, last), and its seconds per microbatch."""
+    """One pipeline stage: its pp `rank`, its layers [first, last), and its seconds per microbatch.
+
+    `backward_input`, `backward_weight`: the backward pass in two parts, the gradients of inputs and those of weights.
+    """
 
     rank: int
     first: int
@@ -133,6 +136,7 @@ class Estimate:
 
     @property
     def peak_memory(self) -> int:
+        """Bytes of the pp rank that needs the most memory."""
         return max(stage.total for stage in self.memory)
 
     @property

@@ -152,6 +152,7 @@ def _cost(report: Report) -> str:
     totals = report.training or training_cost(_EXAMPLE_TOKENS, best, report.job.cluster)
 
     def bounds(value: float, unit: str = "") -> str:
+        """Format a figure that is proportional to the step time, with the bounds that follow for it."""
         if errors is None:
             return f"{phrases.amount(value)}{unit}"
         low, high = (value * bound / best.step_seconds for bound in (errors.time80.low, errors.time80.high))

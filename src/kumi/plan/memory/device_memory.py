@@ -354,7 +354,11 @@ def _no_grads_at_loss(job: Job, layouts: LayoutBatch) -> Bools:
 
 
 def _persistent_grads(job: Job, layouts: LayoutBatch) -> Bools:
-    """Return True where gradients are in buffers that stay between steps, (rows,)."""
+    """Return True where gradients are in buffers that stay between steps, (rows,).
+
+    These are the buckets of DDP without a pipeline, and the buffers of engines with weights in the compute dtype or
+    with materialized logits.
+    """
     in_buckets = (layouts.zero == 0) & (layouts.dp * layouts.cp > 1) & (layouts.pp * layouts.stages == 1)
     return np.asarray((job.engine.half_weights or job.engine.logit_bytes > 0) | in_buckets)
 

@@ -27,7 +27,7 @@ class TimedAction(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The timed actions of every rank. `seconds` is the end of the last one."""
+    """The timed actions of every rank, in `spans`. `seconds` is the end of the last one."""
 
     seconds: float
     spans: tuple[tuple[TimedAction, ...], ...]

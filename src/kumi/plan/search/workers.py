@@ -66,6 +66,7 @@ def start_workers(task: Callable[..., Any], workers: int, rows: int) -> Iterator
         started = set[int]()
 
         def ask(*arguments: Any) -> Any:
+            """Return the task's result from a process that is idle; its first request also brings it the task."""
             process = idle.get()
             try:
                 is_first = process.pid not in started
