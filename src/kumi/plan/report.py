@@ -43,7 +43,7 @@ class Report:
     `expected`: the standard layouts.
     `searched`, `fitting`: the number of legal layouts, and the number of legal layouts that fit.
     `timeline`: the pipeline timeline of `best`, if it has a pipeline.
-    `front`: the Pareto front over step time, memory and devices.
+    `front`: layouts of the Pareto front over step time and memory, as in `SearchResult.pareto`.
     `lacking`: layouts faster than `best` that do not fit, fastest first.
     `training`: time and cost of training on the requested number of tokens.
     `uncertainty`: how far the estimate of `best` may be off.

@@ -68,7 +68,8 @@ class SearchResult:
     """The result of a search.
 
     `plans`: the fastest layouts that fit, fastest first.
-    `pareto`: the layouts that no other one beats in both time and memory, fastest first.
+    `pareto`: at most six of the layouts that no other one beats in both time and memory, fastest first; empty if the
+        search leaves the front out.
     `count`, `fitting`: the number of layouts considered, and of those that fit.
     `timed`: the number of layouts whose time was computed, because no bound rules them out; it depends on
         the number of workers.
