@@ -81,7 +81,7 @@ def test_too_few_days_are_refused_with_the_fastest():
 
 def test_a_model_that_fits_on_no_number_of_nodes_is_refused():
     tiny = replace(GPU, memory=1 << 28)
-    with pytest.raises(FitError, match="fit on no number of GPU up to"):
+    with pytest.raises(FitError, match="fit on no number of GPU devices up to"):
         search_cluster_sizes(sized_job(4, tiny), PINNED, 1e9, 1.0)
 
 

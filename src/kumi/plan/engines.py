@@ -2,11 +2,11 @@
 
     ENGINES["megatron-lm"]  ->  the traits of current Megatron-Core
 
-The defaults of `Engine` are kumi's traits on a CPU; each entry names the differences. The facts were read in the
-trainers' documentation and code, which `source` cites. A trainer's switch has its default setting, or the setting in
-the trainer's published benchmark recipes. No source states `dispatch`, the host time per kernel. It was fitted to the
-smallest published runs, which are host-bound: SC'21's smallest model, BLOOM's, nanotron's, and Llama 3 8B of Megatron-
-Bridge.
+`kumi.spec.engine.Engine` describes the traits. Its defaults are kumi's on a CPU; each entry names the differences. The
+facts were read in the trainers' documentation and code, which `source` cites. A trainer's switch has its default
+setting, or the setting in the trainer's published benchmark recipes. No source states `dispatch`, the host time per
+kernel. It was fitted to the smallest published runs, which are host-bound: SC'21's smallest model, BLOOM's, nanotron's,
+and Llama 3 8B of Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ ENGINES: dict[str, Engine] = {
             "bf16, ub_tp_comm_overlap)"
         ),
     ),
-    # SC'21: hand-fused softmax, bias and dropout; float16 with dropout 0.1; all-reduces after the backward pass.
+    # The version of the paper at SC'21: softmax, bias and dropout are fused by hand, training is in float16 with
+    # dropout 0.1, and gradients are all-reduced after the backward pass.
     "megatron-lm-2021": replace(
         _MEGATRON,
         name="megatron-lm-2021",
@@ -154,9 +155,9 @@ ENGINES: dict[str, Engine] = {
             "28 February 2022: 4 bytes a parameter more than with float16, not divided"
         ),
     ),
-    # The head all-gathers the logits of the full vocabulary: in bfloat16 and as float32 log-probabilities with two
-    # gradients. Norms and MLPs are differentiated op by op, the attention output is saved a second time in the
-    # projection's memory order, and gradients are accumulated in bfloat16.
+    # The head all-gathers the logits of the full vocabulary, and the loss keeps them in bfloat16, as float32
+    # log-probabilities, and as two gradients. Norms and MLPs are differentiated op by op, the attention output is
+    # saved a second time in the projection's memory order, and gradients are accumulated in bfloat16.
     "scaling": replace(
         _MEGATRON,
         name="scaling",
@@ -203,8 +204,8 @@ ENGINES: dict[str, Engine] = {
         ),
     ),
     "torchtitan": _TORCHTITAN,
-    # Before February 2025 the loss was not compiled: float32 log-probabilities and two gradients. With tp,
-    # loss_parallel also has the exponentials and their product.
+    # Before February 2025 the loss was not compiled, and kept float32 log-probabilities and two gradients. With tp,
+    # loss_parallel also keeps the exponentials and their product.
     "torchtitan-2024": replace(
         _TORCHTITAN,
         name="torchtitan-2024",

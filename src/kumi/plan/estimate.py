@@ -46,7 +46,7 @@ class EstimateBatch(NamedTuple):
     """Estimates of a batch of layouts, (rows,) each: a row per layout.
 
     `seconds`: seconds of a step.
-    `kinds`: seconds of a step by kind.
+    `kinds`: seconds of a step by kind, as in `Estimate.time`.
     `memory`: bytes of device memory on the fullest rank.
     `host_memory`: bytes of host memory of a rank.
     """
@@ -214,7 +214,10 @@ def representative_ranks(model: ModelSpec, layouts: LayoutBatch) -> tuple[Ints, 
 def memory_by_rank(
     job: Job, layouts: LayoutBatch, ranks: Ints, stage_layers: Sequence[int] = (), caches: SearchCaches | None = None
 ) -> dict[str, Floats]:
-    """Return the bytes by kind on the pp ranks `ranks`, (ranks, rows) each."""
+    """Return the bytes by kind of `MemoryEstimate` on the pp ranks `ranks`; `ranks` and each result: (ranks, rows).
+
+    `stage_layers`: the number of layers of each stage, for all rows; empty for an even division.
+    """
     repeated = layouts.take(np.tile(np.arange(len(layouts)), len(ranks)))
     share = rank_share(job, repeated, ranks.ravel(), stage_layers)
     invariant = device_memory.invariant_memory(job, repeated, share, caches)

@@ -87,7 +87,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """One pipeline stage: its pp `rank`, its layers [first, last), and its seconds per microbatch."""
+    """One pipeline stage: its pp `rank`, its layers [first, last), and its seconds per microbatch.
+
+    `backward_input`, `backward_weight`: the backward pass in two parts, the gradients of inputs and those of weights.
+    """
 
     rank: int
     first: int
@@ -105,10 +108,11 @@ class Estimate:
     `usable`: bytes of a device that an estimate may fill.
     `step_seconds`: seconds of a step.
     `time`: seconds of a step by kind, on the slowest pp rank; they add up to `step_seconds`. Kinds: forward, backward,
-        recompute, tp, cp, ep, pp, dp (exposed communication only), bubble, optimizer, offload, host,
-        and passes: the forward passes of `Job.passes`, which have no gradient.
+        recompute, tp, cp, ep, pp, dp (exposed communication only), bubble, optimizer, offload, host, and passes: the
+        forward passes of `Job.passes`, which have no gradient. Runs with rollouts also have rollout (generation) and
+        scoring (by reward models), and runs with a critic have critic.
     `stages`: the pipeline stages in model order.
-    `collectives`: all communication of a rank in a step.
+    `collectives`: all communication of one rank in a step: a rank of the pipeline stage with the most work.
     `model_flops`: FLOPs of a step, with attention counted in full within documents (`Job.attention_len`), and
         recomputation not at all.
     `peak_flops`: FLOP/s of a device on its data sheet.
@@ -132,6 +136,7 @@ class Estimate:
 
     @property
     def peak_memory(self) -> int:
+        """Bytes of the pp rank that needs the most memory."""
         return max(stage.total for stage in self.memory)
 
     @property

@@ -47,6 +47,7 @@ class LayoutBatch(_Columns):
 
     @property
     def recomputes_all(self) -> Bools:
+        """True where `recompute` applies to all layers, (rows,)."""
         return self.recompute_layers < 0
 
     @property

@@ -42,6 +42,9 @@ def try_node_counts(
 ) -> tuple[NodeCount, ...]:
     """Return plans for half of the job's nodes, for the next larger number with a legal layout, and for their double.
 
+    `pinned`: fields of the layout that the user has fixed. `unsupported`: reasons why a trainer does not support a
+    layout; only layouts without any are searched.
+
     The batch stays the same. A number of nodes is left out if a cluster of so many cannot be described or searched. The
     result is empty if the links between more nodes are unknown.
     """
@@ -53,7 +56,7 @@ def try_node_counts(
 
 
 def _counts(job: Job, pins: Pins) -> Iterator[int]:
-    """Yield half of the nodes, if all sites have an even number; the next larger legal number; and twice the nodes."""
+    """Yield half of the nodes, if each site has an even number; the next larger legal number; and twice the nodes."""
     nodes, sites = job.cluster.nodes, job.cluster.sites
     if nodes % (2 * sites) == 0:
         yield nodes // 2
@@ -64,6 +67,7 @@ def _counts(job: Job, pins: Pins) -> Iterator[int]:
 
 
 def _is_legal(job: Job, pins: Pins, nodes: int) -> bool:
+    """Return whether a cluster of `nodes` nodes can be described and has a legal layout with `pins`."""
     try:
         return len(layout_grid(job.on_nodes(nodes), pins)) > 0
     except KumiError:

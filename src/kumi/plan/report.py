@@ -43,12 +43,12 @@ class Report:
     `expected`: the standard layouts.
     `searched`, `fitting`: the number of legal layouts, and the number of legal layouts that fit.
     `timeline`: the pipeline timeline of `best`, if it has a pipeline.
-    `front`: the Pareto front over step time, memory and devices.
+    `front`: layouts of the Pareto front over step time and memory, as in `SearchResult.pareto`.
     `lacking`: layouts faster than `best` that do not fit, fastest first.
     `training`: time and cost of training on the requested number of tokens.
     `uncertainty`: how far the estimate of `best` may be off.
     `node_counts`: the fastest layouts like `best` on other numbers of nodes.
-    `pinned`: the fields of the layout that were pinned.
+    `pinned`: the fields of the layout that the user has fixed, with their values.
     """
 
     job: Job
@@ -66,7 +66,7 @@ class Report:
     pinned: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report without its timeline as plain data, for --json; the model as a summary."""
+        """Return the report without `timeline` and `pinned` as plain data, for --json; the model as a summary."""
         model, cluster = self.job.model, self.job.cluster
         return {
             "model": {

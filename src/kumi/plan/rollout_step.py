@@ -5,8 +5,9 @@
     log_probs   forward passes of the policy, of the reference and of a critic over the batch
     train       one update: forward and backward over its rows, and the optimizer; also the update of a critic
 
-The rows of an update follow from the lengths of its sequences, as `kumi.spec.balanced_rows` packs them. Rewards
-other than models are computed by programs of the user or by other services. Their time is unknown and not counted.
+A row of an update holds one or more sequences, end to end. The rows follow from the lengths of the sequences, as
+`kumi.spec.balanced_rows` packs them. Rewards other than models are computed by programs of the user or by other
+services. Their time is unknown and not counted.
 """
 
 from __future__ import annotations
@@ -104,8 +105,11 @@ def rollout_step(job: Job, layout: Layout, lengths: BatchLengths | None = None) 
         [prompt + reply - 1 for group, prompt, reply in lengths.sequences if first <= group < first + size]
         for first in range(0, size * spec.updates, size)
     ]
+    # Updates after the first need further forward passes.
     later = replace(job, passes=replace(job.passes, forwards=job.passes.forwards + job.passes.later_forwards))
-    updates = [_update_seconds(later if part else job, layout, tuple(row)) for part, row in enumerate(parts)]
+    updates = [
+        _update_seconds(later if part else job, layout, tuple(positions)) for part, positions in enumerate(parts)
+    ]
     rows = plan_rows(parts[0], job.batch.seq_len, layout.dp, _multiple(layout))
     return RolloutStep(
         generation_time(job, layout, lengths).seconds,

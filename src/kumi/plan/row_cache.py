@@ -41,6 +41,7 @@ class RowCache:
             return self._figures[:, [self._column[key] for key in keys]]
 
     def _add(self, keys: Sequence[tuple[int, ...]], computed: Floats) -> None:
+        """Store the figures `computed`, (figures, rows), of the rows with the values `keys`."""
         first, end = self._filled, self._filled + len(keys)
         if end > self._figures.shape[1]:
             grown = np.empty((len(computed), max(1024, 2 * end)))

@@ -47,10 +47,11 @@ def plan(
 ) -> Report:
     """Return the report on the fastest layout of `job` that fits and agrees with `pinned`.
 
+    `pinned`: fields of the layout that the user has fixed, with their values.
     `top`: the number of runners-up. `trainable`: search only layouts that this version of kumi trains itself.
     `unsupported`: reasons why a trainer does not support a layout; search only layouts without any. `front`: include
     the Pareto front. `tokens`: include the time and cost of training on this many tokens.
-    `other_nodes`: include plans for other numbers of nodes.
+    `other_nodes`: include plans for other numbers of nodes. `progress`: called with the fraction done, 0 to 1.
 
     Raise LayoutError with the reasons if the pinned fields are illegal or unsupported, and FitError with the smallest
     change that would help if nothing fits.

@@ -33,6 +33,7 @@ def standard_layouts(job: Job) -> list[tuple[str, Layout]]:
 
 
 def _one_device(job: Job) -> list[tuple[str, Layout]]:
+    """Return (title, layout) without and with offloading to the host and to NVMe, where the cluster has their speed."""
     host, layouts = job.cluster.host, [("No offload (all states on the device)", Layout())]
     if host.device_bandwidth:
         layouts.append(("ZeRO-Offload (optimizer states on the host)", Layout(offload="optimizer")))
@@ -43,6 +44,7 @@ def _one_device(job: Job) -> list[tuple[str, Layout]]:
 
 
 def _many_devices(job: Job) -> list[tuple[str, Layout]]:
+    """Return (title, layout) of data parallelism, ZeRO, tensor parallelism, Megatron-LM and offloading."""
     devices, node = job.cluster.devices, job.cluster.devices_per_node
     layouts = [
         ("DDP (a full replica per device)", Layout(dp_replicate=devices)),

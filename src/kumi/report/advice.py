@@ -20,7 +20,7 @@ from kumi.units import format_bytes, format_count
 
 # A network is slow for the job above the first share of a step in exposed communication, and hidden below the second.
 SLOW, HIDDEN = 0.1, 0.002
-# Only differences larger than this share of the gap are named.
+# Only kinds of time that differ by more than this share of the difference of two step times are named.
 NAMED = 0.1
 
 

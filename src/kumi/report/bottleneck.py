@@ -71,6 +71,7 @@ def time_limit(best: Estimate) -> str:
 
 
 def _memory(report: Report) -> Iterator[str]:
+    """Say whether memory is a limit, and how fast a layout with more of it would be."""
     best = report.best
     memory = best.memory[fullest(best)]
     kind, value = max(memory_kinds(memory), key=lambda pair: pair[1])

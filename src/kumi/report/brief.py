@@ -20,6 +20,7 @@ from kumi.units import format_bytes, format_count
 _WORTH_TRYING = 0.02
 # A plan that fits with a smaller probability should leave more memory free.
 _SAFE = 0.85
+# The tokens whose cost is given if the user names no number.
 _EXAMPLE_TOKENS = 1e9
 
 
@@ -57,6 +58,7 @@ def brief(report: Report, command: str = "") -> list[Line]:
 
 
 def _batch(report: Report) -> str:
+    """Return the size of a step, the precision and the trainer."""
     job, best = report.job, report.best
     return (
         f"{format_count(best.tokens_per_step)} tokens per step, sequence length {job.batch.seq_len:,}, "
@@ -65,6 +67,7 @@ def _batch(report: Report) -> str:
 
 
 def _layout(report: Report) -> str:
+    """Return the chosen layout, and out of how many it was chosen."""
     words = phrases.layout_words(report.best.layout)
     if report.searched <= 1:
         return f"{words}; the only legal one"
@@ -74,6 +77,7 @@ def _layout(report: Report) -> str:
 
 
 def _time(report: Report) -> str:
+    """Return the step time, the speed and the MFU."""
     best = report.best
     return (
         f"{phrases.seconds(best.step_seconds)} per step, {format_count(best.tokens_per_second)} tokens/s "
@@ -123,6 +127,7 @@ def _unexplained(errors: Uncertainty) -> str:
 
 
 def _memory(report: Report) -> str:
+    """Say whether the plan fits, with how much to spare, and how sure this is."""
     best, capacity = report.best, report.job.cluster.device.memory
     where = f"on pp rank {fullest(best)}, the fullest" if best.layout.pp > 1 else "per device"
     text = f"{format_bytes(best.peak_memory)} of {format_bytes(capacity)} {where}"
@@ -147,6 +152,7 @@ def _cost(report: Report) -> str:
     totals = report.training or training_cost(_EXAMPLE_TOKENS, best, report.job.cluster)
 
     def bounds(value: float, unit: str = "") -> str:
+        """Format a figure that is proportional to the step time, with the bounds that follow for it."""
         if errors is None:
             return f"{phrases.amount(value)}{unit}"
         low, high = (value * bound / best.step_seconds for bound in (errors.time80.low, errors.time80.high))
@@ -189,11 +195,12 @@ def _nodes(report: Report) -> Iterator[Line]:
             continue
         speedup = phrases.ratio(best.step_seconds / count.best.step_seconds)
         parts.append(f"{nodes}: {phrases.seconds(count.best.step_seconds)} ({speedup} the speed)")
-    same = "searched with pp, tp, cp and ep as here, so at most that long"
+    same = "pp, tp, cp and ep stay as here, so another layout may be faster"
     yield Line("nodes", f"{'; '.join(parts)}; {same}; other numbers with cluster.nodes=N")
 
 
 def _runner_up(report: Report) -> str:
+    """Return the fastest other layout and how it compares, or why there is none."""
     if not report.others:
         if report.fitting <= 1:
             return f"none: no other layout {'is legal' if report.searched <= 1 else 'fits'}"
@@ -226,7 +233,7 @@ def _next(report: Report) -> str:
         )
     if report.others and gap(best, report.others[0]).noise:
         return "measure the layout and the runner-up for 20 steps each, since they differ by less than the error"
-    return "measure 20 steps of it, then correct the plan with kumi plan --calibrate RUN_FOLDER"
+    return "measure 20 steps of this plan, then correct the plan with kumi plan --calibrate RUN_FOLDER"
 
 
 def _train(report: Report, command: str) -> str:
@@ -248,6 +255,6 @@ def _notes(report: Report) -> Iterator[Line]:
         yield Line("note", phrases.NO_LINKS)
     assumed, documents = used_assumptions(report.job.cluster, report.best), phrases.assumed_documents(report.job)
     figures = f"{', '.join(assumed)} (kumi bench measures them)" if assumed else ""
-    rows = "each row is one document (batch.mean_document_tokens, or prepared data)" if documents else ""
+    rows = "each row is one document (set batch.mean_document_tokens, or prepare the data)" if documents else ""
     if figures or rows:
         yield Line("assumed", "; ".join(filter(None, (figures, rows))))

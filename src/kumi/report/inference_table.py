@@ -77,6 +77,7 @@ def _layout_words(layout: Layout) -> str:
 
 
 def _cells(item: InferenceEstimate, *, rollouts: bool) -> list[str]:
+    """Return the row of a layout; it ends early where the layout does not fit or its speed is unknown."""
     sizes = (item.memory.weights, item.sequence_cache)
     cells = [_layout_words(item.layout), *map(format_bytes, sizes), f"{item.most_sequences:,}", f"{item.batch:,}"]
     if not item.fits:

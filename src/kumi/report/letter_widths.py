@@ -37,7 +37,7 @@ def text_width(content: str, size: float, *, bold: bool = False) -> float:
 
 
 def wrap_text(content: str, width: float, size: float) -> Iterator[str]:
-    """Yield the lines of `content`, broken at blanks so that each is at most `width` wide if its words are."""
+    """Yield the lines of `content`, broken at blanks so that each is at most `width` wide, but for wider words."""
     line = ""
     for word in content.split():
         longer = f"{line} {word}" if line else word

@@ -61,6 +61,7 @@ def page(report: Report) -> str:
 
 
 def _head(report: Report) -> Iterator[str]:
+    """Yield the title, the brief and the note on MFU."""
     yield f'<p class="soft">{escape(title(report.job))}</p>'
     yield f"<h1>{escape(phrases.arrangement(report.best.layout))}</h1>"
     lines = (f"<div><dt>{escape(line.label)}</dt><dd>{escape(line.text)}</dd></div>" for line in brief(report))
@@ -69,6 +70,7 @@ def _head(report: Report) -> Iterator[str]:
 
 
 def _sections(report: Report) -> Iterator[str]:
+    """Yield the sections of the page, with the pictures that the report has."""
     drawn = pictures(report)
     yield _section("Why this layout", _list([*bottlenecks(report), *advice(report)]))
     yield _section("To pin this layout", f"<pre>{escape(phrases.layout_toml(report.best.layout))}</pre>")
@@ -137,6 +139,7 @@ def _key(name: str) -> str:
 
 
 def _memory(best: Estimate) -> str:
+    """Return the table of the memory of each group of pipeline ranks by kind."""
     groups = stage_groups(best)
     kinds = [kind for kind in phrases.MEMORY if any(getattr(group.memory, kind) for group in groups)]
     rows = [
@@ -152,6 +155,7 @@ def _gib(count: float) -> str:
 
 
 def _time(best: Estimate) -> str:
+    """Return the table of the time of a step by kind."""
     rows = [
         [phrases.time_name(kind), phrases.seconds(value), phrases.percent(value / best.step_seconds)]
         for kind, value in time_kinds(best)
@@ -164,6 +168,7 @@ def _time(best: Estimate) -> str:
 
 
 def _stages(best: Estimate) -> str:
+    """Return the table of the pipeline stages."""
     rows = [
         [
             str(index),
@@ -180,6 +185,7 @@ def _stages(best: Estimate) -> str:
 
 
 def _traffic(report: Report) -> str:
+    """Return the table of a rank's communication by axis and link."""
     rows = [
         [
             row.name,
@@ -198,6 +204,7 @@ def _traffic(report: Report) -> str:
 
 
 def _levers(report: Report) -> str:
+    """Return the table of the changes that would save time."""
     step = report.best.step_seconds
     rows = [
         [lever.what, phrases.seconds(lever.seconds), phrases.percent(lever.seconds / step), lever.why]
@@ -208,6 +215,7 @@ def _levers(report: Report) -> str:
 
 
 def _others(report: Report) -> str:
+    """Return the table of the chosen layout and the runners-up."""
     rows = []
     for other in report.others:
         difference = gap(report.best, other)
@@ -236,6 +244,7 @@ def _others(report: Report) -> str:
 
 
 def _expected(report: Report) -> str:
+    """Return the table of the standard layouts."""
     rows = []
     for item in report.expected:
         step, memory, tokens = "-", "-", "-"
@@ -249,6 +258,7 @@ def _expected(report: Report) -> str:
 
 
 def _rules(report: Report) -> str:
+    """Return the table of the rules of thumb that mislead."""
     rows = [
         [
             phrases.capital(rule.name),

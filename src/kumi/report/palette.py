@@ -8,6 +8,7 @@ from __future__ import annotations
 ORANGE, SKY, GREEN = "#e69f00", "#56b4e9", "#009e73"
 YELLOW, BLUE, RED, PURPLE, GREY = "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#999999"
 
+# The colours of the fields of `MemoryEstimate`.
 MEMORY_COLOURS = {
     "params": BLUE,
     "grads": GREEN,
@@ -26,6 +27,7 @@ MEMORY_COLOURS = {
 # Kinds that are hatched: they share a colour with another kind, or look like it in black and white.
 HATCHED = ("gathered", "grads", "activations", "reference", "critic", "cache", "reward_models", "reserved")
 
+# The colours of the kinds of `Estimate.time` but communication, which has TRAFFIC_COLOUR.
 TIME_COLOURS = {
     "forward": BLUE,
     "backward": BLUE,

@@ -1,4 +1,4 @@
-"""Names of layouts and of kinds, and the format of numbers: shared by the terminal, the page and the pictures."""
+"""Names of layouts and of kinds of memory and time, and formats of numbers, for the terminal, page and pictures."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ REGIMES = {
 }
 # Kinds of time: of computation, and of exposed communication by axis.
 COMPUTE, TRAFFIC = ("forward", "backward"), ("tp", "cp", "ep", "pp", "dp")
-# Fields that `layout_toml` always writes. It leaves out other fields with their default values, which are those of a
-# layout that is read from the text.
+# Fields that `layout_toml` always writes. It leaves out other fields where they have the values that a layout
+# has by default.
 CORE = ("pp", "dp_replicate", "dp_shard", "tp", "zero", "microbatch", "recompute")
 TWICE_THE_TOKENS = "twice the tokens per step"
 NO_LINKS = "the cluster describes no links, so communication is estimated as free"
@@ -80,7 +80,7 @@ NOT_COUNTED = "recomputation not counted"
 
 
 def counted_flops(job: Job) -> str:
-    """Return the FLOPs that MFU counts."""
+    """Return in words which FLOPs MFU counts."""
     if job.attention_len == job.batch.seq_len:
         return f"full attention counted, {NOT_COUNTED}"
     return f"attention counted within documents, over {job.attention_len:,.0f} tokens on average, {NOT_COUNTED}"
@@ -162,11 +162,12 @@ def machines(cluster: ClusterSpec) -> str:
 
 
 def arrangement(layout: Layout) -> str:
-    """Return the degrees: TP 8 x PP 4 (1f1b) x ZeRO-1 over 2; "over 2 x CP" where cp also shards the states."""
+    """Return the degrees: TP 8 x PP 4 (1f1b) x ZeRO-1 over 2. If ZeRO also shards over cp, it is "over 2 x CP"."""
     return " x ".join(_degrees(layout)) or "one device"
 
 
 def _degrees(layout: Layout) -> Iterator[str]:
+    """Yield the parts of `arrangement`: one for each axis in use."""
     if layout.tp > 1:
         yield f"TP {layout.tp}"
     if layout.cp > 1:
@@ -187,7 +188,7 @@ def _degrees(layout: Layout) -> Iterator[str]:
 
 
 def _shards(layout: Layout) -> str:
-    """Return the ranks that shard the states: those of dp_shard and of cp, whose parameters are the same."""
+    """Return the ranks over which ZeRO shards: those of dp_shard, and those of cp, which use the same parameters."""
     if layout.cp == 1:
         return f"{layout.dp_shard}"
     return f"{layout.dp_shard} x CP" if layout.dp_shard > 1 else "CP"
@@ -208,7 +209,7 @@ def details(layout: Layout) -> str:
 
 
 def holder(layout: Layout) -> str:
-    """Return whose peak memory a sentence is about: with a pipeline, ranks need different amounts."""
+    """Return the words for the ranks that have the peak memory: with a pipeline, ranks need different amounts."""
     return "the fullest rank" if layout.pp > 1 else "each device"
 
 
@@ -229,6 +230,7 @@ def layout_toml(layout: Layout) -> str:
 
 
 def _toml(value: object) -> str:
+    """Return a field's value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
@@ -238,7 +240,7 @@ def _toml(value: object) -> str:
 
 # Uncertainty, names and amounts
 
-# Times that differ by less than this share are not worth a sentence: as much as those of two runs on one machine.
+# Times that differ by less than this share are not worth a sentence: two runs on one machine differ as much.
 SMALL_ERROR = 0.05
 
 

@@ -168,6 +168,7 @@ def _link_row(
 
 
 def _links_description(rows: Sequence[Traffic], step: float) -> str:
+    """Return the figures of `draw_links` in words, for screen readers."""
     return "; ".join(
         f"{row.name}: {phrases.volume(row.sent)} in {phrases.seconds(row.busy)} of {phrases.seconds(step)}, "
         f"{phrases.seconds(row.exposed)} exposed"
@@ -201,6 +202,7 @@ def draw_standard_layouts(report: Report) -> str:
 
 
 def _outcome(item: StandardLayout) -> str:
+    """Return the step time of a layout that fits, else why it does not run."""
     if item.estimate is None:
         return "refused"
     return phrases.seconds(item.estimate.step_seconds) if item.fits else "does not fit"

@@ -1,4 +1,4 @@
-"""Pictures of pipeline timelines: one lane per rank, one box per action."""
+"""Pictures of pipeline timelines: one lane per pipeline rank, one box per action."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw_timelines(pipeline: Timeline) -> dict[str, str]:
 
 
 def draw_timeline(pipeline: Timeline, name: str, until: float) -> str:
-    """Draw one lane per pipeline rank, with one box per action before `until` seconds.
+    """Draw one lane per pipeline rank, at most 32, with one box per action before `until` seconds.
 
     A box shows the number of its microbatch; gaps are the bubble.
     """
@@ -51,7 +51,7 @@ def draw_timeline(pipeline: Timeline, name: str, until: float) -> str:
 
 
 def draw_measured_and_planned(measured: Timeline, planned: Timeline | None, name: str) -> str:
-    """Draw the measured timeline above the planned one, on the same time scale."""
+    """Draw the measured timeline above the planned one, on the same time scale, with at most 32 ranks each."""
     ranks = pick(len(measured.spans), 32, 0)
     left = 14 + svg.width_of(f"rank {ranks[-1]}")
     blocks = [("measured", measured), *([] if planned is None else [("planned", planned)])]

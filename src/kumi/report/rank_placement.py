@@ -56,8 +56,8 @@ class AxisPlace:
 def placement(layout: Layout, cluster: ClusterSpec, *, experts: bool) -> dict[str, Any]:
     """Return the placement of the ranks of `layout` on `cluster` as plain data.
 
-    `experts`: the model has routed experts. In the result, `rules` computes a rank from its coordinates, and `drawn`
-    lists the nodes to draw.
+    `experts`: the model has routed experts. In the result, `rules` has formulas of a rank from its coordinates, and
+    `drawn` lists the nodes to draw.
     """
     axes = [item for item in _axes(layout, experts=experts) if item.degree > 1]
     size = cluster.devices_per_node
@@ -115,6 +115,7 @@ def _rules(axes: list[Axis], size: int) -> list[str]:
 
 
 def _rule(axes: list[Axis]) -> str:
+    """Return the formula of a rank from its coordinates along `axes`: the sum of stride x coordinate."""
     terms = [item.name if item.stride == 1 else f"{item.stride} {item.name}" for item in axes]
     return f"rank = {' + '.join(terms) or 0}"
 
@@ -152,6 +153,7 @@ def render_placement(data: dict[str, Any]) -> RenderableType:
 
 
 def _axes_table(data: dict[str, Any]) -> RenderableType:
+    """Return a table with a row for each axis: its group, the link that it crosses, and the bandwidths."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -174,6 +176,7 @@ def _axes_table(data: dict[str, Any]) -> RenderableType:
 
 
 def _members(group: tuple[int, ...]) -> str:
+    """Return the ranks of a group; of a large group the first three and the last."""
     if len(group) <= _MEMBERS:
         return " ".join(map(str, group))
     return f"{' '.join(map(str, group[:3]))} .. {group[-1]}"
@@ -200,6 +203,7 @@ def _box(node: dict[str, Any], data: dict[str, Any]) -> RenderableType:
 
 
 def _line(ranks: list[dict[str, int]], name: str, label: int, width: int) -> RenderableType:
+    """Return a line of a node's box: the coordinate `name` of `ranks`; `label` and `width` are widths in letters."""
     from rich.text import Text
 
     cells = " ".join(f"{rank[name]:{width}}" for rank in ranks)

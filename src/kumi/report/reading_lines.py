@@ -37,9 +37,10 @@ def reading_lines(reading: dict[str, Any]) -> list[str]:
     """Return the lines that show `reading`, a result of `describe_reading`: one for each source, and one on
     the last step of a run in epochs."""
     word = reading["by"]
-    unit = "tokens" if word == "tokens" else "units"
+    # A unit is a document, an example or a prompt.
+    counted = "tokens" if word == "tokens" else "units"
     lines = [
-        f"{format_count(source[unit])} {word} ({100 * source['share']:.3g} %): {_epochs(source['epochs'])} of "
+        f"{format_count(source[counted])} {word} ({100 * source['share']:.3g} %): {_epochs(source['epochs'])} of "
         f"{source['name']}"
         for source in reading["sources"]
     ]

@@ -29,10 +29,12 @@ def rollout_data(job: Job, estimate: Estimate) -> dict[str, Any] | None:
     """Return the estimates of the rollouts of `job` as plain data, for --json; None for a run without them.
 
     lengths: mean tokens of prompts and replies, and where they come from.
-    seconds: see `kumi.plan.rollout_step.RolloutStep`; None if the device's speed is unknown. positions: of all rows of
-        the first update, which batch.tokens_per_step should be close to.
+    slots: replies that a rank generates at once. context: tokens of the longest prompt with the longest reply.
+    seconds: see `kumi.plan.rollout_step.RolloutStep`; None if the device's speed is unknown. `positions` in it counts
+        those of all rows of the first update; batch.tokens_per_step should be close to it.
     memory: bytes of a rank while it generates: weights (with ZeRO also gathered ones), gradients that stay, optimizer
         states, reference, reward models, states of the critic, cache, the rest.
+    kinds: the same bytes by field of `MemoryEstimate`.
     """
     spec = job.rollout
     if spec is None:

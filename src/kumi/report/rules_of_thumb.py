@@ -1,6 +1,7 @@
 """Rules of thumb from sizing guides, evaluated for a job and compared with its estimates.
 
-Each rule is a function of a job and an estimate. It returns a `Rule`, or None if it does not apply to the layout.
+Each rule is a function of a job and an estimate, whose docstring states what the rule claims. It returns a `Rule`, or
+None if it does not apply to the layout.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _states_rule(job: Job, estimate: Estimate, name: str, optimizer: int, why: s
 
 
 def eight_bytes(job: Job, estimate: Estimate) -> Rule | None:
-    """8 bytes per parameter: Adam in bf16 without float32 master weights."""
+    """Model states take 8 bytes per parameter: Adam in bf16 without float32 master weights."""
     return _states_rule(
         job,
         estimate,
@@ -116,7 +117,7 @@ def eight_bytes(job: Job, estimate: Estimate) -> Rule | None:
 
 
 def sixteen_bytes(job: Job, estimate: Estimate) -> Rule | None:
-    """16 bytes per parameter (Rajbhandari et al., 2020, arXiv:1910.02054)."""
+    """Model states take 16 bytes per parameter (Rajbhandari et al., 2020, arXiv:1910.02054)."""
     return _states_rule(
         job,
         estimate,
@@ -146,7 +147,7 @@ def sixteen_activations(job: Job, estimate: Estimate) -> Rule:
 
 
 def no_logits(job: Job, estimate: Estimate) -> Rule | None:
-    """Activations are those of the layers. Logits and loss come on top, on the last stage."""
+    """All activations are in the layers. In fact the last stage also has logits and loss."""
     if job.model.head == "score":
         return None
     memory = estimate.memory[max(range(len(estimate.memory)), key=lambda rank: estimate.memory[rank].head)]

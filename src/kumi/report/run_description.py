@@ -95,6 +95,7 @@ def describe_plan(config: PlanConfig) -> dict[str, Any]:
 
 
 def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, Any]:
+    """Return the description of `job` with the layout of `estimate`, without steps and output folder."""
     model, batch, layout, cluster = job.model, job.batch, estimate.layout, job.cluster
     fullest = max(estimate.memory, key=lambda rank: rank.total)
     return {
@@ -137,8 +138,8 @@ def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
 def _objective(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, Any]:
     """Return the kind of the objective and its options, its reference, the passes that its loss needs, and its rate.
 
-    `reference_seconds`: estimated seconds of the pass that stores the reference, for a million tokens of data; None
-    without such a pass, and without an estimate of the device's speed.
+    `reference_seconds`: estimated seconds of the pass that stores the reference's log-probs, for a million tokens of
+    data; None without such a pass, and without an estimate of the device's speed.
     `usual_lr`: the usual peak learning rate, see `kumi.config.usual_rate`; None without one.
     """
     from kumi.config.usual_rate import usual_rate
@@ -209,7 +210,7 @@ def _numerics(config: PlanConfig, job: Job) -> dict[str, Any]:
 
 
 def render_description(description: dict[str, Any]) -> RenderableType:
-    """Return the data of `describe` as a table for the terminal."""
+    """Return the data of `describe_resolved` or `describe_plan` as a table for the terminal."""
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -229,6 +230,7 @@ def _quantized(model: ModelSpec) -> dict[str, Any] | None:
 
 
 def _quantized_rows(quantized: dict[str, Any] | None, layout: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the row on quantized parameters, with their bytes on all ranks that share them; none without any."""
     if quantized is None:
         return []
     ranks = layout["tp"] * layout["pp"] * (layout["dp_shard"] * layout["cp"] if layout["zero"] == 3 else 1)
@@ -238,7 +240,7 @@ def _quantized_rows(quantized: dict[str, Any] | None, layout: dict[str, Any]) ->
 
 
 def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (label, text) rows."""
+    """Return the rows (label, text) of `render_description`."""
     model, batch, layout = description["model"], description["batch"], description["layout"]
     memory, cluster, precision = description["memory"], description["cluster"], description["precision"]
     ranks = cluster["devices_per_node"] * cluster["nodes"]

@@ -52,7 +52,7 @@ class Point:
     name: str
 
 
-# Kind of point -> (colour, corners of its marker, hollow).
+# Kind of point -> (colour, corners of its marker, hollow). Standard layouts are "expected".
 MARKS = {
     "chosen": (palette.BLUE, 4, False),
     "runner-up": (palette.SKY, 12, False),
@@ -180,6 +180,7 @@ def _limit_label(usable: float) -> str:
 
 
 def _mark(kind: str, x: float, y: float, hint: str) -> str:
+    """Draw the marker of a `kind` of point around (x, y), with the tooltip `hint`."""
     fill, corners, hollow = MARKS[kind]
     size = 7.5 if corners == 4 else 6.0
     angles = [2 * pi * corner / corners - pi / 2 for corner in range(corners)]
@@ -191,9 +192,11 @@ def _free(x: float, y: float, half: float, taken: Sequence[tuple[float, float, f
     """Return the place beside a marker, for a number of width 2 `half`, that is furthest from all in `taken`."""
 
     def room(place: tuple[float, float]) -> float:
+        """Return the distance of a number at `place` from the nearest of `taken`."""
         return min(hypot(max(0.0, abs(place[0] - at[0]) - half - at[2]), place[1] - at[1]) for at in taken)
 
     def best(offset: float) -> tuple[float, float]:
+        """Return the place with the most room around the marker, `offset` further from it than the closest."""
         side = 9 + half + offset
         rows = [(x + way * side, y + 4 + down) for down in (0, -11 - offset, 12 + offset) for way in (1, -1)]
         return max([*rows, (x, y - 10 - offset), (x, y + 18 + offset)], key=lambda place: min(12.0, room(place)))

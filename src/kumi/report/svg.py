@@ -17,8 +17,9 @@ WIDTH = 720.0
 RIGHT = WIDTH - 12
 # Font size.
 SIZE = 13.0
+# The colours of the background, and of text and lines.
 PAPER, INK = "#ffffff", "#1a1a1a"
-# Dark mode. The rules of a page that contains the picture are more specific and take precedence.
+# The same in dark mode. The rules of a page that contains the picture are more specific and take precedence.
 DARK_PAPER, DARK_INK = "#17181a", "#e8e8e6"
 _DARK_MODE = (
     f"<style>@media screen and (prefers-color-scheme:dark){{svg{{color:{DARK_INK}}}.paper{{fill:{DARK_PAPER}}}"

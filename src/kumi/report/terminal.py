@@ -85,6 +85,7 @@ def render_brief(report: Report, command: str = "") -> RenderableType:
 
 
 def _sections(report: Report) -> Iterator[RenderableType]:
+    """Yield the sections of the report, without those that it has no data for."""
     yield _headline(report)
     yield _section("Why", _bullets([*bottlenecks(report), *advice(report)]))
     pipeline = report.best.layout.pp > 1
@@ -110,6 +111,7 @@ def _section(title: str, content: RenderableType) -> RenderableType:
 
 
 def _bullets(sentences: list[str]) -> RenderableType:
+    """Return the sentences as a list with dashes."""
     grid = Table.grid(padding=(0, 1))
     for sentence in sentences:
         grid.add_row("-", Text(sentence))
@@ -132,6 +134,7 @@ def _figures(*columns: str) -> Table:
 
 
 def _memory(report: Report) -> RenderableType:
+    """Return the memory of the fullest rank by kind, with bars over the usable memory."""
     best = report.best
     memory = best.memory[fullest(best)]
     table = Table(box=None, padding=(0, 2, 0, 0), expand=True, pad_edge=False, show_header=False)
@@ -146,6 +149,7 @@ def _memory(report: Report) -> RenderableType:
 
 
 def _stages(report: Report) -> RenderableType:
+    """Return a bar of letters for the memory of each group of pipeline ranks, of at most `STAGES` groups."""
     best = report.best
     groups = stage_groups(best)
     fullest_group = next(index for index, group in enumerate(groups) if group.first <= fullest(best) <= group.last)
@@ -166,6 +170,7 @@ def _stage_bar(group: StageGroup, usable: int) -> StageBar:
 
 
 def _time(report: Report) -> RenderableType:
+    """Return the time of a step by kind, with bars over the step."""
     best = report.best
     table = Table(box=None, padding=(0, 2, 0, 0), expand=True, pad_edge=False, show_header=False)
     table.add_column("kind", no_wrap=True)
@@ -179,6 +184,7 @@ def _time(report: Report) -> RenderableType:
 
 
 def _traffic(report: Report) -> RenderableType:
+    """Return the communication of a rank by axis and link."""
     table = _figures("axis and link.", "messages", "bytes", "time", "exposed", "achieved", "bandwidth")
     for row in noticeable(traffic(report.job, report.best), report.best.step_seconds):
         achieved = phrases.rate(row.sent / row.busy) if row.busy else "-"
@@ -196,6 +202,7 @@ def _traffic(report: Report) -> RenderableType:
 
 
 def _levers(report: Report) -> RenderableType:
+    """Return the changes that would save time."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     for lever in levers(report):
         share = phrases.percent(lever.seconds / report.best.step_seconds)
@@ -204,6 +211,7 @@ def _levers(report: Report) -> RenderableType:
 
 
 def _others(report: Report) -> RenderableType:
+    """Return the runners-up, and what each needs to match the chosen layout."""
     table = _figures("layout.", "step", "memory", "needed to match.")
     for other in report.others:
         difference = gap(report.best, other)
@@ -218,6 +226,7 @@ def _others(report: Report) -> RenderableType:
 
 
 def _expected(report: Report) -> RenderableType:
+    """Return the standard layouts, each with a verdict."""
     table = _figures("layout.", "step", "memory", "verdict.")
     for item in report.expected:
         step, memory = "-", "-"

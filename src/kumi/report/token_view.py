@@ -1,4 +1,7 @@
-"""Sequences of a store in the terminal: trained tokens in colour, or in [[ ]] where there is no colour."""
+"""Sequences of prepared data in the terminal: trained tokens in colour, or in [[ ]] where there is no colour.
+
+A unit is a document or an example of a source. It has one sequence, or several, such as the two of a pair.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def render_units(units: list[dict[str, Any]], *, colour: bool) -> RenderableType:
-    """Return the content of `kumi data show`: for each unit its origin and counts, then its messages.
+    """Return the content of `kumi data show`: for each unit its origin and counts, then its messages, then the
+    lines in which the template's own text differs and the further fields, where the unit has them.
 
     units: plain data of `kumi.data.shown.show_units`.
-    colour: trained text is green and bold, control tokens are orange; otherwise trained text is in [[ ]].
+    colour: trained text is green and bold, other control tokens are orange. Without colour, trained text is in [[ ]].
     """
     from rich.console import Group
     from rich.table import Table
@@ -53,6 +57,7 @@ def _heading(unit: dict[str, Any], sequence: dict[str, Any]) -> str:
 
 
 def _message(message: dict[str, Any], colour: bool) -> Text:
+    """Return the text of a message; its runs are pieces that are trained as a whole or not at all."""
     from rich.text import Text
 
     text, opened = Text(), False
@@ -91,7 +96,7 @@ def _difference(unit: dict[str, Any], colour: bool) -> Text:
 
 
 def _style(run: dict[str, Any]) -> str:
-    """Return the style of a run: colour says trained, bold the stop token, so that no reader depends on hue alone."""
+    """Return the style of a run: trained ones are green and bold, and the stop token is underlined, too."""
     if run["trained"]:
         return f"bold underline {GREEN}" if run.get("stop") else f"bold {GREEN}"
     return ORANGE if run["control"] else "dim"

@@ -26,13 +26,14 @@ from kumi.spec.layout import Layout
 
 _Estimator = Callable[[Job, Layout], Estimate]
 
-# The constant for device memory that no tensor accounts for. It grows by the largest excess of a run over its estimate.
+# The constant for device memory that no tensor accounts for. It grows by the largest excess of the memory that a run
+# measured over the memory that was estimated for the run.
 _RESERVED = "device.reserved"
 
 # A constant moves only if it has this influence on a step: the relative change of the step's time when the constant
 # grows by a factor of e, after removing the part that better determined constants explain.
 _LEAST_INFLUENCE = 0.05
-# A constant moves by at most this factor. A larger one indicates another error.
+# A constant moves by at most this factor. A fit with a larger factor would hide another error.
 MAX_FACTOR = 5.0
 # A constant whose logarithm is this close to that of a bound has stopped there.
 _AT_BOUND = 1e-6
@@ -111,7 +112,9 @@ class Calibration:
 
 
 def calibrate(runs: Sequence[MeasuredRun], estimator: _Estimator = estimate) -> Calibration:
-    """Fit the constants to the measured steps of `runs`.
+    """Fit the constants to the measured steps of `runs`, which were on one cluster.
+
+    `estimator`: returns the estimate of a layout of a job.
 
     Raise ConfigError without runs, or if no constant has an influence on any of them.
     """
@@ -127,8 +130,8 @@ def calibrate(runs: Sequence[MeasuredRun], estimator: _Estimator = estimate) -> 
     chosen = identifiable_columns(log_jacobian(residuals, start), _LEAST_INFLUENCE)
     if not len(chosen):
         raise ConfigError(
-            f"calibrate: the steps of {', '.join(run.name for run in runs)} depend on no constant of the "
-            f"cluster; add a run with more work per step"
+            f"calibrate: the steps of {', '.join(run.name for run in runs)} hardly depend on any constant of "
+            f"the cluster; add a run with more work per step"
         )
     lower, upper = zip(*(_factor_bounds(constants[index]) for index in chosen), strict=True)
 
@@ -168,7 +171,10 @@ def _too_little_influence(count: int) -> str:
 
 
 def cluster_constants(runs: Sequence[MeasuredRun]) -> Iterator[ClusterConstant]:
-    """Yield the constants of the clusters of `runs`, with the matmul efficiency of each dtype that `runs` use."""
+    """Yield the constants of the clusters of `runs`, with the matmul efficiency of each dtype that `runs` use.
+
+    The constants of the device are those of the first run.
+    """
     device = runs[0].job.cluster.device
     for dtype in dict.fromkeys(run.job.precision.compute for run in runs):
         yield ClusterConstant(f"device.matmul.{dtype}", device.matmul_share(dtype), 0.01, 1.0, _scale_matmul(dtype))
@@ -185,6 +191,8 @@ def cluster_constants(runs: Sequence[MeasuredRun]) -> Iterator[ClusterConstant]:
 
 
 def _scale_matmul(dtype: str) -> Callable[[ClusterSpec, float], ClusterSpec]:
+    """Return the function that multiplies the device's matmul efficiency in `dtype` by a factor."""
+
     def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
         device = cluster.device
         shares = dict(device.matmul) | {dtype: device.matmul_share(dtype) * factor}
@@ -194,6 +202,8 @@ def _scale_matmul(dtype: str) -> Callable[[ClusterSpec, float], ClusterSpec]:
 
 
 def _scale_device(field: str) -> Callable[[ClusterSpec, float], ClusterSpec]:
+    """Return the function that multiplies `field` of the device by a factor."""
+
     def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
         device: Device = replace(cluster.device, **{field: getattr(cluster.device, field) * factor})
         return replace(cluster, device=device)
@@ -202,6 +212,8 @@ def _scale_device(field: str) -> Callable[[ClusterSpec, float], ClusterSpec]:
 
 
 def _scale_link(name: str, field: str) -> Callable[[ClusterSpec, float], ClusterSpec]:
+    """Return the function that multiplies `field` of the link `name` by a factor."""
+
     def scaled_link(link: Link, factor: float) -> Link:
         return replace(link, **{field: getattr(link, field) * factor}) if link.name == name else link
 
@@ -225,6 +237,7 @@ def _all_factors(chosen: Ints, factors: Floats, count: int) -> Floats:
 
 
 def _scaled_job(run: MeasuredRun, constants: Sequence[ClusterConstant], factors: Floats) -> Job:
+    """Return the job of `run` with each of `constants` multiplied by its factor."""
     cluster = run.job.cluster
     for constant, factor in zip(constants, factors, strict=True):
         cluster = cluster if factor == 1.0 else constant.scaled(cluster, float(factor))
@@ -238,6 +251,7 @@ def _seconds(run: MeasuredRun, constants: Sequence[ClusterConstant], factors: Fl
 def _compare(
     run: MeasuredRun, constants: Sequence[ClusterConstant], factors: Floats, estimator: _Estimator
 ) -> RunComparison:
+    """Return the measurements of `run` beside its estimates before and after the constants are scaled by `factors`."""
     before = estimator(_scaled_job(run, constants, np.ones(len(constants))), run.layout)
     after = estimator(_scaled_job(run, constants, factors), run.layout)
     memory = max(bytes_as_measured(stage, run.job.cluster.device) for stage in before.memory)

@@ -39,6 +39,7 @@ def least_squares(residuals: _Residuals, start: _Values, lower: _Values, upper: 
         scale = np.diag(np.diag(curvature) + 1e-12)
         step = np.zeros_like(logs)
         step[free] = -np.linalg.solve(curvature + damping * scale, gradient[free])
+        # A parameter changes at most by a factor of e squared in an iteration.
         new_logs = np.clip(logs + np.clip(step, -2.0, 2.0), low, high)
         new_errors = residuals(np.exp(new_logs))
         if new_errors @ new_errors < errors @ errors:

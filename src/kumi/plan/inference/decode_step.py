@@ -52,7 +52,7 @@ _PRODUCTS = ("linear", "router", "log_prob", "score")
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """Seconds of a decode step by kind.
+    """Seconds of a decode step by kind, arrays with an entry for each batch and context that was asked for.
 
     - `weights`: products with weights, bound by reading them or by their FLOPs.
     - `cache`: attention and recurrences, bound by reading the cache or by their FLOPs.
@@ -91,7 +91,7 @@ def reading_device(job: InferenceJob) -> Device:
 
 
 def weight_seconds(job: InferenceJob, layout: Layout, batch: Floats) -> Floats:
-    """Return the seconds of all products with weights, for `batch` sequences per replica."""
+    """Return the seconds in which all weights are read and multiplied with, for `batch` sequences per replica."""
     device = reading_device(job)
     total = np.zeros_like(batch)
     for op, count in unique_ops(job.model):
@@ -110,7 +110,10 @@ def weight_seconds(job: InferenceJob, layout: Layout, batch: Floats) -> Floats:
 
 
 def _product_seconds(device: Device, dtype: str, rows: Floats, inner: Numbers, columns: Numbers) -> Floats:
-    """Return the seconds of a product of few rows. A GPU computes while it reads; a CPU core does both in turn."""
+    """Return the seconds of a product of `rows` tokens with a weight matrix, (rows, inner) times (inner, columns).
+
+    A GPU computes while it reads the weights; a CPU core does both in turn.
+    """
     if device.is_gpu:
         return matmul_seconds(device, dtype, rows, inner, columns)
     speed = peak_flops(device, dtype) * device.matmul_share(dtype)
@@ -118,6 +121,7 @@ def _product_seconds(device: Device, dtype: str, rows: Floats, inner: Numbers, c
 
 
 def _read_seconds(device: Device, size: float) -> float:
+    """Return the seconds in which `device` reads `size` bytes of its memory."""
     return float(stream_seconds(device, np.asarray(size)))
 
 
@@ -127,6 +131,7 @@ def local_size(dim: Dim, tp: int) -> int:
 
 
 def _param_bytes(job: InferenceJob, op: Op, layout: Layout) -> float:
+    """Return the bytes of the parameters of `op` on a rank, in the compute dtype."""
     shapes = (shard_shape(param, layout.tp, layout.ep, layout.expert_tp) for param in op.params)
     return float(sum(np.prod(shape, dtype=np.float64) for shape in shapes) * ITEMSIZE[job.compute])
 
@@ -135,6 +140,7 @@ def _unpacking_seconds(job: InferenceJob, device: Device, op: Op, layout: Layout
     """Return the seconds of reading a matrix in four bits and writing it in the compute dtype for the product."""
     if not (op.params and op.params[0].quantized):
         return 0.0
+    # Four bits are a quarter of a compute dtype of 16 bits.
     return _read_seconds(device, 1.25 * _param_bytes(job, op, layout))
 
 
@@ -214,7 +220,9 @@ def communication_seconds(job: InferenceJob, layout: Layout, batch: Floats) -> F
 
 
 def _host_seconds(job: InferenceJob, layout: Layout, busy: Floats) -> Floats:
-    """Return the seconds in which the device waits for the host to launch kernels, in a step of `busy` other seconds.
+    """Return the seconds in which the device waits for the host to launch kernels.
+
+    `busy`: the seconds that the other parts of the step take.
 
     A GPU waits only where it is faster than the host; on a CPU each operation takes this time in addition.
     """
@@ -227,6 +235,7 @@ def _host_seconds(job: InferenceJob, layout: Layout, busy: Floats) -> Floats:
 
 
 def _kernels(op: Op, layout: Layout) -> float:
+    """Return the number of kernels that the host launches for `op`; an all-reduce of tp counts as one."""
     if op.kind in ("attention", "scan", "convolution"):
         return _ATTENTION_KERNELS
     if op.kind in MEMORY_PASSES:

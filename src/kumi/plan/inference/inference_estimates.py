@@ -47,7 +47,8 @@ class InferenceEstimate:
     - `replicas`: groups of tp ranks, which generate different sequences.
     - `most_sequences`: the largest batch that fits, over all replicas.
     - `sequence_cache`: bytes of the cache of one sequence on a device.
-    - `batch`: sequences at once, over all replicas; 0 if not one fits.
+    - `batch`: sequences at once, over all replicas: the number that was asked for, else the most that fit, up to 256
+        per replica.
     - `longest`: tokens of each sequence that fit with this batch.
     - `memory`: bytes of a device with this batch.
     - `seconds`: of a decode step by kind; None if the batch does not fit or the speed of the device is unknown.
@@ -97,7 +98,7 @@ def estimate_inference(
     `context`: tokens of each sequence, prompt included. `batch`: sequences at once over all devices; the largest that
     fits, but at most 256 per replica, if None. `lengths`: prompts to answer, for `InferenceEstimate.rollout`.
 
-    Raise FitError if no layout fits. It names the largest batch or context that does, if there is one.
+    Raise FitError if no layout fits. The error names the largest batch or context that fits, if there is one.
     """
     cluster = job.cluster
     layouts = inference_layouts(job.model, cluster.devices_per_node)
@@ -115,6 +116,7 @@ def _speed(item: InferenceEstimate) -> float:
 def _estimate(
     job: InferenceJob, layout: Layout, context: int, batch: int | None, lengths: RolloutLengths | None
 ) -> InferenceEstimate:
+    """Return the estimate of one layout; the arguments are those of `estimate_inference`."""
     replicas = job.cluster.devices // layout.tp
     most = largest_batch(job, layout, context)
     per_replica = min(most, _DEFAULT_SEQUENCES) if batch is None else -(-batch // replicas)
@@ -142,7 +144,7 @@ def _has_speed(job: InferenceJob) -> bool:
 
 
 def _explain(job: InferenceJob, estimates: Sequence[InferenceEstimate], context: int) -> str:
-    """Return why nothing fits, and the batch or the context that does."""
+    """Return why no layout fits, with the batch or the context that would fit, if any."""
     best = max(estimates, key=lambda item: (item.most_sequences, -item.memory.weights))
     device, usable = job.cluster.device.name, format_bytes(usable_bytes(job))
     if best.most_sequences:

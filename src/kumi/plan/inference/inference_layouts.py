@@ -28,6 +28,7 @@ def inference_layouts(model: ModelSpec, devices: int) -> list[Layout]:
 
 
 def _expert_degrees(model: ModelSpec, devices: int, tp: int) -> list[tuple[int, int]]:
+    """Return the pairs (ep, expert_tp) to try with `tp`: an expert is sharded over tp ranks or complete on a rank."""
     if not divisibility(model).experts:
         return [(1, 1)]
     return [(1, tp), *((ep, tp) for ep in divisors(devices // tp) if ep > 1), *((ep, 1) for ep in divisors(devices))]

@@ -16,7 +16,7 @@ from kumi.spec.op import Param
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.sharding import shard_shape
 
-# Elements of the residual stream and of its normed copy, per token, as multiples of the hidden size.
+# Elements per token that a block needs for the residual stream and its normed copy, as a multiple of the hidden size.
 _STREAMS = 3
 # Float32 copies of the logits while the next tokens are chosen: logits, probabilities, their sorted order.
 _LOGIT_COPIES = 3
@@ -74,7 +74,7 @@ def largest_batch(job: InferenceJob, layout: Layout, context: int) -> int:
 
 
 def longest_context(job: InferenceJob, layout: Layout, batch: int) -> int:
-    """Return the largest number of tokens of each of `batch` sequences per replica that fit; 0 if none do."""
+    """Return the largest number of tokens of each of `batch` sequences per replica that fit; 0 if not one fits."""
     free = usable_bytes(job) - inference_memory(job, layout, batch, 0).total
     return context_that_fits(job.model, free, batch, job.cache_dtype, layout.tp)
 
@@ -87,7 +87,10 @@ def weight_bytes(job: InferenceJob, layout: Layout) -> int:
 
 
 def packed_bytes(job: InferenceJob, layout: Layout) -> int:
-    """Return the bytes of the matrices that `kumi.nn.packed_products` packs: on a CPU, all in float32 but experts."""
+    """Return the bytes of the copies of matrices that `kumi.nn.packed_products` packs in kumi's engine on a CPU.
+
+    It packs float32 matrices, but neither experts nor quantized matrices.
+    """
     if job.cluster.device.kind != "cpu" or job.compute != "float32" or job.graphs:
         return 0
     matrices = (op for op in ops(job.model) if op.kind in ("linear", "log_prob") and not op.experts)
@@ -104,6 +107,7 @@ def _op_bytes(job: InferenceJob, op: Op, layout: Layout) -> int:
 
 
 def _param_bytes(param: Param, dtype: str, layout: Layout) -> int:
+    """Return the bytes of `param` on a rank in `dtype`, or in blocks of four-bit numbers if it is quantized."""
     size = int(prod(shard_shape(param, layout.tp, layout.ep, layout.expert_tp)))
     return -(-size // NF4_BLOCK) * NF4_BLOCK_BYTES if param.quantized else size * ITEMSIZE[dtype]
 

@@ -1,7 +1,8 @@
 """Seconds to answer many prompts: passes over the prompts, and decode steps of a replica with slots.
 
-A replica has a number of slots. A slot that is free takes the next prompt, so that replies of different lengths do not
-wait for each other; without refilling, all replies of a wave wait for its longest.
+A replica generates as many replies at once as it has slots. A slot that is free takes the next prompt, so that replies
+of different lengths do not wait for each other. Without refilling, replies begin in waves, with one reply for
+each slot, and all replies of a wave wait for its longest.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class RolloutTime:
     """Seconds of a replica that answers prompts.
 
     - `prefill`, `decode`: seconds of the passes over prompts, and of the decode steps.
-    - `steps`: number of decode steps. - `tokens`: number of tokens of all replies.
+    - `steps`: number of decode steps.
+    - `tokens`: number of tokens of all replies.
     """
 
     prefill: float

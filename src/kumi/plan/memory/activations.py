@@ -93,6 +93,7 @@ class _ActivationSizes:
 
     `outside_tp`: the number of ranks over which activations between the tensor-parallel matmuls are split: tp under
     sequence parallelism, else 1.
+    `tiles`: the number of parts in which a dense feed-forward layer is computed, one after another.
     """
 
     def __init__(self, job: Job, layouts: LayoutBatch) -> None:

@@ -3,9 +3,9 @@
     states (`kumi.plan.memory.states`) + activations (`kumi.plan.memory.activations`) + logits + buffers
     + libraries and allocator overhead
 
-The formulas take a `LayoutBatch`, for one layout or millions. Memory can peak at three moments of a step: the loss,
-with the logits; the backward pass of a layer, with its gradients and recomputed activations; and the end of the
-backward pass. The estimate is the largest of the three.
+The formulas take a `LayoutBatch`, for one layout or millions; (rows,) is one value for each layout. Memory can peak at
+three moments of a step: the loss, with the logits; the backward pass of a layer, with its gradients and recomputed
+activations; and the end of the backward pass. The estimate is the largest of the three.
 """
 
 from __future__ import annotations
@@ -354,7 +354,11 @@ def _no_grads_at_loss(job: Job, layouts: LayoutBatch) -> Bools:
 
 
 def _persistent_grads(job: Job, layouts: LayoutBatch) -> Bools:
-    """Return True where gradients are in buffers that stay between steps, (rows,)."""
+    """Return True where gradients are in buffers that stay between steps, (rows,).
+
+    These are the buckets of DDP without a pipeline, and the buffers of engines with weights in the compute dtype or
+    with materialized logits.
+    """
     in_buckets = (layouts.zero == 0) & (layouts.dp * layouts.cp > 1) & (layouts.pp * layouts.stages == 1)
     return np.asarray((job.engine.half_weights or job.engine.logit_bytes > 0) | in_buckets)
 
@@ -440,7 +444,7 @@ def _buffers(job: Job, layouts: LayoutBatch) -> Floats:
 def _libraries(job: Job, layouts: LayoutBatch) -> Floats:
     """Return the bytes outside the allocator: the device's context, and NCCL's buffers of each process group.
 
-    On a CPU, the interpreter, and what a process adds to it in training.
+    On a CPU these are the bytes of the interpreter, and of what a process adds to it in training.
     """
     device = job.cluster.device
     if not device.is_gpu:
@@ -574,7 +578,7 @@ def _staging_buffers(job: Job, layouts: LayoutBatch, params: RankParams) -> Floa
 
 
 def rank_generation_memory(job: Job, layout: Layout) -> MemoryEstimate:
-    """Estimate the memory of a rank of a run with rollouts while it generates."""
+    """Estimate the memory of a rank of the first stage of a run with rollouts while it generates."""
     layouts = batch_layouts([layout])
     share = rank_stages(job.model, layouts, np.array([0]), num_microbatches(job, layouts), layout.stage_layers)
     sizes = generation_memory(job, layouts, invariant_memory(job, layouts, share))
@@ -594,6 +598,7 @@ def rank_training_memory(job: Job, layout: Layout, pp_rank: int = 0) -> MemoryEs
 def _rank_memory(
     memory: Callable[[Job, LayoutBatch, RankStages], dict[str, Floats]], job: Job, layout: Layout, pp_rank: int
 ) -> MemoryEstimate:
+    """Return the result of the function `memory` for the ranks of pipeline rank `pp_rank` of one layout."""
     layouts = batch_layouts([layout])
     microbatches = num_microbatches(job, layouts)
     rank_share = rank_stages(job.model, layouts, np.array([pp_rank]), microbatches, layout.stage_layers)

@@ -4,6 +4,8 @@ gathered     if ZeRO shards the weights: all weights that a rank has under tp an
 weights      on a CPU: the packed copies of float32 matrices that make products of few rows fast
 activations  the activations of the largest pass over prompts, and the logits of the slots
 cache        the caches of all slots, each as long as the longest prompt with the longest reply
+
+A slot is a place for one of the sequences that a rank generates at once.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ def _num_kernels(job: Job, layouts: LayoutBatch) -> Floats:
     rings = np.where(layouts.context == CONTEXT.index("ring"), layouts.cp, 1)
     degrees, index = np.unique(rings, return_inverse=True)
     sizes = np.array([_num_block_sizes(job, int(ring)) for ring in degrees], np.float64)[index]
+    # The head counts as one more linear layer.
     return np.asarray(_LINEAR_PRODUCTS * (1 + len(shapes)) + _BLOCK_PRODUCTS * sizes)
 
 

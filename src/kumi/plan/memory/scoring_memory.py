@@ -29,7 +29,7 @@ class RewardModelBytes:
 
 
 def reward_jobs(job: Job) -> list[Job]:
-    """Return a job for each reward model of `job`: a forward pass over the same rows, in the compute dtype."""
+    """Return a job for each reward model of `job`: a forward pass over the same sequences, in the compute dtype."""
     models = () if job.rollout is None else job.rollout.reward_models
     dtype = job.precision.compute
     precision = Precision("rewards", dtype, dtype, dtype)

@@ -33,7 +33,7 @@ class ParamShards:
 
     `unsharded`: elements before ZeRO shards them.
     `gathered_bytes`: bytes after an all-gather, in the compute dtype or packed, with padding to equal shards. Packed
-        matrices count only under ZeRO-3: other stages do not shard them.
+        (four-bit quantized) matrices count only under ZeRO-3: other stages do not shard them.
     `shard`: elements of the largest shard.
     `matmul_weights`: elements of weight matrices that are cast for matmuls.
     `optimizer_bytes`: bytes of the shard's optimizer states.

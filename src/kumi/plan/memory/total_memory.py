@@ -1,7 +1,7 @@
 """Total device memory of many layouts under every kind of recomputation and offloading.
 
-`kumi.plan.memory.device_memory` computes the same bytes by kind. A search needs only their sum, but for a dozen kinds
-of recomputation and offloading per layout. So the terms that these sums share are computed once.
+`kumi.plan.memory.device_memory` computes the same bytes by kind. A search needs only their sum, for each layout
+under a dozen kinds of recomputation and offloading. The terms that these sums share are computed once.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class TotalMemory:
         self._layers = share.layers.sum(axis=0)
         self._overhead = allocator_overhead(job)
         moments = moments_without_activations(job, layouts, share, invariant)
+        # Each of these has an entry for each moment: the loss, a layer's backward pass, the end of the backward pass.
         self._states = [grads + optimizer for grads, optimizer in zip(moments["grads"], moments["optimizer"])]
         self._optimizer = moments["optimizer"]
         self._gathered, self._head = moments["gathered"], moments["head"]
@@ -150,6 +151,7 @@ class TotalMemory:
         return self._peaks[recompute, layers]
 
     def _rows_with(self, recompute: int, layers: int) -> LayoutBatch:
+        """Return the layouts with the kind `recompute` of recomputation in `layers` layers (-1: all)."""
         ones = np.ones(len(self._layouts), np.int64)
         return self._layouts.replaced(recompute=recompute * ones, recompute_layers=layers * ones)
 

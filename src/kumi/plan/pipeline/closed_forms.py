@@ -1,7 +1,7 @@
 """The time of a pipeline in closed form, for a search over millions of layouts.
 
-With equal stages and transfers that are short compared with the work, a step takes the work of one rank, which is that
-of all its microbatches, plus the critical path through the pipeline's fill and drain: the longest of a few paths, each
+With equal stages and transfers that are short compared with the work, a step takes the work of one rank in
+all microbatches, plus the critical path through the pipeline's fill and drain: the longest of a few paths, each
 a whole number of forwards, input gradients, weight gradients and transfers (`Schedule.bubble`). The paths were derived
 from simulations of the schedules' action lists (`kumi.spec.schedule`) with many random durations; tests compare the
 two.

@@ -50,6 +50,7 @@ def rank_stages(
     # Millions of layouts share a few divisions of the layers.
     unique, index = unique_rows(layouts.pp, layouts.stages, v_shaped.astype(np.int64), rank)
     layers, last = _layers_by_kind(model, layouts.take(unique), rank[unique], stage_layers)
+    # A V-shaped schedule brings the last stage back to the first rank.
     head = np.where(v_shaped, rank == 0, rank == layouts.pp - 1)
     return RankStages(
         layers[:, index],
@@ -73,6 +74,7 @@ def _layers_by_kind(
     before, layer_kinds = _kinds_before(len(kinds), kind_of_layer), np.array(kind_of_layer)
     even = even_stages(len(kind_of_layer), last_stage + 1)
     layers, last_kind = np.zeros((len(kinds), len(layouts))), np.full(len(layouts), -1)
+    # `chunk` counts the stages of a rank.
     for chunk in range(int(layouts.stages.max(initial=1))):
         stage = np.minimum(stage_of(v_shaped, layouts.pp, rank, chunk), last_stage)
         if len(stage_layers):

@@ -27,7 +27,7 @@ class TimedAction(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The timed actions of every rank. `seconds` is the end of the last one."""
+    """The timed actions of every rank, in `spans`. `seconds` is the end of the last one."""
 
     seconds: float
     spans: tuple[tuple[TimedAction, ...], ...]
@@ -195,7 +195,10 @@ class _Step(NamedTuple):
 def _steps(
     stages_of_rank: Sequence[Sequence[int]], durations: Durations, transfer: float | Sequence[float], microbatches: int
 ) -> dict[str, list[_Step]]:
-    """Return the step of every kind of action (F, B, I, W) on every stage."""
+    """Return the step of every kind of action on every stage.
+
+    The kinds are F (forward), B (full backward), I (input gradient) and W (weight gradient).
+    """
     last = len(durations) - 1
     sends, links = _sends(stages_of_rank, transfer)
     forward = [deque([0.0] * microbatches if stage == 0 else []) for stage in range(last + 1)]
@@ -225,7 +228,7 @@ def _sends(
         [float(transfer)] * (count - 1) if isinstance(transfer, int | float) else [float(value) for value in transfer]
     )
     if len(seconds) != count - 1:
-        raise ValueError(f"{len(seconds)} transfers for the {count - 1} boundaries of {count} stages")
+        raise ValueError(f"{len(seconds)} transfers for the {count - 1} boundaries of {count} stages; give one each")
     rank_of[-1], rank_of[count] = rank_of[0], rank_of[count - 1]
     sends = [0.0, *(0.0 if rank_of[low] == rank_of[low + 1] else seconds[low] for low in range(count - 1)), 0.0]
     links: dict[tuple[int, int], list[float]] = {}
@@ -294,7 +297,9 @@ def _check_order(actions: Sequence[Action]) -> None:
         key = ("B" if action.kind == "I" else action.kind, action.stage)
         before = latest.get(key, -1)
         if action.microbatch != before + 1 and (action.kind != "W" or action.microbatch <= before):
-            raise ValueError(f"{action} follows microbatch {before} of its kind; put microbatches in ascending order")
+            raise ValueError(
+                f"{action} follows microbatch {before} of its kind and stage; put microbatches in ascending order"
+            )
         latest[key] = action.microbatch
 
 

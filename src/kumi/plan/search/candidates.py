@@ -1,4 +1,4 @@
-"""All legal layouts of a job, before recomputation and offloading are chosen: the rows that a search starts from."""
+"""All legal layouts of a job, before recomputation and offloading are chosen: the layouts that a search starts from."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # More devices than any cluster has. A larger number could be divided in millions of ways.
 _MAX_DEVICES = 1 << 20
 
-# Rows that the search evaluates at once. With fewer, calls of functions take longer than their arithmetic; with more,
-# arrays leave the processor's cache, and a worker takes more memory.
+# Rows (layouts) that the search evaluates at once. With fewer, calls of functions take longer than their arithmetic;
+# with more, arrays leave the processor's cache, and a worker takes more memory.
 CHUNK_ROWS = 1 << 16
 
-# The pinned fields of the layout: name -> value.
+# The pinned fields of the layout, which the user has fixed: name -> value.
 Pins = Mapping[str, Any]
 
 
@@ -111,7 +111,7 @@ def legal_chunks(job: Job, group: GridGroup, max_rows: int) -> Iterator[LayoutBa
 
 
 def legal_mask(job: Job, layouts: LayoutBatch) -> Bools:
-    """Return whether each row satisfies all rules of `kumi.spec.checks`, (rows,)."""
+    """Return whether each row satisfies all rules of `kumi.spec.layout_rules`, (rows,)."""
     result = np.zeros(len(layouts), np.bool_)
     rows, legal = np.arange(len(layouts)), np.ones(len(layouts), np.bool_)
     # A degree of 0 makes a row illegal, so the results of dividing by it are never used.

@@ -44,7 +44,7 @@ from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.sharding import stage_bounds
 
-# Whether a layout may be planned; None: any layout.
+# Returns whether a layout may be planned. Functions that get None instead plan any layout.
 AcceptFn = Callable[[Layout], bool]
 
 # At least this many of the fastest combinations of `_SHOWN_FIELDS` get a full estimate.
@@ -68,7 +68,8 @@ class SearchResult:
     """The result of a search.
 
     `plans`: the fastest layouts that fit, fastest first.
-    `pareto`: the layouts that no other one beats in both time and memory, fastest first.
+    `pareto`: at most six of the layouts that no other one beats in both time and memory, fastest first; empty if the
+        search leaves the front out.
     `count`, `fitting`: the number of layouts considered, and of those that fit.
     `timed`: the number of layouts whose time was computed, because no bound rules them out; it depends on
         the number of workers.
@@ -203,6 +204,7 @@ class _Tally:
         self.least = np.inf
 
     def add(self, layouts: LayoutBatch, variant: Variant, fit: Fit) -> None:
+        """Count `layouts` under `variant`, and take over the one with the least memory if it needs less than before."""
         self.count += fit.count
         self.fitting += fit.fitting
         index = int(np.argmin(fit.least))
@@ -213,6 +215,7 @@ class _Tally:
             self.smallest = replace(layouts.row(index), recompute_layers=layers, **words)
 
     def merge(self, other: _Tally) -> None:
+        """Add the numbers of `other`, and take over its smallest layout if that needs less memory."""
         self.count, self.fitting = self.count + other.count, self.fitting + other.fitting
         self.timed += other.timed
         if other.least < self.least:
@@ -248,11 +251,13 @@ class _Best:
         self._extend_front([(float(seconds[i]), float(peak[i]), layouts.row(int(i))) for i in on_front])
 
     def merge(self, other: _Best) -> None:
+        """Add the layouts of `other`."""
         for seconds, layout in other.fastest_of.values():
             self._add_layout(seconds, layout)
         self._extend_front(other.on_front)
 
     def _add_layout(self, seconds: float, layout: Layout) -> None:
+        """Store `layout` if it is the first of its arrangement, or faster than the one before."""
         key = _ranked_key(layout)
         if key not in self.fastest_of or seconds < self.fastest_of[key][0]:
             self.fastest_of[key] = seconds, layout

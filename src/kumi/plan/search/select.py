@@ -124,6 +124,7 @@ def training_problems(job: Job, layout: Layout, *, memory: bool) -> list[str]:
 
 
 def _job_with_peak_flops(job: Job) -> Job:
+    """Return `job` on devices with an assumed peak, if their peak is not known: see `with_peak_flops`."""
     device = with_peak_flops(job.cluster.device, job.precision.matmul_dtype)
     return replace(job, cluster=replace(job.cluster, device=device))
 

@@ -118,6 +118,7 @@ def _nodes_to_bisect(job: Job, pinned: Pins, nodes: int) -> list[int]:
 
 
 def _doubled_nodes(job: Job) -> Iterator[int]:
+    """Yield one node per site, then twice as many each time, up to `_MAX_DEVICES` devices."""
     nodes = job.cluster.sites
     while nodes * job.cluster.devices_per_node <= _MAX_DEVICES:
         yield nodes
@@ -128,7 +129,7 @@ def _too_slow(job: Job, tried: dict[int, ClusterSize], days: float) -> FitError 
     """Return the error for a search without a large enough number of nodes."""
     if not tried:
         return FitError(
-            f"this model and batch fit on no number of {job.cluster.device.name} up to {_MAX_DEVICES}; "
+            f"this model and batch fit on no number of {job.cluster.device.name} devices up to {_MAX_DEVICES}; "
             f"run `kumi plan` without --days to see why"
         )
     best = min(tried.values(), key=lambda size: size.days)
@@ -136,6 +137,6 @@ def _too_slow(job: Job, tried: dict[int, ClusterSize], days: float) -> FitError 
     if 2 * best.devices > _MAX_DEVICES:
         return LayoutError(f"{fastest}, and a search takes at most {_MAX_DEVICES}; allow more days, or fewer tokens")
     return LayoutError(
-        f"{fastest}, and tokens_per_step={job.batch.tokens_per_step} has too few sequences for more; raise it, or "
-        f"allow more days"
+        f"{fastest}, and tokens_per_step={job.batch.tokens_per_step} has too few sequences for more devices; raise "
+        f"it, or allow more days"
     )

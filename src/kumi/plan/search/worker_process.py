@@ -14,6 +14,7 @@ from typing import Any
 
 
 def _main() -> None:
+    """Answer calls until standard input ends. What the function prints goes to standard error."""
     tasks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     sys.stdout = sys.stderr
     try:
@@ -27,6 +28,7 @@ def _main() -> None:
 
 
 def _answer(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+    """Return (result, None) of a call, or (None, the error) if it raises one."""
     try:
         return call(*arguments), None
     except Exception as error:

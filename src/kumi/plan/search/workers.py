@@ -53,7 +53,8 @@ def start_workers(task: Callable[..., Any], workers: int, rows: int) -> Iterator
             yield lambda *arguments: pool.submit(task, *arguments), max(1, workers)
         return
     idle = SimpleQueue[subprocess.Popen[bytes]]()
-    # A thread for each process passes on tasks and results.
+    # A thread for each process passes on tasks and results. On leaving, `stack` ends the processes, the pool's threads
+    # end, and then `pipes` closes the pipes.
     with ExitStack() as pipes, ThreadPoolExecutor(max_workers=processes) as pool, ExitStack() as stack:
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
         for _ in range(processes):
@@ -65,6 +66,7 @@ def start_workers(task: Callable[..., Any], workers: int, rows: int) -> Iterator
         started = set[int]()
 
         def ask(*arguments: Any) -> Any:
+            """Return the task's result from a process that is idle; its first request also brings it the task."""
             process = idle.get()
             try:
                 is_first = process.pid not in started
@@ -77,6 +79,7 @@ def start_workers(task: Callable[..., Any], workers: int, rows: int) -> Iterator
 
 
 def _start_process() -> subprocess.Popen[bytes]:
+    """Start a worker process that imports kumi from the same folder as this process."""
     root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     # One thread per worker; the processes run in parallel.
@@ -110,6 +113,7 @@ def _ask(process: subprocess.Popen[bytes], request: bytes) -> Any:
 
 
 def _fate(code: int) -> str:
+    """Return the words for the exit `code` of a process: a negative code is the signal that ended it."""
     if code < 0:
         return f"was killed by signal {-code} (9 is often the system running out of memory)"
     return f"exited with code {code}"

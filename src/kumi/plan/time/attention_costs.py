@@ -15,11 +15,11 @@ _FLASH_SPEED = {"flash": 1.0, "flash-1": 0.6, "flash-3": 1.0, "pytorch": 1.0}
 # On Hopper, kernels made for earlier processors reach this share of the speed of kernels made for Hopper
 # (FlashAttention-3, arXiv:2407.08608, figure 5: 370 against 600 TFLOP/s forward).
 _BEFORE_HOPPER = 0.65
-# Share of the peak that batched matmuls of scores reach. This and the next were fitted to vTrain's and BLOOM's searches
-# on A100.
+# Share of the peak that batched matmuls of scores reach. This share and the next were fitted to vTrain's and
+# BLOOM's searches on A100.
 _SCORE_MATMULS = 0.42
 # Share of that speed where the head size is not a multiple of 8, so that tensor cores cannot read it (BigScience's
-# chronicles: 134 TFLOP/s with 64 heads of 216, 100 with 128 heads of 108).
+# chronicles: training reached 134 TFLOP/s with 64 heads of 216, and 100 with 128 heads of 108).
 _UNALIGNED_HEADS = 0.08
 # Speed of ring attention, which computes one block of keys at a time and merges the results, relative to fused
 # attention over all keys on a GPU. Fitted to NVIDIA's runs with context parallelism on H100 (DGX Cloud benchmarks).

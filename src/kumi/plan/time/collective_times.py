@@ -23,7 +23,8 @@ def ranks_in_block(stride: Floats, degree: Floats, span: float) -> Floats:
 def _crossings(cluster: ClusterSpec, stride: Floats, degree: Floats) -> Iterator[tuple[Link, Floats, Floats]]:
     """Yield (link, inside, reach), innermost first.
 
-    Of a group's ranks, `inside` share a block of the next inner link, and `reach` share a block of this link.
+    A block of a link is the set of `Link.span` consecutive ranks that it connects. Of a group's ranks, `inside` share a
+    block of the next inner link, and `reach` share a block of this link.
 
     A group crosses a link if `reach` is larger than `inside`. The outermost link connects all ranks of the group,
     also those of the two ends of a pipeline, whose distance does not divide its span.

@@ -1,8 +1,9 @@
 """Seconds in which the ranks of a training layout generate a rollout batch.
 
-One call of the engine `kumi.rollout.own_engine` generates at most `FILLS` replies per slot. For each call, ZeRO's ranks
-gather all weights; a data-parallel rank computes the prompt of a group once, and decodes with slots
-that are refilled; then all ranks wait for the longest reply.
+A slot is a place for one of the sequences that a data-parallel rank decodes at once; the replies to one prompt are a
+group. One call of the engine `kumi.rollout.own_engine` generates at most `FILLS` replies per slot. For each call,
+ZeRO's ranks gather all weights; a data-parallel rank computes the prompt of a group once, and decodes with slots that
+are refilled; then all ranks wait for the longest reply.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def expected_lengths(spec: RolloutSpec) -> BatchLengths:
 
 
 def generates_at_known_speed(job: Job) -> bool:
-    """Return True if the device's memory bandwidth is known, which bounds decode steps, and its peak FLOPs."""
+    """Return True if the device's memory bandwidth is known, which bounds decode steps, and its peak FLOP/s."""
     device = job.cluster.device
     return bool(device.memory_bandwidth and device.peak_flops(job.precision.compute))
 
@@ -108,6 +109,8 @@ def generation_time(job: Job, layout: Layout, lengths: BatchLengths) -> Generati
 def _generation_time(
     job: InferenceJob, layout: Layout, slots: int, gather: float, lengths: BatchLengths
 ) -> GenerationTime:
+    """Return the seconds of all calls of the engine for a batch of these `lengths`; each call takes `gather` seconds
+    to gather the weights, and as long as its slowest rank to generate."""
     sequences = lengths.sequences
     prefill, decode, calls = 0.0, 0.0, 0
     call_size = FILLS * slots * layout.dp

@@ -73,7 +73,7 @@ def _padded_area(processors: int, rows: Floats, columns: Floats) -> Floats:
 
 
 def attention_shares(device: Device, tokens: Numbers) -> tuple[Floats, Floats]:
-    """Return the shares of the peak that fused attention reaches in documents of `tokens`, forward and backward.
+    """Return the shares of the peak that fused attention reaches in documents of `tokens` tokens, forward and backward.
 
     Between two measured lengths a share is linear in the logarithm of the length; beyond them it is the nearest one.
     """

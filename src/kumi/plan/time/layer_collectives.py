@@ -7,7 +7,7 @@
     norm_all_reduce(layouts)        the gradient norm, once a step
 
 `kumi.plan.time.layer_costs` sums their seconds for the step time; `kumi.plan.time.traffic` lists them for one layout.
-Counts are per microbatch.
+Counts are per microbatch, but for the gradient norm.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CollectiveBatch(NamedTuple):
     `group`: name of its process group (see `kumi.spec.process_groups`).
     `bytes`: size of the unsharded tensor; for all_to_all and send, the bytes that one rank sends, (rows,).
     `counts`: occurrences in a microbatch by phase: "forward", "backward", "recompute" (with full recomputation) and
-        "selective" (with selective recomputation). A number or (rows,).
+        "selective" (with selective recomputation); or in a step: "update". A number or (rows,).
     `hidden_by`: the computation that can hide it: "attention", "matmuls" or "".
     `copies`: ranks that an all_to_all sends each element to; ranks behind the same link share one transfer.
     """
@@ -76,10 +76,10 @@ def layer_collectives(sizes: LayoutSizes, ops: Sequence[Op]) -> Iterator[Collect
 def _tensor_parallel(sizes: LayoutSizes, ops: Sequence[Op]) -> Iterator[CollectiveBatch]:
     """Yield the tensor-parallel collectives of a layer (see `kumi.plan.time.tensor_traffic`).
 
-    An all-reduce in the forward and one in the backward pass (Shoeybi et al., 2019). With sequence parallelism they are
-    split into reduce-scatter and all-gather, and inputs are gathered a second time for the weight gradients
-    (Korthikanti et al., 2022, section 4.2). Selective recomputation saves the results of collectives except for
-    `shared_inputs`.
+    Attention and MLP each have an all-reduce in the forward and one in the backward pass (Shoeybi et al., 2019). With
+    sequence parallelism they are split into reduce-scatter and all-gather, and inputs are gathered a second time for
+    the weight gradients (Korthikanti et al., 2022, section 4.2). Selective recomputation saves the results of
+    collectives except for `shared_inputs`.
     """
     layer, hidden_by = tensor_traffic(ops), "matmuls" if sizes.engine.overlap_tp else ""
     inputs, shared = Counter(layer.column_inputs), Counter(layer.shared_inputs)
@@ -186,9 +186,9 @@ def _context_parallel(sizes: LayoutSizes, op: Op) -> Iterator[CollectiveBatch]:
 def _expert_parallel(sizes: LayoutSizes, op: Op, experts: int) -> Iterator[CollectiveBatch]:
     """Yield the collectives that dispatch tokens to `experts` experts and combine the results.
 
-    An all-to-all over ep each way, and one for the numbers of tokens. Ranks that shard experts along expert_tp also
-    all-gather each other's tokens, choices and weights before, and reduce-scatter the results after; the backward pass
-    does the reverse, without the choices.
+    Tokens take an all-to-all over ep each way, and their numbers take one. Ranks that shard experts along expert_tp
+    also all-gather each other's tokens, choices and weights before, and reduce-scatter the results after; the backward
+    pass does the reverse, without the choices.
     """
     tokens = sizes.tokens / np.where(sizes.sequence_parallel, sizes.tp, 1.0)
     hidden = sizes.itemsize * tokens * sizes.job.model.hidden_size * sizes.expert_tp

@@ -246,7 +246,10 @@ class _OpCosts(LayoutSizes):
         self.add_passes(cost, memory_passes("logits", self.engine.loss_kernels), self.tokens * columns)
 
     def _head_again(self, columns: Floats) -> Floats:
-        """Return 1 where the backward pass computes the head's first matmul again, else 0. `columns`: of its output."""
+        """Return 1 where the backward pass computes the head's first matmul again, else 0.
+
+        `columns`: the columns of its output on a rank.
+        """
         again = np.full_like(self.tp, self.job.passes.head_again)
         if self.device.kind == "cpu" and self.job.passes.head_again:
             for row, (pp, schedule) in enumerate(zip(self.layouts.pp, self.layouts.schedule, strict=True)):

@@ -1,4 +1,4 @@
-"""Tensor-parallel communication of a layer, derived from the ledger.
+"""Tensor-parallel communication of a layer, derived from the ledger, the list of its operations.
 
 The trainer (`kumi.parallel.tensor_parallel`) places its collectives by the same rules.
 """

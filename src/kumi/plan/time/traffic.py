@@ -44,7 +44,7 @@ from kumi.spec.shard_slices import partial_expert_params, partial_grad_params, t
 from kumi.spec.sharding import FsdpUnit, fsdp_units, local_numel, rank_params, stage_bounds, stage_ops, tp_style
 
 # The axis under which a process group is listed, where it is not the group's name: groups of dense parameters and of
-# routed experts, of the gradient norm, and of a tied table.
+# routed experts, of the gradient norm, and of a tied table (the token table of a model whose head is the same matrix).
 LISTED_AXES = {
     "data": "dp",
     "expert_data": "dp",

@@ -150,7 +150,8 @@ def update_seconds(
 def _reduce_and_gather_seconds(job: Job, layouts: LayoutBatch, params: DataParallelParams) -> tuple[Floats, Floats]:
     """Return the seconds of gradient reduction, and of the all-gather of updated parameters, once a step.
 
-    Without ZeRO all gradients are reduced in one message, with ZeRO unit by unit.
+    Without ZeRO all gradients are reduced in one message, with ZeRO unit by unit. ZeRO-2 and 3 reduce-scatter in every
+    microbatch, so that only the all-reduce over replicas counts here; ZeRO-3 gathers in every microbatch, too.
     """
     reduce = gather = np.zeros(len(layouts))
     for routed, gathered, trained, count in zip(

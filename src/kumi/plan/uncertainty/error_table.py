@@ -5,6 +5,8 @@ of measured / estimated step time and peak memory. `benchmarks/planner_intervals
 
 Runs of one experiment share a model, a cluster and a trainer, so that their errors are alike. Experiments with
 `_FULL_WEIGHT` runs or more therefore weigh the same, however many they have; experiments with fewer weigh less.
+
+A regime is a group of runs whose errors are alike, such as those of dense models (see `RunTraits`).
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class PublishedRun:
         return self.time_error if quantity == "time" else self.memory_error
 
     def regime(self, quantity: str) -> str:
+        """Return the regime of the error of `quantity`."""
         return self.traits.time_regime if quantity == "time" else self.traits.memory_regime
 
 
@@ -147,6 +150,7 @@ def published_runs(quantity: str = "") -> tuple[PublishedRun, ...]:
 
 
 def _published_run(row: dict[str, str]) -> PublishedRun:
+    """Return the run of a row of the file, the inverse of `csv_row`."""
     traits = RunTraits(
         stack=row["stack"],
         experts=row["experts"] == "yes",

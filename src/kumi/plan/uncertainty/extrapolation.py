@@ -21,6 +21,7 @@ def extrapolation(traits: RunTraits, runs: Sequence[PublishedRun], *, on_measure
 
 
 def _reasons(traits: RunTraits, published: Sequence[RunTraits], on_measured_machines: bool) -> Iterator[str]:
+    """Yield each way in which a run with `traits` is outside of the `published` runs."""
     if not on_measured_machines and not any(other.device == traits.device for other in published):
         yield f"no published run is on {traits.device}"
     for technique in traits.techniques:
