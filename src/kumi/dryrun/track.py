@@ -63,7 +63,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.messages: Counter[Message] = Counter()
         self.flops: Counter[str] = Counter()
         self.inside: dict[Any, Callable[..., Any]] = dict(IMPLEMENTATIONS)  # composite operator -> its implementation
-        self.current = 0
         self.kind = "activations"
         # Storages are numbered in the order in which they are tracked, because addresses are used again.
         self._sizes: dict[int, tuple[int, int]] = {}  # address of a storage -> (number, bytes)
@@ -218,5 +217,4 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _log(self, number: int, change: int) -> None:
         if change:
-            self.current += change
             self._events.append((number, change))
