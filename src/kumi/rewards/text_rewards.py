@@ -80,8 +80,8 @@ def _algebraic() -> Callable[[str, str, float], bool]:
     def equal(reply: str, answer: str, tolerance: float) -> bool:
         if equal_answers(reply, answer, tolerance):
             return True
-        # Both in math mode, as they come from a \boxed{}. The timeouts of math-verify, which need signals, are off: the
-        # worker has a deadline.
+        # math-verify reads LaTeX between dollars, as in a \boxed{}. Its timeouts, which need signals, are off: the
+        # process that computes rewards has a deadline.
         gold, target = (parse(f"${text}$", parsing_timeout=None) for text in (answer, reply))
         return bool(verify(gold, target, timeout_seconds=None))
 
@@ -89,6 +89,7 @@ def _algebraic() -> Callable[[str, str, float], bool]:
 
 
 def regex_reward(spec: RegexReward) -> RewardFunction:
+    """Return the reward for replies that match a pattern; with a column, its last match's group must be an answer."""
     pattern = re.compile(spec.pattern)
 
     def reward(prompt: str, reply: str, row: Mapping[str, Any]) -> float:
@@ -103,9 +104,11 @@ def regex_reward(spec: RegexReward) -> RewardFunction:
 def json_schema_reward(spec: JsonSchemaReward, folder: Path) -> RewardFunction:
     """Return the reward for replies that are valid under a schema, whose file is relative to `folder`.
 
-    The reply is JSON, or one block of code with it. Raise ConfigError for a file that is no schema.
+    The reply is JSON, or one block of code with it. Raise ConfigError for a file that is no schema. The reward raises
+    RowError for a row whose column is no schema.
     """
     fixed = _schema(folder / Path(spec.schema_file).expanduser(), spec) if spec.schema_file else None
+    source = f"column {spec.column!r}" if spec.column else f"schema_file {spec.schema_file!r}"
 
     def reward(prompt: str, reply: str, row: Mapping[str, Any]) -> float:
         schema = fixed
@@ -121,7 +124,7 @@ def json_schema_reward(spec: JsonSchemaReward, folder: Path) -> RewardFunction:
         try:
             return float(is_valid(parsed, schema))
         except SchemaError as error:
-            raise RowError(f"column {spec.column!r} is not a JSON schema: {error}") from None
+            raise RowError(f"{source} is not a JSON schema: {error}") from None
 
     return reward
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kumi.errors import RefusedError
-from kumi.files.untrusted import inside
+from kumi.files.untrusted import brief, inside
 from kumi.storage.write import DTYPES, ITEMSIZE, blocks, tiling_problem
 
 if TYPE_CHECKING:
@@ -90,7 +90,10 @@ def parse_files(folder: Path, index: Mapping[str, Any]) -> dict[str, StoredFile]
         if not isinstance(name, str) or name in files or not name.endswith(".safetensors"):
             raise IndexFault(f"the file {name!r} is listed twice or is not a safetensors file")
         if not _are_sizes([file.size, file.header, file.crc32]) or file.header > file.size:
-            raise IndexFault(f"{name} cannot have {file.size!r} bytes with {file.header!r} bytes for its header")
+            raise IndexFault(
+                f"{name}: its size, header and crc32 ({file.size!r}, {file.header!r}, {file.crc32!r}) are not integers "
+                f"from 0, or its header is longer than its size"
+            )
         try:
             size = os.stat(inside(folder, name, RefusedError)).st_size
         except FileNotFoundError:
@@ -125,7 +128,9 @@ def _tensor(name: str, entry: Any, files: Mapping[str, StoredFile]) -> StoredTen
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) or entry["dtype"] not in _NAMES:
         raise IndexFault(f"{name!r} has an unknown dtype")
     if not _are_sizes(entry.get("shape")) or math.prod(max(1, size) for size in entry["shape"]) > _MAX_SIZE:
-        raise IndexFault(f"{name!r} has the shape {entry.get('shape')!r}")
+        raise IndexFault(
+            f"{name!r} has the shape {entry.get('shape')!r}, not a list of sizes with a product below 2**60"
+        )
     shape, dtype = tuple(entry["shape"]), _NAMES[entry["dtype"]]
     keys = {"file", "start", "extent", "offset", "crc32"}
     pieces = tuple(_piece(name, item, shape, ITEMSIZE[dtype], files) for item in _objects(entry.get("pieces"), keys))
@@ -140,18 +145,22 @@ def _piece(
 ) -> StoredPiece:
     start, extent, sums = entry["start"], entry["extent"], entry["crc32"]
     if not all(map(_are_sizes, (start, extent, sums))) or not len(start) == len(extent) == len(shape):
-        raise IndexFault(f"{name!r} has a piece at {start!r} of {extent!r}")
+        raise IndexFault(
+            f"{name!r} {shape} has a piece at {start!r} with the extent {extent!r} and the checksums {brief(sums)}: "
+            f"each must be a list of integers from 0, and the first two have one for each dim"
+        )
     if any(low + count > size for low, count, size in zip(start, extent, shape)):
-        raise IndexFault(f"{name!r} {shape} has a piece at {start} of {extent}, beyond its end in a dim")
+        raise IndexFault(f"{name!r} {shape} has a piece at {start} of {extent}, beyond the end of the tensor in a dim")
     file = files.get(entry["file"]) if isinstance(entry["file"], str) else None
     nbytes = math.prod(extent) * itemsize
     if file is None or not _are_sizes([entry["offset"]]) or not file.header <= entry["offset"] <= file.size - nbytes:
         raise IndexFault(
-            f"{name!r} has {nbytes} bytes at {entry['offset']!r} of {entry['file']!r}, in its header or beyond its end"
+            f"{name!r} has a piece of {nbytes} bytes at the offset {entry['offset']!r} of {entry['file']!r}: the index "
+            f"lists no such file, or the offset is in the file's header, or the piece ends beyond the file"
         )
     rows = extent[0] if extent else 1
     if len(sums) != len(list(blocks(rows, nbytes // rows if rows else 0))):
-        raise IndexFault(f"{name!r} has a piece with {len(sums)} checksums")
+        raise IndexFault(f"{name!r} has a piece with {len(sums)} checksums, not one for each of its blocks")
     return StoredPiece(entry["file"], tuple(start), tuple(extent), entry["offset"], tuple(sums))
 
 

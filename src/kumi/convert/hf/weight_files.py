@@ -1,4 +1,8 @@
-"""Jobs that fill the weight files of a Hugging Face folder from a model on disk."""
+"""Jobs that fill the weight files of a Hugging Face folder from a model on disk.
+
+A native tensor is a parameter of kumi's. A tensor of the files may have parts of several native tensors, and the parts
+of one native tensor may be in several tensors and files (`kumi.spec.weights`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,13 @@ from kumi.spec.weights import ParamPart, Part, stored_parts, stored_tensors
 
 
 def jobs(folder: Path, shards: Mapping[str, Layout], spec: ModelSpec, reader: Reader) -> list[Job]:
-    """Return one job per native tensor whose parts are contiguous in the files, and one per remaining file tensor."""
+    """Return the jobs that write every tensor of the files.
+
+    A job writes the parts of one native tensor that belong into one file. Tensors of the files in which native tensors
+    are transposed or interleaved have a job each.
+
+    `shards`: name of a file in `folder` -> the tensors in it and their positions.
+    """
     location = {name: (folder / file, layout) for file, layout in shards.items() for name in layout.shapes}
     scattered = {
         name
