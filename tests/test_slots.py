@@ -21,6 +21,7 @@ SLOTS = {
     "MLP": {"function"},
     "Embedding": {"lookup"},
     "Linear": {"multiply"},
+    "HeadLinear": {"multiply"},
 }
 LAYOUTS = [
     Layout(),

@@ -110,6 +110,22 @@ def reshards_after_forward(module: nn.Module) -> bool:
     return any(group is not None and group.post_forward_mesh_info is not None for group in groups)
 
 
+def free_gather_buffer(module: nn.Module) -> None:
+    """Free the buffer of FSDP2's last all-gather, whose parameters are copied out of it already.
+
+    `module` is the root of an FSDP2 model, in its forward pass. FSDP2 frees the buffer at the end of that pass. As
+    there, the streams of later all-gathers wait for the copy.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    context = fully_shard.state(module)._comm_ctx  # type: ignore[attr-defined]
+    last = context.all_gather_state
+    if last is not None:
+        context.all_gather_copy_in_stream.wait_event(last.event)
+        context.all_gather_stream.wait_event(last.event)
+        context.all_gather_state = None
+
+
 def rerun_fsdp_post_backward(module: nn.Module) -> None:
     """Run FSDP2's post-backward of `module` again, to reduce gradients that were added after its backward pass.
 

@@ -84,7 +84,7 @@ def _measured_gathered(layout, family, kind):
     def look_in_backward(module, args, output):
         output.register_hook(lambda grad: backward.append(_whole(model)))
 
-    for module in (model.model.embed_tokens, *model.model.layers.values()):
+    for module in (model.model.embed_tokens, *model.model.layers.values(), model.model.norm):
         module.register_forward_pre_hook(lambda *_: forward.append(_whole(model)))
         module.register_forward_hook(look_in_backward)
     for microbatches in MICROBATCHES:
@@ -133,7 +133,7 @@ def _units(layout, family):
             # Several modules, such as two tables, may be one unit.
             unit = id(module._get_fsdp_state())
             units[unit] = units.get(unit, set()) | names.difference(*units.values())
-    return sorted(map(sorted, units.values()))
+    return sorted(sorted(names) for names in units.values() if names)  # the root may have no parameters
 
 
 @pytest.mark.parametrize("family", SPECS)

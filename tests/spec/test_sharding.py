@@ -128,14 +128,14 @@ def named(model, layers, **stage):
     ]
 
 
-def test_units_of_a_stage_are_its_tables_layers_experts_and_root():
-    root = ("root", "", "model.norm.weight", "lm_head.weight")
+def test_units_of_a_stage_are_its_tables_layers_experts_and_head():
+    head = ("head", "model.norm", "lm_head", "model.norm.weight", "lm_head.weight")
     table = ("embedding", "model.embed_tokens", "model.embed_tokens.weight")
-    assert named(DENSE, (0,), embedding=True, head=True) == [table, ("layer", "model.layers.0"), root]
+    assert named(DENSE, (0,), embedding=True, head=True) == [table, ("layer", "model.layers.0"), head]
     assert named(SPARSE, (1,), embedding=False, head=True) == [
         ("layer", "model.layers.1"),
         ("experts", "model.layers.1.mlp.experts"),
-        root,
+        head,
     ]
     assert named(DENSE, (1, 2), embedding=False, head=False) == [("layer", f"model.layers.{index}") for index in (1, 2)]
 

@@ -86,11 +86,19 @@ def _with_keys_of(stored, value):
     return {name: _with_keys_of(stored[name], item) for name, item in value.items() if name in stored}
 
 
-def test_a_stored_plan_is_estimated_as_it_was_and_a_new_search_ties_with_it(files, capsys):
+def test_a_stored_plan_is_estimated_alike_and_a_new_search_ties_with_it(files, capsys):
+    """Estimates have become more exact: the head is an FSDP unit of its own, and GPUs have other kernels than CPUs."""
     stored = json.loads((files / "plan.json").read_text())["best"]
     assert main(["plan", "plan.toml", "plan.margin=0.02", "--json"]) == 0
     pinned = json.loads(capsys.readouterr().out)["best"]
-    assert _with_keys_of(stored, pinned) == stored
+    for key in ("layout", "fits"):
+        assert _with_keys_of(stored[key], pinned[key]) == stored[key], key
+    assert pinned["peak_memory"] == pytest.approx(stored["peak_memory"], rel=0.01)
+    assert pinned["step_seconds"] == pytest.approx(stored["step_seconds"], rel=0.1)
+    sent, before = (
+        sum(message["bytes"] * message["count"] for message in plan["collectives"]) for plan in (pinned, stored)
+    )
+    assert sent == before
     assert main(["plan", "planned.toml", "plan.margin=0.02", "--json"]) == 0
     chosen = json.loads(capsys.readouterr().out)["best"]
-    assert chosen["step_seconds"] <= (1 + TIE_TOLERANCE) * stored["step_seconds"]
+    assert chosen["step_seconds"] <= (1 + TIE_TOLERANCE) * pinned["step_seconds"]

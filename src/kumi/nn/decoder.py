@@ -23,7 +23,7 @@ from kumi.nn.attention.attention_context import (
     segments,
 )
 from kumi.nn.attention.grouped_query import attend
-from kumi.nn.linear import Linear
+from kumi.nn.linear import HeadLinear
 from kumi.nn.logit_chunks import FULL_VOCABULARY, Shaping, Statistic, TokenScores
 from kumi.nn.mixers import MIXERS
 from kumi.nn.mlp import MLP
@@ -213,9 +213,9 @@ class Decoder(nn.Module):
         table = embedding or (head and tied)
         self.model = Model(spec, indices, table=table, first=embedding, norm=head, device=device, dtype=dtype)
         if head and spec.head == "score":
-            self.score = Linear(spec.hidden_size, 1, bias=False, device=device, dtype=dtype)
+            self.score = HeadLinear(spec.hidden_size, 1, bias=False, device=device, dtype=dtype)
         elif head and not tied:
-            self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, device=device, dtype=dtype)
+            self.lm_head = HeadLinear(spec.hidden_size, spec.vocab_size, bias=False, device=device, dtype=dtype)
         self.make_attention: MakeAttention = unsharded_attention
         self.make_lengths: Callable[[Tensor, Tensor | None], int | Tensor] = document_lengths
         self.embedding_noise: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
@@ -317,8 +317,42 @@ class Decoder(nn.Module):
         )
         if not self.has_head:
             return hidden
-        flat, weight = hidden.flatten(0, -2), self.head_weight
         shape = input_ids.shape if position_ids is None else position_ids.shape
+
+        def outputs(weight: Tensor) -> Any:
+            return self._head_outputs(
+                hidden.flatten(0, -2),
+                weight,
+                shape,
+                labels=labels,
+                token_weights=token_weights,
+                loss=loss,
+                head_positions=head_positions,
+                statistics=statistics,
+                cached=cached,
+            )
+
+        # The weight is read in a call of its module, around which FSDP2 gathers it.
+        head = self.head_module
+        result: Tensor | TokenScores | tuple[Tensor, Tensor] = (
+            outputs(self.head_weight) if head is None else head(outputs)
+        )
+        return result
+
+    def _head_outputs(
+        self,
+        flat: Tensor,
+        weight: Tensor,
+        shape: torch.Size,
+        *,
+        labels: Tensor | None,
+        token_weights: Tensor | None,
+        loss: Callable[[Tensor], Tensor] | None,
+        head_positions: Tensor | None,
+        statistics: tuple[Statistic, ...],
+        cached: CachedPass | None,
+    ) -> Any:
+        """Return the outputs of `forward` for hidden states `flat` (T, D) of rows of `shape`, with `head_weight`."""
         if cached is not None:
             tokens = self.vocabulary.gather(flat)
             tokens = tokens if head_positions is None else tokens[head_positions]
@@ -387,6 +421,13 @@ class Decoder(nn.Module):
         if self.model.embed_positions is not None:
             x = x + self.model.embed_positions(position_ids).to(x.dtype)
         return _apply_norm(self.model.embed_norm, x)
+
+    @property
+    def head_module(self) -> HeadLinear | None:
+        """The module with the weight of the head; None if it is the token table."""
+        if self.spec.head == "score":
+            return self.score
+        return None if self.spec.tie_word_embeddings else self.lm_head
 
     @property
     def head_weight(self) -> Tensor:

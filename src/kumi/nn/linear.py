@@ -99,6 +99,18 @@ class _WeightCopy(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
+class HeadLinear(Linear):
+    """The output projection, whose weight only the function that a call gets computes with.
+
+    A loss multiplies chunks of tokens with the weight, and has a gradient of its own. The call around it lets hooks of
+    the module act as for any layer: FSDP2 gathers the weight before.
+    """
+
+    def forward(self, outputs: Callable[[Tensor], Any]) -> Any:  # type: ignore[override]
+        """Return the result of `outputs` for the weight (V, D)."""
+        return outputs(self.weight)
+
+
 class _DeferrableLinear(torch.autograd.Function):
     """F.linear with a backward pass that can defer the weight's gradient to `layer.deferred_wgrads`."""
 

@@ -28,7 +28,13 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from kumi.accelerator import is_gpu
-from kumi.compat import ddp_without_buffer_sync, keep_integers_in_fsdp, rerun_fsdp_post_backward, reshards_after_forward
+from kumi.compat import (
+    ddp_without_buffer_sync,
+    free_gather_buffer,
+    keep_integers_in_fsdp,
+    rerun_fsdp_post_backward,
+    reshards_after_forward,
+)
 from kumi.nn.decoder import Decoder, DecoderLayer, Embedding
 from kumi.nn.moe import MoE
 from kumi.nn.nf4 import packed_matrices
@@ -87,8 +93,9 @@ def apply_fsdp(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = 
     """Shard the parameters of `decoder`, in place, in the units of `kumi.spec.sharding.fsdp_units`.
 
     A unit is the modules that one `fully_shard` call shards and gathers together. The root unit is the decoder itself:
-    it is all-gathered first and stays unsharded until the backward ends. Shards are in `precision.param`, all-gathered
-    parameters in `precision.compute`.
+    it is all-gathered first and stays unsharded until the backward ends; it has the token table if that is the head,
+    too, and hardly a parameter otherwise. Shards are in `precision.param`, all-gathered parameters in
+    `precision.compute`.
     """
     # Imported here: it imports sympy, half a second of CPU time that a single process does not need.
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -108,10 +115,12 @@ def apply_fsdp(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = 
         keep_integers_in_fsdp()
     else:
         ignored |= set(packed)  # nothing in them is trained: no state to shard
-    outer = [*units_by_name["embedding"], *units_by_name["layer"]]
+    outer = [*units_by_name["embedding"], *units_by_name["layer"], *units_by_name["head"]]
     for unit in outer:
-        # The backward begins with the last layer: resharding it after the forward would only cost another all-gather.
-        free = mesh.layout.zero == 3 and unit[0] not in layers[-1:] and not getattr(unit[0], "shared", False)
+        # The backward begins with the head and the last layer: resharding them after the forward would only cost
+        # another all-gather.
+        last = unit[0] in layers[-1:] or unit in units_by_name["head"]
+        free = mesh.layout.zero == 3 and not last and not getattr(unit[0], "shared", False)
         modules: Any = unit if len(unit) > 1 else unit[0]
         fully_shard(modules, mesh=axes, reshard_after_forward=free, ignored_params=ignored, **options)
     fully_shard(decoder, mesh=axes, reshard_after_forward=False, ignored_params=ignored, **options)
@@ -122,13 +131,17 @@ def apply_fsdp(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = 
             # Sum without averaging, by plain sums: gloo has no pre-multiplied sums.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+    if decoder.has_head:
+        # FSDP2 would keep the buffer of the last all-gather beside the logits, to the end of the forward pass.
+        decoder.model.norm.register_forward_hook(lambda *_: free_gather_buffer(decoder))
     if comm.prefetch is not None:
         _set_prefetch([unit[0] for unit in outer], comm.prefetch)
+    _stop_prefetch(outer[0][0])
 
 
 def _unit_modules(decoder: Decoder) -> dict[str, list[list[nn.Module]]]:
     """Return for each kind of FSDP unit ("layer", ...) the modules of each such unit of `decoder`, in forward order."""
-    modules: dict[str, list[list[nn.Module]]] = {"embedding": [], "layer": [], "experts": [], "root": []}
+    modules: dict[str, list[list[nn.Module]]] = {"embedding": [], "layer": [], "experts": [], "head": [], "root": []}
     ops = stage_ops(
         decoder.spec, map(int, decoder.model.layers), embedding=decoder.has_embedding, head=decoder.has_head
     )
@@ -143,6 +156,18 @@ def _set_prefetch(units: list[Any], count: int) -> None:
         unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + count])
         previous = units[max(0, index - count) : index][::-1]
         unit.set_modules_to_backward_prefetch([other for other in previous if not isinstance(other, Embedding)])
+
+
+def _stop_prefetch(first: nn.Module) -> None:
+    """Make `first`, the first unit of a stage, prefetch no other unit in the backward pass.
+
+    FSDP2 would gather the unit whose forward pass came before: the head in the previous microbatch of the step. The
+    first one whose forward pass ends is the last unit inside of `first` (experts), else `first` itself.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    unit = [module for module in first.modules() if isinstance(module, FSDPModule)][-1]
+    unit.set_modules_to_backward_prefetch([unit])  # it is there already; an empty list would mean FSDP2's default
 
 
 def offloads_states(layout: Layout) -> bool:

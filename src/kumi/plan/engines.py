@@ -78,7 +78,6 @@ _TORCHTITAN = Engine(
     dispatch=3.0,
     autograd=("norm", "gate"),
     selective="half-products",
-    head_stays=False,
     source=(
         "pytorch/torchtitan: distributed/ (MixedPrecisionPolicy param bfloat16, reduce float32), components/loss.py "
         "(float32 cross entropy), torch.compile for each block; async TP is a switch, off by default"

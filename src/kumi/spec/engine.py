@@ -28,8 +28,8 @@ class Engine:
       "half-products" (every second matmul, and attention) or "attention" (everything outside of attention).
     - `bucket_bytes`: fixed communication buffers for gradients and parameters.
     - `update_itemsize`: bytes of temporary copies during the update, per element of a rank's shard.
-    - `head_stays`: the all-gathered head is freed, and its gradient reduced, only after the backward pass of all
-      layers.
+    - `head_stays`: the head is part of FSDP's root unit, which is all-gathered before the first layer, and freed and
+      reduced after the backward pass of all layers. A tied head always is.
     - `stage_output`: a pipeline stage keeps the activations that it has sent until their backward pass.
     - `gathered_inputs`: under sequence parallelism, column-parallel matrices save their all-gathered input
       instead of the rank's shard of it.
@@ -99,7 +99,7 @@ class Engine:
     whole_logits: bool = False
     bucket_bytes: float = 0.0
     update_itemsize: int = 0
-    head_stays: bool = True
+    head_stays: bool = False
     stage_output: bool = False
     gathered_inputs: bool = False
     tokens_once: bool = False

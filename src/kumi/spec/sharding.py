@@ -211,7 +211,8 @@ def stage_ops(
 class FsdpUnit:
     """Operations with parameters that FSDP all-gathers and reduce-scatters together.
 
-    - `name`: "embedding" (tokens and positions), "layer", "experts" (the routed experts of a layer) or "root".
+    - `name`: "embedding" (tokens and positions), "layer", "experts" (the routed experts of a layer), "head" (with the
+      final norm) or "root".
     - `modules`: names of the modules with these parameters; "" for the decoder without the modules of other units.
     - `ops`: the operations, in the order of the forward pass.
     """
@@ -228,8 +229,8 @@ class FsdpUnit:
 def fsdp_units(ops: Iterable[Op]) -> tuple[FsdpUnit, ...]:
     """Return the FSDP units of a stage with operations `ops`, in the order of the forward pass, the root last.
 
-    The root has the final norm, the head, the norm of the embeddings, and a tied embedding. It is all-gathered at the
-    start of the forward and freed at the end of the backward, which needs the head first.
+    The root has the norm of the embeddings and, if the head is tied, the token table and the final norm. It is
+    all-gathered at the start of the forward and freed at the end of the backward, which needs the head first.
     """
     ops = list(ops)
     tied = any(op.kind == "log_prob" and not op.params for op in ops)
@@ -248,12 +249,14 @@ def _unit_of(op: Op, *, tied: bool) -> tuple[str, str]:
     if is_layer_param(first):
         layer = LAYERS + first.name.removeprefix(LAYERS).partition(".")[0]
         return ("experts", first.name.rpartition(".")[0]) if is_routed(first) else ("layer", layer)
-    return ("embedding", "") if op.kind in ("embedding", "positions") and not tied else ("root", "")
+    if not tied and op.kind in ("embedding", "positions"):
+        return "embedding", ""
+    return ("head", "") if not tied and op.name in ("model.norm", "lm_head", "score") else ("root", "")
 
 
 def _modules(name: str, module: str, ops: Sequence[Op]) -> tuple[str, ...]:
-    """Return the names of the modules of the unit `name`; in the embedding, each operation is a module."""
-    return tuple(op.name for op in ops) if name == "embedding" else (module,)
+    """Return the names of the modules of the unit `name`; in the embedding and head, each operation is a module."""
+    return tuple(op.name for op in ops) if name in ("embedding", "head") else (module,)
 
 
 @dataclass(frozen=True)

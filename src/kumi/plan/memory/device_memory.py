@@ -502,7 +502,7 @@ def _after_offload(
     """Return the device memory that offloading changes, by kind.
 
     Of offloaded states the device still holds, in the compute dtype or packed: the layer in use with its gradient, the
-    next layer, and FSDP's root unit with its gradient. Of offloaded activations it holds all but the `moved` bytes.
+    next layer, and the head with its gradient. Of offloaded activations it holds all but the `moved` bytes.
     """
     states, optimizer = _offloads(layouts, "states"), _offloads(layouts, "optimizer")
     absent = {"params": states, "grads": states, "weights": states, "optimizer": states | optimizer}
@@ -516,8 +516,10 @@ def _after_offload(
 
 def bytes_in_use_of_offloaded_states(job: Job, params: RankParams) -> Floats:
     """Return the bytes of offloaded states that stay on the device: see `_after_offload`."""
-    grads = job.itemsize * (params.root.trained + params.largest_trained)
-    return np.asarray(params.root.gathered_bytes + 2 * params.largest_gathered_bytes + grads)
+    ends = params.root + params.head
+    trained = np.maximum(params.layer.trained, params.embedding.trained)
+    gathered = np.maximum(params.layer.gathered_bytes, params.embedding.gathered_bytes)
+    return np.asarray(ends.gathered_bytes + 2 * gathered + job.itemsize * (ends.trained + trained))
 
 
 def host_memory(job: Job, layouts: LayoutBatch, share: RankStages, invariant: InvariantMemory | None = None) -> Floats:

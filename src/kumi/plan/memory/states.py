@@ -79,31 +79,35 @@ class RankParams(NamedTuple):
     """Parameters on a rank, by FSDP unit.
 
     `total`: all parameters.
-    `root`: the root unit: the head with the final norm, and the token table if tied. It is gathered first and freed
-        last.
+    `root`: the root unit, which is gathered first and freed last: the token table and the final norm if tied.
     `layer`: the largest layer, the maximum of each size separately.
-    `embedding`: the embedding, where it is a separate unit.
+    `embedding`, `head`: the embedding, and the head with the final norm, where they are separate units.
     """
 
     total: ParamShards
     root: ParamShards
     layer: ParamShards
     embedding: ParamShards
+    head: ParamShards
 
     @property
     def largest_trained(self) -> Floats:
         """Trainable elements in the largest non-root FSDP unit."""
-        return np.maximum(self.layer.trained, self.embedding.trained)
+        return self._largest_of("trained")
 
     @property
     def largest_unsharded(self) -> Floats:
         """Elements in the largest non-root FSDP unit."""
-        return np.maximum(self.layer.unsharded, self.embedding.unsharded)
+        return self._largest_of("unsharded")
 
     @property
     def largest_gathered_bytes(self) -> Floats:
         """Bytes of the largest non-root FSDP unit after an all-gather."""
-        return np.maximum(self.layer.gathered_bytes, self.embedding.gathered_bytes)
+        return self._largest_of("gathered_bytes")
+
+    def _largest_of(self, field: str) -> Floats:
+        units = self.layer, self.embedding, self.head
+        return np.asarray(np.max([getattr(unit, field) for unit in units], axis=0))
 
 
 def num_shards(layouts: LayoutBatch, *, routed: bool = False) -> Ints:
@@ -143,15 +147,16 @@ def _rank_params(job: Job, layouts: LayoutBatch, share: RankStages, cache: RowCa
     if (layouts.tiles > 1).any():
         gathered_layers = [param_shards(job, ops, unique, one_tile=True).take(index) for ops in kinds]
     none = ParamShards.zero(len(layouts))
-    ends = {"embedding": none, "root": none}
+    ends = {"embedding": none, "head": none, "root": none}
     for (name, _, count), unit in zip(end_units, units[len(kinds) :], strict=True):
+        name = "root" if name == "head" and job.engine.head_stays else name
         ends[name] = ends[name] + unit.times(count)
-    root, embedding, largest = ends["root"], ends["embedding"], none
-    total = root + embedding
+    root, embedding, head, largest = ends["root"], ends["embedding"], ends["head"], none
+    total = root + embedding + head
     for layer, gathered, count in zip(layers, gathered_layers, share.layers, strict=True):
         total = total + layer.times(count)
         largest = largest.largest(gathered.times(np.minimum(count, 1.0)))
-    return RankParams(total, root, largest, embedding)
+    return RankParams(total, root, largest, embedding, head)
 
 
 def _zero_kind(layouts: LayoutBatch) -> Ints:
@@ -336,7 +341,7 @@ class UnshardedBytes(NamedTuple):
 
     By moment, all kinds together with their communication buffers:
     `at_loss`: when the loss is computed.
-    `at_layer`: in the backward pass of a layer, while its gradients are reduced.
+    `at_layer`: in the backward pass of a layer, while its gradients or those of the head are reduced.
     `at_end`: in the backward pass of the embedding, while the root's gradients are reduced.
     """
 
@@ -352,40 +357,53 @@ def unsharded_bytes(job: Job, layouts: LayoutBatch, params: RankParams, microbat
     """Return the bytes of unsharded copies of states on a rank; zero where states are not sharded.
 
     ZeRO-1 and 2 keep every unit gathered from its first use in a step to its last. ZeRO-3 keeps the root and one other
-    unit gathered, and prefetches the next. Gradients are unsharded for the root and one other unit, in the compute
-    dtype. With more than one microbatch, ZeRO-1 also accumulates unsharded gradients of all units in the dtype of the
-    reduction. Engines with weights in the compute dtype gather nothing below ZeRO-3.
+    unit gathered, and prefetches the next; the last layer is gathered beside the head. Gradients are unsharded for the
+    root and one other unit, in the compute dtype. With more than one microbatch, ZeRO-1 also accumulates unsharded
+    gradients of all units in the dtype of the reduction. Engines with weights in the compute dtype gather nothing
+    below ZeRO-3.
     """
     compute, reduce = job.itemsize, ITEMSIZE[job.precision.reduce]
-    root, layer, embedding, zero3 = params.root, params.layer, params.embedding, layouts.zero == 3
+    root, layer, embedding, head = params.root, params.layer, params.embedding, params.head
+    zero3 = layouts.zero == 3
     gathered = params.total.gathered_bytes
     accumulated = reduce * np.where((layouts.zero == 1) & (microbatches > 1), params.total.trained, 0.0)
     # A reduce-scatter reads an unsharded buffer and writes a sharded buffer, both in the dtype of the reduction.
     reduce_buffers = reduce * (1 + 1 / np.maximum(1, num_shards(layouts)))
-    loss = np.where(zero3, root.gathered_bytes + layer.gathered_bytes, gathered)
+    one_layer = np.where(zero3, root.gathered_bytes + layer.gathered_bytes, gathered)
+    loss = one_layer + np.where(zero3, head.gathered_bytes, 0.0)
     # FSDP keeps two communication buffers until the next collective replaces them: the all-gather buffer of the last
-    # layer, and the input of the last reduce-scatter of the previous microbatch.
-    keeps_gather, keeps_reduce = zero3 | (microbatches == 1), (layouts.zero >= 2) & (microbatches > 1)
+    # unit, unless the head is a unit of its own, whose buffer is freed before the loss; and the input of the last
+    # reduce-scatter of the previous microbatch.
+    keeps_gather = (zero3 | (microbatches == 1)) & job.engine.head_stays
+    keeps_reduce = (layouts.zero >= 2) & (microbatches > 1)
     last_reduced = np.where(
         embedding.trained_padded > 0, embedding.trained_padded, np.maximum(root.trained_padded, layer.trained_padded)
     )
     buffers = np.where(keeps_gather, layer.gathered_bytes, 0.0) + reduce * np.where(keeps_reduce, last_reduced, 0.0)
-    backward = loss + np.where(zero3, layer.gathered_bytes, 0.0) + compute * (root.trained + layer.trained)
-    if not job.engine.head_stays:
-        backward = backward - np.where(zero3, root.gathered_bytes, 0.0) - compute * root.trained
+    backward = one_layer + np.where(zero3, layer.gathered_bytes, 0.0) + compute * (root.trained + layer.trained)
+    in_layer = backward + reduce_buffers * layer.trained_padded
+    # The input of the head's reduce-scatter stays until that of the last layer. If the gradients are allocated in this
+    # pass, there are only the head's then, of all that count as resident in the backward pass of a layer.
+    in_head = np.maximum(
+        one_layer + compute * head.trained + reduce_buffers * head.trained_padded,
+        backward + reduce * head.trained_padded,
+    )
+    missing = job.engine.grad_itemsize * (params.total.trained_shard - head.trained_shard)
+    in_head = in_head - np.where((microbatches == 1) | (layouts.zero == 1), missing, 0.0)
     end_reduced = np.maximum(root.trained_padded, embedding.trained_padded)
     end_grads = compute * (root.trained + embedding.trained)
     end = np.where(zero3, root.gathered_bytes, gathered) + end_grads + reduce_buffers * end_reduced
+    in_use = np.maximum(embedding.gathered_bytes, layer.gathered_bytes + head.gathered_bytes)
     active = (num_shards(layouts) > 1) & (zero3 | (not job.engine.half_weights))
     return UnshardedBytes(
         *(
             np.where(active, size, 0.0)
             for size in (
-                np.where(zero3, root.gathered_bytes + params.largest_gathered_bytes, gathered),
+                np.where(zero3, root.gathered_bytes + in_use, gathered),
                 accumulated,
                 compute * (root.trained + params.largest_trained),
                 loss + accumulated + buffers,
-                backward + accumulated + reduce_buffers * layer.trained_padded,
+                np.maximum(in_layer, in_head) + accumulated,
                 end + accumulated,
             )
         )

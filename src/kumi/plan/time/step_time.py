@@ -293,16 +293,19 @@ def _add_end_collectives(job: Job, layouts: LayoutBatch, times: StageTimes, shar
     """Add the exposed all-gathers and reduce-scatters of the embedding and the head in a microbatch.
 
     The two are gathered first and reduced last, when there is nothing to overlap with. The exception is an untied head
-    that the engine frees before the backward pass of the layers: its reduction overlaps with that pass.
+    that is a unit of its own: its all-gather overlaps with the forward pass of the layer before, and its reduction with
+    the backward pass of the layers.
     """
     if not (layouts.zero >= 2).any():
         return
-    frees_head = not (job.engine.head_stays or job.model.tie_word_embeddings)
+    layers = np.maximum(1.0, share.layers.sum(axis=0))
+    layer_forward = overlap_share(job, job.engine.overlap_params) * times.forward / layers
     backward = overlap_share(job, job.engine.overlap_grads) * times.backward
     for unit, count in embedding_and_head_units(job.model, share):
         gather, scatter = unit_collective_seconds(job, layouts, [unit])
-        hidden = backward if frees_head and unit.name == "root" else 0.0
-        scatter = slowed_seconds(scatter, np.maximum(0.0, scatter - hidden))
+        if unit.name == "head" and not job.engine.head_stays:
+            gather = slowed_seconds(gather, np.maximum(0.0, gather - layer_forward))
+            scatter = slowed_seconds(scatter, np.maximum(0.0, scatter - backward))
         times.forward += count * gather
         times.backward += count * scatter
         times.kinds["dp"] += count * (gather + scatter)

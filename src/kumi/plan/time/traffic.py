@@ -129,7 +129,7 @@ class _Rank:
 
     @cached_property
     def units(self) -> list[FsdpUnit]:
-        """FSDP units of all stages of the rank, the roots last."""
+        """FSDP units of all stages of the rank, the heads and roots last."""
         last = self.layout.pp * self.layout.stages - 1
         ends = [
             unit
@@ -139,8 +139,8 @@ class _Rank:
             )
         ]
         inner = [unit for layer in self.layers for unit in self.layer_units[layer]]
-        tables, roots = ([unit for unit in ends if (unit.name == "root") == root] for root in (False, True))
-        return [*tables, *inner, *roots]
+        tables = [unit for unit in ends if unit.name == "embedding"]
+        return [*tables, *inner, *(unit for unit in ends if unit.name != "embedding")]
 
 
 # An FSDP unit, the number of equal units on the rank, and the collectives of one unit.
@@ -189,7 +189,7 @@ def _backward_gathers(rank: _Rank, unit: FsdpUnit, count: int) -> int:
     """Return how many of `count` units equal to `unit` ZeRO-3 gathers a second time, in the backward pass.
 
     These are all layers except the rank's last, which stays gathered. The gradient of an embedding needs no weights,
-    and the root stays gathered.
+    and the head and the root stay gathered.
     """
     if unit.name not in ("layer", "experts"):
         return 0
