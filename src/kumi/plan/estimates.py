@@ -112,7 +112,7 @@ class Estimate:
         forward passes of `Job.passes`, which have no gradient. Runs with rollouts also have rollout (generation) and
         scoring (by reward models), and runs with a critic have critic.
     `stages`: the pipeline stages in model order.
-    `collectives`: all communication of one rank in a step: a rank of the pipeline stage with the most work.
+    `collectives`: all communication of one rank in a step, on the pp rank with the most work.
     `model_flops`: FLOPs of a step, with attention counted in full within documents (`Job.attention_len`), and
         recomputation not at all.
     `peak_flops`: FLOP/s of a device on its data sheet.

@@ -1,8 +1,8 @@
 """Seconds to answer many prompts: passes over the prompts, and decode steps of a replica with slots.
 
 A replica generates as many replies at once as it has slots. A slot that is free takes the next prompt, so that replies
-of different lengths do not wait for each other. Without refilling, replies begin in waves, with one reply for
-each slot, and all replies of a wave wait for its longest.
+of different lengths do not wait for each other. Without refilling, replies begin in waves, with one reply for each
+slot, and all replies of a wave wait for its longest.
 """
 
 from __future__ import annotations
