@@ -114,7 +114,10 @@ def _without_excluded(source: Source, matches: list[Path]) -> list[Path]:
 
 
 def would_read(source: Source, path: Path) -> bool:
-    """Return True if a file at the absolute `path` would belong to `source`; the file need not exist."""
+    """Return True if a file at the absolute `path` would belong to `source`; the file need not exist.
+
+    Always False for indexed data, reasoning-gym, datasets of the hub and URLs.
+    """
     if (
         source.format == "indexed"
         or is_gym(source.path)
@@ -251,7 +254,10 @@ def _indexed_matches(pattern: str) -> Iterator[Path]:
 
 
 def _walk(folder: Path, excluded: Sequence[re.Pattern[str]]) -> Iterator[Path]:
-    """Yield the files below `folder`, following links to folders; each folder is read once."""
+    """Yield the files below `folder` that are neither hidden nor in an excluded folder.
+
+    Links to folders are followed; each folder is read once.
+    """
     visited = set()
     for root, folders, names in os.walk(folder, onerror=_refuse_unlistable, followlinks=True):
         real = os.path.realpath(root)

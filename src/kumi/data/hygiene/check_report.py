@@ -13,6 +13,7 @@ def check_lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _lines(result: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines with the characters of the data as they are."""
     for source in result["sources"]:
         tokens = source["files_of_tokens"]
         unread = f", {source['faults']:,} that cannot be read or used" if source["faults"] else ""
@@ -33,6 +34,7 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _duplicates(kind: str, summary: dict[str, Any], rows: int) -> Iterator[str]:
+    """Yield the lines about the "exact" or "near" duplicates among all `rows` rows."""
     share = summary["rows"] / max(rows, 1)
     yield f"{kind} duplicates: {summary['rows']:,} of {rows:,} rows ({share:.1%}), of {summary['of']:,} others"
     for example in summary["examples"]:
