@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from kumi.data.record_files import Fault
 from kumi.errors import ConfigError, DataError
 
+# Called with the bytes and the tokens of a job that are done so far.
 Report = Callable[[int, int], None]
 # Estimated ratio of text to compressed bytes, for the progress display only.
 EXPANSION = 4

@@ -60,7 +60,7 @@ def empty_sums(sequences: int, units: int, rows: int) -> ReferenceSums:
 
 
 def reference_path(prefix: Path, digest: str) -> Path:
-    """Return the file of the side `prefix` for a reference whose inputs have `digest`."""
+    """Return the path of the log-probs of the token files `prefix`, by a reference whose inputs have `digest`."""
     return Path(f"{prefix}.reference.{digest}.f8")
 
 

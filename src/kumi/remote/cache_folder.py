@@ -161,6 +161,7 @@ def _size(folder: Path) -> int:
 
 
 def _existing(path: Path) -> Path:
+    """Return `path`, or the nearest folder above it that exists."""
     while not path.exists():
         path = path.parent
     return path

@@ -81,6 +81,7 @@ def find_template(options: ChatOptions, folder: Path | str) -> ChatTemplate | No
 
 
 def _template(text: str, origin: str, tool_text: str | None = None) -> ChatTemplate:
+    """Return the template of these texts. Raise ConfigError if one of them is longer than `MAX_TEMPLATE`."""
     for source in (text, tool_text or ""):
         if len(source) > MAX_TEMPLATE:
             raise ConfigError(
@@ -194,5 +195,6 @@ def load_stops(tokenizer: Tokenizer, options: ChatOptions) -> tuple[str, ...]:
 
 
 def _json(folder: Path, name: str) -> Mapping[str, Any]:
+    """Return the JSON object in the file `name` of `folder`; {} if there is no such file."""
     bounds = TOKENIZER if name == TOKENIZER_CONFIG else CONFIG
     return read_object(folder, name, ConfigError, bounds, infinity=True) if (folder / name).is_file() else {}
