@@ -107,6 +107,7 @@ def _parse(path: str) -> _Problems:
 
 
 def _value(text: str) -> Any:
+    """Return the value of the JSON `text`, or `text` itself if it is no JSON."""
     try:
         return json.loads(text)
     except ValueError:

@@ -194,6 +194,7 @@ def _parquet(path: Path, key: str, start: int, end: int | None) -> Iterator[tupl
 
 
 def _value(value: Any, key: str, file: str, row: int) -> Item:
+    """Return `value`, an Arrow scalar of the column `key`, as a Record; a Fault unless it is a text."""
     try:
         return _field({key: value.as_py()}, key, file, row)
     except UnicodeDecodeError as error:

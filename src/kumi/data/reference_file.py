@@ -118,6 +118,7 @@ def _crc(head: Array, parts: list[Any]) -> int:
 
 
 def _damaged(path: Path, reason: str) -> RefusedError:
+    """Return the error for a file that does not have the log-probs."""
     return RefusedError(
         f"{path}: holds no log-probs of the reference for this data ({reason}); remove it, and run kumi train again, "
         "which computes them"

@@ -160,6 +160,7 @@ def _inner_suffix(path: Path) -> str:
 
 
 def _refuse_unknown(source: Source, files: list[Path]) -> None:
+    """Raise DataPathError if a file has a suffix of no known format."""
     unknown = [f for f in files if file_format(f, source.format) is None]
     if unknown:
         shown = ", ".join(str(f) for f in unknown[:3]) + (" ..." if len(unknown) > 3 else "")
@@ -171,6 +172,7 @@ def _refuse_unknown(source: Source, files: list[Path]) -> None:
 
 
 def _refuse_irregular(source: Source, files: list[Path]) -> None:
+    """Raise DataPathError for a path that is no regular file, or whose name is not UTF-8."""
     irregular = next((f for f in files if not f.is_file()), None)
     if irregular is not None:
         raise DataPathError(
@@ -238,7 +240,7 @@ def saved_files(folder: Path) -> list[Path] | None:
         raise DataPathError(f"{folder / _STATE}: lists no data files; save the dataset again")
     if state.get("_indices_data_files"):
         raise DataPathError(
-            f"{folder}: is a selection of rows of an older `datasets`; load it with `datasets` and save it again"
+            f"{folder}: has a selection of rows that an older `datasets` saved; load it with `datasets` and save it again"
         )
     return [inside(folder, name, DataPathError) for name in names]
 

@@ -143,7 +143,7 @@ def _remedy(source: str, key: str) -> str:
 
 
 def _not_fetched(source: str, key: str, reason: str) -> ConfigError:
-    """Return the error for a `source` that the hub does not give."""
+    """Return the error for a `source` that could not be fetched."""
     return ConfigError(
         f"{key}: {source!r} is not a folder, and fetching it from the hub failed ({reason}); "
         f"{_remedy(source, key)}{cwd_note(source)}"

@@ -48,7 +48,7 @@ class ControlTokens:
         self.stops = alternatives(stops)
         self.special_ids = frozenset(token_id for text, token_id in ids.items() if text in special)
         self.stop_ids = frozenset(ids[stop] for stop in stops if stop in ids)
-        # What is marked in messages of others than the assistant.
+        # What is marked in tools, and in messages of others than the assistant.
         self._foreign = alternatives([text for text in special | written if len(text) > 1])
         safe = [token for token in texts.values() if not token.normalized and not token.single_word]
         left = [token.content for token in safe if token.lstrip]

@@ -248,6 +248,7 @@ class ConversationEncoder:
         return first, second
 
     def _single(self, side: Conversation, name: str) -> _Rendered:
+        """Return the only sample of the side `name` of a preference. Raise RowRefused if it has several."""
         samples = self._samples(side)
         if len(samples) > 1:
             raise RowRefused(

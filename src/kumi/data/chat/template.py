@@ -137,6 +137,7 @@ def _read_named(path: Path) -> str:
 
 
 def _decode(raw: bytes, path: Path) -> str:
+    """Return the text of the file `path`, with newlines as line ends. Raise ConfigError unless it is UTF-8."""
     try:
         return raw.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:

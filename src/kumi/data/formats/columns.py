@@ -35,6 +35,7 @@ _PROMPTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("conversations", "", "system"),
     ),
 }
+# What a row of each kind needs, for messages.
 _NEEDS = {
     "chat": "messages or conversations",
     "prompt-completion": "prompt and completion",
