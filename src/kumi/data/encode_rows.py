@@ -79,7 +79,7 @@ def write_units(job: dict[str, Any], path: RowPath, tokens: Tokenizer, folder: P
 
 
 class _RowWorker:
-    """Encodes the rows of a job's segments; their units wait in a batch for each side until they are written."""
+    """Encodes the rows of a job's segments; training and validation units wait in two batches until they are written."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class _RowWorker:
                 self._refuse(number, Fault(file, line, error.kind, error.reason))
 
     def _encode(self, segment: int, example: Example) -> None:
-        """Add the units of `example` to the batch of its side; write the batches if one is full."""
+        """Add the units of `example` to the training or validation batch; write both batches if one is full."""
         content = content_of(example)
         with self.path.guarded(segment, example.line):
             units = self.path.encoder.encode(example)

@@ -20,7 +20,7 @@ EXPANSION = 4
 
 
 def in_validation(content: str | bytes, fraction: float) -> bool:
-    """Return True if a document or row is held out; its hash decides, so identical ones are on one side."""
+    """Return True if a document or row is held out; its hash decides, so identical ones are never parted."""
     raw = content.encode() if isinstance(content, str) else content
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8, person=b"kumi-split").digest(), "little") < (
         fraction * 2**64

@@ -240,7 +240,8 @@ def saved_files(folder: Path) -> list[Path] | None:
         raise DataPathError(f"{folder / _STATE}: lists no data files; save the dataset again")
     if state.get("_indices_data_files"):
         raise DataPathError(
-            f"{folder}: has a selection of rows that an older `datasets` saved; load it with `datasets` and save it again"
+            f"{folder}: has a selection of rows that an older `datasets` saved; load it with `datasets` and save it "
+            "again"
         )
     return [inside(folder, name, DataPathError) for name in names]
 

@@ -36,7 +36,8 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
 def _duplicates(kind: str, summary: dict[str, Any], rows: int) -> Iterator[str]:
     """Yield the lines about the "exact" or "near" duplicates among all `rows` rows."""
     share = summary["rows"] / max(rows, 1)
-    yield f"{kind} duplicates: {summary['rows']:,} of {rows:,} rows ({share:.1%}); they repeat {summary['of']:,} of the others"
+    repeated = f"they repeat {summary['of']:,} of the others"
+    yield f"{kind} duplicates: {summary['rows']:,} of {rows:,} rows ({share:.1%}); {repeated}"
     for example in summary["examples"]:
         of = example["of"]
         yield f"  {example['file']}:{example['line']} of {of['file']}:{of['line']}"

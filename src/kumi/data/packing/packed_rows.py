@@ -28,6 +28,7 @@ from kumi.objectives import IGNORED, LM_ROWS, MISMATCHED, RowForm
 class PackedRows:
     """The units of `bins` as rows of `seq_len` positions.
 
+    form: how units become rows for the run's objective.
     reference: the reference model's log-probs, float64, one for each sequence of the source; None for an objective
         without a reference.
     mismatched_reference: log-probs of the mismatched sequences, from which KTO estimates its KL divergence (see
