@@ -79,7 +79,7 @@ def write_units(job: dict[str, Any], path: RowPath, tokens: Tokenizer, folder: P
 
 
 class _RowWorker:
-    """Encodes the rows of a job's segments; training and validation units wait in two batches until they are written."""
+    """Encodes the rows of a job's segments; training and validation units wait in two batches to be written."""
 
     def __init__(
         self,

@@ -37,7 +37,8 @@ class RowPath:
     """The functions that turn the rows of one source into units.
 
     kind: the kind of the rows.
-    read: rows of a segment, by its entry in the job: (line, columns) or a Fault; returns the number of lines.
+    read: rows of a segment (a range of a file), by its entry in the job: (line, columns) or a Fault; returns the number
+        of lines.
     convert: (row, file, line) to an example; raises RowRefused.
     encoder: `encode` gives the units of an example, or raises RowRefused; `counts` has "control_tokens_as_text".
     guarded: returns the context in which the row (segment, line) must be encoded.

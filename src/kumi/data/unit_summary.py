@@ -23,7 +23,7 @@ _UNEQUAL = 4
 def summarise_units(store: Store, source: StoredSource, seq_len: int, seed: int, form: RowForm) -> dict[str, Any]:
     """Return figures about the training units of `source`, a source of examples in `store`, as plain data.
 
-    rows_used: rows of the files that became units, those held out included.
+    rows_used: rows of the files that became units, also if they are held out or the source's `max` leaves them out.
     samples_a_row: units / rows_used.
     trained_share: trained tokens / tokens.
     lengths, trained_lengths: histograms of the units' tokens and of their trained tokens (`length_histogram`).

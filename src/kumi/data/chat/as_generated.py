@@ -139,7 +139,7 @@ def _prompt_length(render: Render, before: Sequence[Message], whole: str, parts:
     prompt = render(before, True, {})
     length = len(prompt) if whole.startswith(prompt) else -1
     for mode in markup.modes:
-        # A reply that begins with a word of the message follows the longest prompt already.
+        # If a text of the message begins right after this prompt, no mode has a longer one.
         if length >= 0 and any(part[0].isalnum() and whole.startswith(part, length) for part in parts):
             break
         other = render(before, True, mode)

@@ -13,8 +13,8 @@ from kumi.data.tokenizer import Tokenizer
 
 # A newline before a piece keeps tokenizers from adding the space that begins a text; its tokens are dropped again.
 _ANCHOR = "\n"
-# Texts of at most `_SHORT` characters, such as the template's between messages, are encoded again to find their last
-# token; the tokens of up to `_SHORT_TEXTS` such texts are kept.
+# Texts of at most `_SHORT` characters before or after a message, such as the template's, are encoded alone to count
+# their tokens; the tokens of up to `_SHORT_TEXTS` such texts are kept.
 _SHORT, _SHORT_TEXTS = 1024, 512
 
 
