@@ -1,4 +1,4 @@
-"""Lists of rows to leave out of a preparation: JSONL with a file, a line and, if possible, a digest of the row's text."""
+"""Lists of rows to leave out of a preparation: JSONL with a file, a line and perhaps a digest of the row's text."""
 
 from __future__ import annotations
 
