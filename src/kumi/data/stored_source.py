@@ -141,7 +141,7 @@ def check_kind(source: StoredSource, form: RowForm) -> None:
 def pack_side(
     source: StoredSource, side: str, vocab_size: int, seq_len: int, seed: int, form: RowForm = LM_ROWS
 ) -> PackedRows:
-    """Return the packed rows of `side` of `source`, a source of examples; store the plan of which units each row has.
+    """Return the packed rows of `side` of `source`, a source of examples; store the plan with the units of each row.
 
     Raise ConfigError if no unit fits a row.
     """
