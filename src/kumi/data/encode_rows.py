@@ -30,6 +30,7 @@ from kumi.data.unit_files import UNIT_COLUMNS, UnitTokens
 from kumi.data.unit_writer import UnitWriter, open_unit_writer
 from kumi.files.output import open_new
 
+# The tokens and the units after which a batch is written.
 _BATCH_TOKENS, _BATCH_UNITS = 1 << 18, 1024
 # The largest number of a message that fits a store's turn file.
 _LAST_TURN = 0xFFFF

@@ -24,7 +24,7 @@ PRIVATE = range(0xE000, 0xF900)
 class ControlTokens:
     """The control tokens of a tokenizer with a template.
 
-    added: pattern of all added tokens.
+    added: pattern of all added tokens, which a tokenizer matches before it splits text.
     stops: pattern of the stop tokens.
     special: pattern of the special tokens and the stop tokens, which no text of a row may become.
     cuts: pattern of the added tokens before which a text can be cut without changing its tokens, with the white space

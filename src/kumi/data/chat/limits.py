@@ -26,8 +26,8 @@ TIME, MEMORY, OUTPUT, ERROR = "template-time", "template-memory", "template-outp
 GRACE_S = 1.0
 # Seconds of CPU time between signals of the time limit.
 _REPEAT_S = 0.2
-# Seconds of CPU time that a template needs at least to link so many objects that freeing them overflows a stack of 8
-# MiB.
+# Only a template that runs longer than this, in seconds of CPU time, can link so many objects that freeing them
+# overflows a stack of 8 MiB.
 _LONG_S = 0.02
 _STATM = "/proc/self/statm"
 
