@@ -146,6 +146,7 @@ CALCULATOR = {
 
 
 def number(value: float) -> str:
+    """Return `value` as text, with one digit after the point unless that is 0."""
     return f"{value:,.1f}".rstrip("0").rstrip(".")
 
 
@@ -277,6 +278,7 @@ def rambling_pair(rng: random.Random) -> dict[str, Any]:
 
 
 def pair(question: str, chosen: str, rejected: str) -> dict[str, Any]:
+    """Return the row of a preference pair, with prompt and replies as messages."""
     prompt = [{"role": "user", "content": question}]
     sides = {"chosen": chosen, "rejected": rejected}
     return {"prompt": prompt} | {side: [{"role": "assistant", "content": answer}] for side, answer in sides.items()}
@@ -296,6 +298,7 @@ def pairs(count: int = 120, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write `rows` as JSON lines."""
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 

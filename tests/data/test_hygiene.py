@@ -114,7 +114,7 @@ def test_lines_escape_the_data(tmp_path):
     lines = list(check_lines(check_sources([Source(str(path))], against=[path], write=target)))
     assert lines == [
         f"{path}: 2 rows, 1 that cannot be read or used",
-        "exact duplicates: 1 of 2 rows (50.0%), of 1 others",
+        "exact duplicates: 1 of 2 rows (50.0%); they repeat 1 of the others",
         f"  {path}:2 of {path}:1",
         "    a \\x1b[31m",
         f"{path}: 0 rows of the data share text with 0 of its 3 rows (3 are too short to compare)",

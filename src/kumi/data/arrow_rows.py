@@ -76,6 +76,7 @@ def table_rows(
 def _parquet_batches(
     path: Path, columns: Sequence[str] | None, start: int, end: int | None
 ) -> Iterator[tuple[int, Any]]:
+    """Yield (number of the first row, record batch) for the row groups [start, end) of a parquet file."""
     parquet = import_optional("pyarrow.parquet", ".parquet")
     with (
         open_stream(path, follow=True) as stream,
@@ -99,6 +100,7 @@ def _batch_length(groups: Sequence[Any]) -> int:
 
 
 def _arrow_batches(path: Path, columns: Sequence[str] | None, start: int, end: int | None) -> Iterator[tuple[int, Any]]:
+    """Yield (number of the first row, part of a batch) for the record batches [start, end) of an Arrow file."""
     row = 1
     for number, batch in enumerate(islice(_open_arrow(path), end)):
         if number >= start:
@@ -161,6 +163,7 @@ def _values(array: Any, keep_none: bool = False) -> list[Any]:
 
 
 def _structs(array: Any, keep_none: bool) -> list[Any]:
+    """Return the values of an array of structs as dicts, None for null; without keys whose value is None by default."""
     names = [array.type.field(number).name for number in range(array.type.num_fields)]
     # `field` ignores the offset of a slice, `flatten` does not; it also gives None where the struct is null.
     columns = [

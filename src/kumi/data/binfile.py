@@ -25,10 +25,12 @@ from kumi.files.untrusted import open_stream
 from kumi.paths import shown_path
 
 Array = npt.NDArray[Any]
+# append(ids, lengths): add documents by their concatenated ids and their lengths.
 Append = Callable[[Array, Array], None]
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
+# The format's codes of dtypes for token ids.
 _CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _BLOCK = 1 << 18  # entries of a list that are processed at a time
 
@@ -115,6 +117,7 @@ class IndexedFile:
             offset = int(ends[-1])
 
     def _contradiction(self, number: int) -> RefusedError:
+        """Return the error for a document whose length and offset do not fit."""
         return RefusedError(
             f"{idx_path(self.prefix)}: length and offset of document {number} contradict each other: the index is "
             f"damaged, or its sequences are not stored in order without gaps; copy it again or write it again"
@@ -133,6 +136,7 @@ class IndexedFile:
         return low - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments of `open_file`, with which another process maps the files again."""
         checksums = None if self.guard is None else self.guard.checksums
         return open_file, (self.prefix, checksums, self.vocab_size)
 

@@ -194,7 +194,7 @@ def _run(job: dict[str, Any]) -> None:
 
 
 def _texts(job: dict[str, Any], faults: list[Fault]) -> Iterator[str]:
-    """Yield the training texts of the sample; the first unreadable record is added to `faults`."""
+    """Yield the training texts of the sample, up to each unit's limit; add the first unreadable record to `faults`."""
     for unit in job["chosen"]:
         remaining = unit["limit"]
         fraction = unit.get("validation", job["validation"])

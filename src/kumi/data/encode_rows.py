@@ -1,4 +1,6 @@
-"""The part of a worker's job for rows that are examples: read, convert, encode, and write them as units."""
+"""The part of a worker's job for rows that are examples: read and convert each row, encode it as units, write them.
+
+A unit here is an `EncodedUnit`: one sequence, or both sides of a preference. A row gives one unit or several."""
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ from kumi.data.unit_files import UNIT_COLUMNS, UnitTokens
 from kumi.data.unit_writer import UnitWriter, open_unit_writer
 from kumi.files.output import open_new
 
+# The tokens and the units after which a batch is written.
 _BATCH_TOKENS, _BATCH_UNITS = 1 << 18, 1024
 # The largest number of a message that fits a store's turn file.
 _LAST_TURN = 0xFFFF
@@ -52,9 +55,9 @@ class _Batch:
 def write_units(job: dict[str, Any], path: RowPath, tokens: Tokenizer, folder: Path, report: Report) -> dict[str, Any]:
     """Write the units and faults of the job's segments to `folder`; return the counts for unit.json.
 
-    The counts are those of a job of documents (see `kumi.data.tokenize_worker`), and: rows (used and refused),
-    samples:N (rows that became N units), special (control tokens that are spelled out in texts), and for train and
-    validation the units and the trained tokens.
+    path: the functions that turn the rows into units. The counts are those of a job of documents (see
+    `kumi.data.tokenize_worker`), and: rows (used and refused), samples:N (rows that became N units), special (control
+    tokens that are spelled out in texts), and for train and validation the units and the trained tokens.
     """
     counts: Counter[str] = Counter()
     lines, done = [], 0
@@ -77,6 +80,8 @@ def write_units(job: dict[str, Any], path: RowPath, tokens: Tokenizer, folder: P
 
 
 class _RowWorker:
+    """Encodes the rows of a job's segments; training and validation units wait in two batches to be written."""
+
     def __init__(
         self,
         job: dict[str, Any],
@@ -115,6 +120,7 @@ class _RowWorker:
                 self._refuse(number, Fault(file, line, error.kind, error.reason))
 
     def _encode(self, segment: int, example: Example) -> None:
+        """Add the units of `example` to the training or validation batch; write both batches if one is full."""
         content = content_of(example)
         with self.path.guarded(segment, example.line):
             units = self.path.encoder.encode(example)
@@ -147,7 +153,7 @@ class _RowWorker:
 
 
 def content_of(example: Example) -> bytes:
-    """Return what decides the units of a row, as bytes: not its file, its line and the columns that are ignored."""
+    """Return what decides the units of a row, as bytes: without its file, its line and the columns that are ignored."""
     value = {
         "sides": [asdict(side) for side in example.sides],
         "label": example.label,

@@ -82,6 +82,7 @@ class ZstdFrame:
             return 0
         if magic != _MAGIC:
             raise ValueError("no Zstandard frame begins here")
+        # Magic number and flags, then window, dictionary id and size of the content (RFC 8878, section 3.1.1.1).
         single, self._checksum = bool(flags & 32), 4 * bool(flags & 4)
         size = 5 + (not single) + (0, 1, 2, 4)[flags & 3] + (int(single), 2, 4, 8)[flags >> 6]
         self._header_read = len(data) >= size

@@ -1,12 +1,13 @@
-"""Data paths that name problems of reasoning-gym: their rows, as a file in the cache.
+"""Data paths that name problems of reasoning-gym; the problems are made as rows of a JSONL file in the cache.
 
     reasoning-gym:chain_sum?size=5000&seed=1&max_terms=3
 
-    size    different problems; by default 1000
+    size    number of different problems; by default 1000
     seed    of the first problem; by default 0
     split   "train", or "test" for the tenth of all problems that "train" never has
     chat    true for prompts that are messages of a user, for the chat template
     system  a system prompt of the package by its name, such as "direct", which asks for answers between tags
+            (implies chat)
 
 Other keys are those of the task's configuration in the package, with values as JSON or as text; %26 is an ampersand.
 
@@ -81,6 +82,7 @@ def gym_file(path: str) -> Path:
 
 
 def _prompt(problems: _Problems, question: str) -> str | list[dict[str, str]]:
+    """Return `question` as text, or as messages if the path sets `chat` or `system`."""
     if not problems.chat and problems.system is None:
         return question
     system = [] if problems.system is None else [{"role": "system", "content": system_prompt(problems.system)}]
@@ -105,6 +107,7 @@ def _parse(path: str) -> _Problems:
 
 
 def _value(text: str) -> Any:
+    """Return the value of the JSON `text`, or `text` itself if it is no JSON."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,9 +1,9 @@
-"""Tasks of reasoning-gym: problems that are made on this machine, each with an answer and a scorer of other answers.
+"""Tasks of reasoning-gym: problems that are made on this machine, their answers, and scorers of a model's answers.
 
     row = {"prompt": "What is 2 + 3?", "answer": "5", "reasoning_gym": {"task": ..., "answer": "5", "metadata": ...}}
     row_scorer(row, "answer")("It is <answer>5</answer>.") == 1.0
 
-Problem n of a task with a seed is the one that the package makes with seed + n. The package is an extra, `pip install
+The package makes problem n of a seed from the number seed + n. The package is an extra, `pip install
 'kumi[reasoning]'`, and is imported when the first task is opened.
 """
 
@@ -28,9 +28,9 @@ from kumi.files.untrusted import brief
 PACKAGE = "reasoning-gym"
 # The column of a row with what its scorer needs.
 COLUMN = "reasoning_gym"
-# The problems to train on, and those to evaluate on; one in _TEST_SHARE problems is of "test".
+# The problems to train on, and those to evaluate on; one in _TEST_ONE_IN problems is of "test".
 SPLITS = ("train", "test")
-_TEST_SHARE = 10
+_TEST_ONE_IN = 10
 # A task counts as exhausted after so many successive problems that are repeated, or of the other split.
 _MOST_REPEATED = 10_000
 # Functions that run a text as Python -> the packages that have them.
@@ -57,15 +57,15 @@ def problem_rows(task: str, config: Mapping[str, Any], seed: int, size: int, spl
 
     config: keys of the task's configuration in the package. split: one of `SPLITS`; a hash of a problem's text decides
     its split, so that no problem of "test" is in "train", whatever the seeds. Raise ConfigError for a task or a key
-    that the package lacks, and for a task with fewer problems.
+    that the package lacks, and for a task with fewer than `size` problems of the split.
     """
-    # Problems of the other split and repeated ones are left out, so more are made than asked for. Most tasks could make
-    # further ones later; some make all of them at once.
-    made = (2 if split == "train" else 2 * _TEST_SHARE) * size + 100
+    # Repeated problems and those of the other split are left out, so the dataset must have more than `size`: about 10/9
+    # as many for "train", 10 times as many for "test", and as many again for repeated ones. Most tasks make any number
+    # of problems one by one, whatever the size of the dataset; a few make all of them at once, and have no others.
+    made = (2 if split == "train" else 2 * _TEST_ONE_IN) * size + 100
     dataset = _dataset(task, _frozen(config), seed, made)
-    is_safe = (
-        evaluating_function(task) is None
-    )  # else the task's own answer is not scored, because its scorer evaluates code
+    # A scorer that runs texts as Python is not called, not even to check the problem's own answer.
+    is_safe = evaluating_function(task) is None
     questions, repeated, number = set[str](), 0, 0
     while len(questions) < size:
         problem = _problem(task, dataset, number) if repeated < _MOST_REPEATED else None
@@ -100,13 +100,14 @@ def _problem(task: str, dataset: Any, number: int) -> Mapping[str, Any] | None:
 def split_of(question: str) -> str:
     """Return the split of a problem, by a hash of its text."""
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
-    return SPLITS[int.from_bytes(digest) % _TEST_SHARE == 0]
+    return SPLITS[int.from_bytes(digest) % _TEST_ONE_IN == 0]
 
 
 def _row(task: str, config: Mapping[str, Any], problem: Mapping[str, Any], scorer: Any) -> dict[str, Any]:
-    """Return the row of `problem`. Raise ConfigError if `scorer`, the task's, needs more than a row in JSON has.
+    """Return the row of `problem`.
 
-    Without `scorer` this is not checked.
+    scorer: the task's dataset, which also scores answers; None for no check. Raise ConfigError if it scores the
+    problem's answer otherwise with the row, in which JSON has changed or lost some of the metadata.
     """
     plain = json.loads(json.dumps(problem["metadata"], default=str))
     answer = problem["answer"]
@@ -117,8 +118,8 @@ def _row(task: str, config: Mapping[str, Any], problem: Mapping[str, Any], score
         own = float(scorer.score_answer(answer, problem))
         if _score(scorer, answer, row) != own:
             raise ConfigError(
-                f"{PACKAGE}:{task}: its scorer needs metadata that a row of JSON cannot have, so that its own answer "
-                f"gets another score than {own:g}; use another task"
+                f"{PACKAGE}:{task}: its scorer needs metadata that a row of JSON cannot have, so that the problem's "
+                f"own answer does not get its score of {own:g}; use another task"
             )
     return row
 
@@ -153,7 +154,8 @@ def row_scorer(row: Mapping[str, Any], tag: str) -> Callable[[str], float]:
 
 
 def _score(scorer: Any, answer: str, row: Mapping[str, Any]) -> float:
-    # No scorer reads the question.
+    """Return the score of `answer` to the problem in `row`."""
+    # The question is left out, because no scorer reads it.
     problem = {"answer": row[COLUMN].get("answer"), "metadata": row[COLUMN].get("metadata") or {}}
     return float(scorer.score_answer(answer, problem))
 
@@ -199,7 +201,7 @@ def _evaluating_call(function: FunctionType, owner: type, seen: set[FunctionType
 def _called(written: ast.expr, function: FunctionType, owner: type) -> tuple[Any, str]:
     """Return the object that `written`, the callee of a call in `function`, stands for, and its name.
 
-    The object is None where names alone do not decide it.
+    The object is None if it cannot be looked up by names in the module or in `owner`, such as the result of a call.
     """
     if isinstance(written, ast.Name):
         return function.__globals__.get(written.id, getattr(builtins, written.id, None)), written.id
@@ -220,7 +222,7 @@ def _dataset(task: str, config: str, seed: int, size: int) -> Any:
         raise ConfigError(f"{PACKAGE}:{task}: {unknown} is not a key of this task; its keys are {', '.join(names)}")
     try:
         configured = config_class(**keys, seed=seed, size=size)
-        if hasattr(configured, "validate"):  # of a few tasks it has none
+        if hasattr(configured, "validate"):  # a few tasks have none
             configured.validate()
         return task_class(configured)
     except (AssertionError, TypeError, ValueError) as error:

@@ -89,7 +89,7 @@ class Interleaving:
         return min(begin + _BLOCK, number - number % self.round + self.round) if self.round else begin + _BLOCK
 
     def _drawn_before(self, number: int) -> list[int]:
-        """Return the sequences of each part among the first `number` sequences, which are whole blocks."""
+        """Return the number of sequences of each part among the first `number`, which are whole blocks."""
         result, remaining = [], np.array([number], np.uint64)
         for fraction in self.fractions:
             taken = _scale(remaining, *fraction)

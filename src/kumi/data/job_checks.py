@@ -13,13 +13,14 @@ from typing import Any, TextIO
 from kumi.data.record_files import Fault
 from kumi.errors import ConfigError, DataError
 
+# Called with the bytes and the tokens of a job that are done so far.
 Report = Callable[[int, int], None]
 # Estimated ratio of text to compressed bytes, for the progress display only.
 EXPANSION = 4
 
 
 def in_validation(content: str | bytes, fraction: float) -> bool:
-    """Return True if a document or row is held out; its hash decides, so identical ones are on one side."""
+    """Return True if a document or row is held out; its hash decides, so identical ones are never parted."""
     raw = content.encode() if isinstance(content, str) else content
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8, person=b"kumi-split").digest(), "little") < (
         fraction * 2**64

@@ -24,7 +24,7 @@ from kumi.files.untrusted import json_prefix
 _SPACE = re.compile(r"[ \t\r\n]*")
 # In a list or an object: a string, a bracket, or the quote of a string that does not end in the buffer.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}"]', re.DOTALL)
-# Behind any other value.
+# What may follow any other value.
 _SEPARATOR = re.compile(r"[,\]\n]")
 # The longest literal of JSON; at the end of the buffer it may be incomplete.
 _LITERAL = 16

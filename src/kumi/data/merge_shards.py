@@ -1,4 +1,7 @@
-"""Merge finished units, in order, into the token files and the meta.json of a store."""
+"""Merge finished units, in order, into the token files and the meta.json of a store.
+
+A unit is a part of a source's files (see `kumi.data.shards`). What packing puts into a row as a whole is a "unit of
+examples" here."""
 
 from __future__ import annotations
 
@@ -79,6 +82,7 @@ def _total(units: list[tuple[Unit, Path, dict[str, Any]]]) -> Counter[str]:
 
 
 def _refuse_empty(plan: Plan, totals: list[Counter[str]]) -> None:
+    """Raise ConfigError for a source without a training document, or if nothing is held out against `validation`."""
     for source, total in zip(plan.sources, totals, strict=True):
         documents = total["train_documents"] + total["validation_documents"]
         kinds = ", ".join(f"{count} {kind[6:]}" for kind, count in sorted(total.items()) if kind.startswith("fault:"))
@@ -205,6 +209,7 @@ def _special_in_text(histogram: Array, entry: dict[str, Any], plan: Plan, tokens
 
 
 def _write_files(path: Path, names: list[str], plan: Plan) -> None:
+    """Write the list of all input files, one JSON line each."""
     with open_new(path) as out:
         for name, files in zip(names, plan.files, strict=True):
             for file in files:
@@ -220,6 +225,7 @@ def _remove_others(folder: Path, entries: list[dict[str, Any]]) -> None:
 
 
 def _meta(plan: Plan, tokens: Tokenizer, entries: list[dict[str, Any]], entropy: float) -> dict[str, Any]:
+    """Return the content of meta.json; `entropy` is that of all training tokens."""
     added = {token.content: number for number, token in tokens.backend.get_added_tokens_decoder().items()}
     return {
         "kind": "kumi data",

@@ -77,6 +77,7 @@ def _blocks(file: UnitFile, choice: Selection | None) -> Iterator[tuple[UnitToke
 
 
 def _chosen_tokens(tokens: UnitTokens, columns: Array, chosen: Array) -> UnitTokens:
+    """Return the tokens of the units for which `chosen` (units,) is True."""
     per_token = np.repeat(chosen, columns["tokens"])
     weights = None if tokens.weights is None else tokens.weights[per_token]
     lengths = tokens.lengths[np.repeat(chosen, columns["documents"])]

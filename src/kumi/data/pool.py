@@ -51,7 +51,10 @@ def run_jobs(
 
 
 def _begin(number: int, job: dict[str, Any], module: str, stack: ExitStack, selector: selectors.BaseSelector) -> None:
-    """Start a worker with its first job."""
+    """Start a worker with its first job.
+
+    The worker announces in the file `announced` which row it renders, so that the row is known if the worker dies.
+    """
     announced = stack.enter_context(open_announced())
     process = JsonWorker(module, {VARIABLE: str(announced.descriptor)}, (announced.descriptor,))
     stack.callback(process.stop)

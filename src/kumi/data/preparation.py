@@ -41,6 +41,7 @@ from kumi.progress import show_progress
 from kumi.spec.data_source import ChatOptions, Source
 from kumi.units import format_count
 
+# The file that marks a folder as prepared by kumi, and that a preparation locks.
 OWNER = ".kumi-data"
 _CACHE = "cache"  # units that are tokenized, until all are merged
 # Folders inside a run's folder of data.
@@ -83,7 +84,7 @@ def prepare(
                 f"{folder}: verified by its digests; added checksums of its blocks to {store_meta.META}",
                 file=sys.stderr,
             )
-        remove_tree(folder / _CACHE)  # or the rest that a killed process left
+        remove_tree(folder / _CACHE)  # of this preparation, or the rest that a killed process left
         _store_weights(folder, plan)
         if on_error == "fail":
             _refuse_faults(folder)
@@ -94,6 +95,7 @@ def prepare(
 def _check_options(
     sources: Sequence[Source], tokenizer: Tokenizer, validation: float, on_error: str, add_bos: bool
 ) -> None:
+    """Raise ConfigError for options that a preparation does not support."""
     if not sources:
         raise DataPathError("no data source is given; name at least one path")
     if not 0 <= validation <= 0.5:
@@ -152,7 +154,7 @@ def _is_prepared(folder: Path, plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class _Run:
-    """Arguments of a preparation that do not change its result."""
+    """Arguments of a preparation that do not change its result. `show`: whether to show the progress."""
 
     tokenizer: Tokenizer
     on_error: str

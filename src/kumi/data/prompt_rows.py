@@ -22,7 +22,8 @@ from kumi.objectives import RowForm
 class PromptRows:
     """The prompts of `source` that have at most `seq_len` tokens, in its order.
 
-    seq_len: the most tokens of a prompt: those of a row of the run, without those of the longest reply.
+    seq_len: the most tokens of a prompt, batch.seq_len minus rollout.max_new_tokens.
+    form, weighted, referenced: as in `kumi.data.row_source.RowSource`.
     Raise ConfigError if no prompt is short enough.
     """
 
@@ -36,12 +37,12 @@ class PromptRows:
         if not len(self._row_units):
             raise ConfigError(
                 f"{self.source.prefix}: none of its {self.source.unit_count} prompts has at most {self.seq_len} "
-                f"tokens, batch.seq_len minus rollout.max_new_tokens; raise batch.seq_len"
+                f"tokens (batch.seq_len minus rollout.max_new_tokens); raise batch.seq_len"
             )
 
     @cached_property
     def _row_units(self) -> Array:
-        """The unit of each row, (rows,)."""
+        """The number in `source` of each row's prompt, (rows,)."""
         return np.flatnonzero(np.array(self.source.columns["tokens"]) <= self.seq_len)
 
     @property
@@ -63,7 +64,7 @@ class PromptRows:
         return int(np.array(self.source.columns["tokens"])[self._row_units].sum(dtype=np.int64))
 
     def prompt(self, row: int) -> tuple[list[int], Mapping[str, Any]]:
-        """Return the token ids of the prompt in row `row`, and the columns of its row in the data."""
+        """Return the token ids of the prompt in row `row`, and the columns of the record from which it was made."""
         unit = int(self._row_units[row])
         return self.source.tokens_of(unit).ids.astype(np.int64).tolist(), self.source.extra_of(unit)
 

@@ -12,8 +12,9 @@ from kumi.data.sampler import Mixture
 class SourceReading:
     """What a run reads of one source.
 
-    rows: sequences of the batch. tokens, units: their tokens without padding, and their documents or examples, as means
-        over the rows of the source. share: of the run's tokens or units. epochs: passes over the source.
+    rows: rows of batches that come from it. tokens, units: estimates of the tokens in these rows, without padding, and
+        of the documents or examples, by the means over all rows of the source. share: part of the run's tokens, or of
+        its units if weights are shares of sequences. epochs: passes over the source.
     """
 
     name: str

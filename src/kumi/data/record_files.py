@@ -50,9 +50,9 @@ def open_bytes(path: Path) -> BinaryIO:
 def record_limit(path: Path) -> int:
     """Return the limit on the bytes of one record of `path`.
 
-    For a compressed file it is 64 times the file's size, at least 64 MiB: text compresses to about a third, repetitive
-    text to much less, and a larger record is a decompression bomb. A record is refused once more bytes of it than the
-    limit are read; reading needs about twice the limit in memory.
+    It is 256 MiB. For a compressed file it is 64 times the file's size if that is less, but at least 64 MiB: text
+    compresses to about a third, repetitive text to much less, and a larger record is a decompression bomb. A record is
+    refused once more bytes of it than the limit are read; reading needs about twice the limit in memory.
     """
     return min(MAX_BYTES, max(64 * 2**20, 64 * path.stat().st_size)) if compression(path) else MAX_BYTES
 
@@ -83,7 +83,8 @@ def lines_before(path: Path, offset: int) -> int:
 def jsonl_lines(path: Path, start: int, end: int | None) -> Iterator[tuple[int, bytes | Fault | None]]:
     """Yield (line, bytes) for each line that begins in the bytes [start, end) of `path`; lines count from the first.
 
-    In place of the bytes, a blank line has None, and a line beyond the limit a Fault.
+    In place of the bytes, a blank line has None, and a line beyond the limit a Fault. A file in which all lines are
+    blank gives one more Fault.
     """
     file, line, has_records, limit = str(path), 0, False, record_limit(path)
     with open_bytes(path) as stream:

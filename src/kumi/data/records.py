@@ -147,6 +147,7 @@ def _jsonl(path: Path, key: str, start: int, end: int | None) -> Iterator[tuple[
 
 
 def _field(value: dict[str, Any], key: str, file: str, line: int) -> Item:
+    """Return the text in field `key` of a record as a Record; a Fault unless it is a text."""
     text = value.get(key)
     if isinstance(text, str):
         return _to_item(text, file, line)
@@ -187,11 +188,13 @@ def _parquet(path: Path, key: str, start: int, end: int | None) -> Iterator[tupl
                     row += 1
                     yield row, item
         except import_optional("pyarrow", ".parquet").ArrowException as error:
-            # Some of these are IndexError or KeyError: a row refers to a missing dictionary entry.
+            # Some are IndexError or KeyError, which `read_range` does not catch: a row refers to a missing dictionary
+            # entry.
             raise ValueError(first_line(error)) from error
 
 
 def _value(value: Any, key: str, file: str, row: int) -> Item:
+    """Return `value`, an Arrow scalar of the column `key`, as a Record; a Fault unless it is a text."""
     try:
         return _field({key: value.as_py()}, key, file, row)
     except UnicodeDecodeError as error:

@@ -60,7 +60,7 @@ def empty_sums(sequences: int, units: int, rows: int) -> ReferenceSums:
 
 
 def reference_path(prefix: Path, digest: str) -> Path:
-    """Return the file of the side `prefix` for a reference whose inputs have `digest`."""
+    """Return the path of the log-probs of the token files `prefix`, by a reference whose inputs have `digest`."""
     return Path(f"{prefix}.reference.{digest}.f8")
 
 
@@ -118,6 +118,7 @@ def _crc(head: Array, parts: list[Any]) -> int:
 
 
 def _damaged(path: Path, reason: str) -> RefusedError:
+    """Return the error for a file that does not have the log-probs."""
     return RefusedError(
         f"{path}: holds no log-probs of the reference for this data ({reason}); remove it, and run kumi train again, "
         "which computes them"

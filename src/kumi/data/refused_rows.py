@@ -20,7 +20,10 @@ def fault_counts(total: Mapping[str, int]) -> dict[str, int]:
 
 
 def read_faults(name: str, units: list[tuple[Unit, Path, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yield the faults of a source in file order, with line numbers that count from the start of each file."""
+    """Yield the faults of a source in file order, with line numbers that count from the start of each file.
+
+    units: of each unit (a part of the files, see `kumi.data.shards`), its folder in the cache and its counts.
+    """
     lines_read: Counter[str] = Counter()
     for unit, folder, counts in units:
         with store_meta.open_lines(folder, "faults.jsonl") as lines:
@@ -61,8 +64,8 @@ def check_stored_rows(folder: Path, max_refused: float) -> None:
 class RefusedRows:
     """Stops a preparation once a source has more refused rows than the fraction `max_refused` of all its rows.
 
-    Counted are the source's first units, up to the first that is not done; the number of all its rows is estimated from
-    their rows and bytes.
+    Counted are the source's first units (parts of its files), up to the first that is not done. The number of all rows
+    is estimated from the rows and bytes of these units.
     """
 
     def __init__(self, cache: Path, plan: Plan, max_refused: float) -> None:

@@ -37,6 +37,7 @@ def read_rows(
 
 
 def _jsonl_rows(path: Path, start: int, end: int | None) -> Iterator[tuple[int, Row | Fault | None]]:
+    """Yield (line, row) for each line that begins in the bytes [start, end) of `path`; None for a blank line."""
     file = str(path)
     for line, raw in jsonl_lines(path, start, end):
         if isinstance(raw, bytes):

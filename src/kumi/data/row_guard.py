@@ -2,7 +2,7 @@
 
 A worker writes the place of each conversation to a small file that it shares with its parent, which costs less than a
 microsecond. The parent reads the file of a worker that ended, and repeats the worker's job with that row refused: the
-result of a unit depends on its rows alone, whichever worker ends when.
+result of a job depends on its rows alone, whichever worker ends when.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ CRASH = "template-crash"
 VARIABLE = "KUMI_ROW_FILE"
 # Rows in succession that take too long, after which the preparation stops.
 TIMEOUTS = 3
-# Workers that may end in the rows of one unit before the preparation stops.
+# Workers that may end in the rows of one job before the preparation stops.
 DEATHS = 16
+# The phases that a worker announces.
 IDLE, COMPILING, RENDERING = range(3)
-# Phase, segment and line; then the template's file.
+# The announcement: phase, segment and line as integers, then the path of the template's file, up to _SIZE bytes.
 _PLACE, _SIZE = struct.Struct("<qqq"), 4096
 
 
@@ -76,7 +77,7 @@ class RowGuard:
             try:
                 yield
             except BaseException as error:
-                # A panic of a library in Rust, which derives from no Exception.
+                # A panic of a library in Rust: its class is not importable, and does not derive from Exception.
                 if type(error).__name__ != "PanicException":
                     raise
                 raise RowRefused(CRASH, _reason(CRASH, bounds)) from None
@@ -97,6 +98,7 @@ class RowGuard:
         )
 
     def _check(self, segment: int, line: int, bounds: Limits) -> None:
+        """Raise RowRefused for a row that ended an earlier worker."""
         kind = self._refused.get((segment, line))
         if kind is not None:
             raise RowRefused(kind, _reason(kind, bounds))
@@ -106,6 +108,7 @@ class RowGuard:
 
 
 def _reason(kind: str, bounds: Limits) -> str:
+    """Return why a row that ended a worker is refused, by the kind of its refusal."""
     if kind == limits.TIME:
         return limits.timeout_reason(bounds.timeout_s)
     if kind == limits.MEMORY:
@@ -121,11 +124,11 @@ class Announced:
         self._map = mmap.mmap(descriptor, _SIZE)
 
     def repeated_job(self, job: dict[str, Any], code: int) -> dict[str, Any] | None:
-        """Return `job` without the row in which its worker ended with `code`; None if no row is to blame.
+        """Return the job to run instead of `job`, whose worker ended with `code`; None if no row is to blame.
 
-        A negative code is a signal. SIGKILL may have another reason, such as other programs' need of memory: a row is
-        refused only if its worker is killed a second time. Raise StoppedError if compiling the template ended the
-        worker, or after `DEATHS` workers.
+        It refuses the row that the worker was rendering. A negative code is a signal. SIGKILL may have another reason,
+        such as other programs' need of memory: after the first one, the job is repeated with the row, and a second one
+        refuses it. Raise StoppedError if compiling the template ended the worker, or after `DEATHS` workers.
         """
         phase, *row = _PLACE.unpack_from(self._map)
         origin = self._map[_PLACE.size :].rstrip(b"\0").decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Lists of rows to leave out of a preparation: JSONL with a file, a line and, at best, a digest of the row's text."""
+"""Lists of rows to leave out of a preparation: JSONL with a file, a line and perhaps a digest of the row's text."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def read_row_list(path: Path | str) -> RowList:
 
 
 def _add_row(rows: dict[str, dict[int, str]], raw: bytes, place: str) -> None:
+    """Add the entry in the line `raw` to `rows`. Raise ConfigError if the line, which is at `place`, has none."""
     try:
         value: Any = json_record(raw.decode())
         file, line, digest = value["file"], value["line"], value.get("digest") or ""

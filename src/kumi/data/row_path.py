@@ -1,4 +1,6 @@
-"""The settings that decide how rows become units, for fingerprints and jobs, and the functions that follow them."""
+"""The settings that decide how rows of examples become units, for fingerprints and jobs, and functions that apply them.
+
+A unit is what packing puts into a row of a batch as a whole: a sequence of tokens, or both sides of a preference."""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class RowPath:
     """The functions that turn the rows of one source into units.
 
     kind: the kind of the rows.
-    read: rows of a segment, by its entry in the job: (line, columns) or a Fault; returns the number of lines.
+    read: rows of a segment (a range of a file), by its entry in the job: (line, columns) or a Fault; returns the number
+        of lines.
     convert: (row, file, line) to an example; raises RowRefused.
     encoder: `encode` gives the units of an example, or raises RowRefused; `counts` has "control_tokens_as_text".
     guarded: returns the context in which the row (segment, line) must be encoded.
@@ -120,6 +123,7 @@ def open_encoder(options: ChatOptions, tokenizer: Tokenizer) -> ConversationEnco
 
 @functools.lru_cache(maxsize=1)
 def _encoder(settings: str, tokens: Tokenizer) -> tuple[Any, Any]:
+    """Return the renderer and the encoder of `settings`, the JSON of `chat_settings`; the last ones are reused."""
     # Only processes that render need jinja2.
     from kumi.data.chat.encode import ConversationEncoder
     from kumi.data.chat.sandbox import Renderer

@@ -1,4 +1,4 @@
-"""A digest of a few blocks of a file, which tells files of the same size and time apart at the cost of one read."""
+"""A digest of a few blocks of a file, which tells files of the same size and time apart at the cost of three reads."""
 
 from __future__ import annotations
 

@@ -89,6 +89,7 @@ class Mixture:
     def _row_weight(self, source: RowSource, part: tuple[IndexedFile | RowSource, float]) -> float:
         """Return the share of `source` in the rows, relative to the others."""
         if self.by == "sequences":
+            # A row has units / rows of them.
             return part[1] * source.rows / source.units
         # Windows of text are full, except the last, so the shares of tokens are those of rows; packed rows have gaps.
         return part[1] if isinstance(source, TextWindows) else part[1] * source.rows * self.seq_len / source.tokens

@@ -27,7 +27,10 @@ class Selection:
             self._equal = int((values[:count] == self._last).sum())
 
     def admits(self, digests: Array) -> Array:
-        """Return whether each of `digests` is chosen, (n,) bool. Calls pass all digests again, in the same order."""
+        """Return whether each of `digests` is chosen, (n,) bool.
+
+        The calls must pass the digests of the constructor once more, in the same order.
+        """
         if self._all:
             return np.ones(len(digests), bool)
         equal = digests == self._last

@@ -27,6 +27,7 @@ from kumi.errors import RefusedError
 from kumi.files.untrusted import INDEX, read_object
 from kumi.spec.data_source import ChatOptions, Source
 
+# Part of all keys and fingerprints: with another version, all data is prepared again.
 FORMAT_VERSION = 1
 SIDES = ("train", "validation")
 # About the number of units of a preparation, and the bounds of the bytes and the segments of one unit.
@@ -53,7 +54,6 @@ class FileRange:
     """A range of a file, in bytes (jsonl), row groups (parquet), record batches (arrow) or documents (indexed).
 
     end: None for the end of the file.
-
     bytes: estimated size of the range.
     """
 
@@ -84,7 +84,7 @@ class Plan:
     """The input of a preparation: sources with their files, options, and units with their keys.
 
     files: of each source; the files of its own validation data come last.
-    formats: of the rows of each source.
+    formats: how the rows of each source are read as examples or text.
     chat: the result of `kumi.data.row_path.chat_settings`; None if all sources are text.
     fingerprint: digest of all inputs; plans with the same fingerprint and blocks give identical stores.
     blocks: digest of the blocks of all files; not in the fingerprint, because stores of earlier versions lack it.
@@ -162,7 +162,7 @@ def blocks_of(segments: Iterable[FileRange]) -> list[str]:
 
 
 def plain_segments(segments: Iterable[FileRange]) -> list[dict[str, Any]]:
-    """Return `segments` as JSON data for digests that earlier versions made, too: without the blocks of files."""
+    """Return `segments` as JSON data for digests; without the digests of blocks, which earlier versions lacked."""
     return [asdict(segment) | {"file": _plain_file(segment.file)} for segment in segments]
 
 
@@ -231,7 +231,10 @@ def unit_bytes(files: Iterable[File]) -> int:
 def units(
     source: int, files: list[File], text_key: str, size: int, kind: str = "text", held_out: bool = False
 ) -> list[Unit]:
-    """Return units of about `size` bytes with all segments of `files`, rows of `kind`, each once and in order."""
+    """Return the units of source number `source`: all segments of `files`, in order, in units of about `size` bytes.
+
+    kind: the kind of the rows.
+    """
     result: list[Unit] = []
     group: list[FileRange] = []
     group_bytes = 0

@@ -1,4 +1,6 @@
-"""Units of a store as readers see them: decoded text in runs of tokens that are trained, or are not."""
+"""Units of a store for people to read: decoded text, in runs of tokens that are trained and runs that are not.
+
+A unit is what packing puts into a row as a whole: a sequence, or both sides of a preference. A bin is a packed row."""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def show_units(
 
 
 def add_rows(units: Sequence[dict[str, Any]], store: Store, seq_len: int, seed: int, form: RowForm) -> None:
-    """Add to each of `units` of the training side the bin that it is packed into, and the bin's row in the first epoch.
+    """Add to each training unit of `units` its bin, and the place of this bin in the source's first epoch ("row").
 
     Units without a bin get None: the data is not packed for rows of `seq_len` yet, or the unit is longer than a row.
     """
@@ -70,7 +72,7 @@ def add_rows(units: Sequence[dict[str, Any]], store: Store, seq_len: int, seed: 
 
 
 def _row_of(packed: PackedRows, unit: int, source: int, seed: int) -> tuple[int | None, int | None]:
-    """Return the bin of `unit`, and the number of the bin among the rows of the source's first epoch."""
+    """Return the bin of `unit`, and its place in the first epoch of the source; (None, None) if no bin has the unit."""
     places = np.flatnonzero(packed.bins.units == unit)
     if not len(places):
         return None, None
@@ -82,6 +84,7 @@ def _row_of(packed: PackedRows, unit: int, source: int, seed: int) -> tuple[int 
 def _units(
     store: Store, entry: StoredSource, side: str, numbers: range, tokens: Tokenizer, control: frozenset[int]
 ) -> Iterator[dict[str, Any]]:
+    """Yield the units `numbers` of one side of the source `entry`."""
     file = store.open_units(entry, side)
     for number in numbers[: max(0, file.unit_count - numbers.start)]:
         yield _shown_unit(file, entry.name, side, number, tokens, control)
@@ -90,6 +93,7 @@ def _units(
 def _shown_unit(
     file: UnitFile, source: str, side: str, number: int, tokens: Tokenizer, control: frozenset[int]
 ) -> dict[str, Any]:
+    """Return unit `number` of `file` as plain data, see `show_units`."""
     unit, record = file.tokens_of(number), file.columns[number]
     ends = np.cumsum(unit.lengths)
     sequences = []
@@ -149,8 +153,8 @@ def shown_sequence(
 
     ids, mask, turns, weights: as in `kumi.data.chat.MaskedSequence`.
     decode: returns the text of ids, control tokens included.
-    control: ids of added tokens, which share no run with other tokens. If the last trained run of a message has some,
-        it has the key "stop".
+    control: ids of added tokens, which share no run with other tokens. If the last trained run of a message has such
+        ids, the run has the key "stop".
     """
     rows = list(zip(ids, mask, turns, [1.0] * len(ids) if weights is None else weights, strict=True))
     messages = []
@@ -186,6 +190,8 @@ def _role(tokens: Sequence[tuple[int, int, int, float]]) -> str:
 def _runs(
     tokens: Sequence[tuple[int, int, int, float]], decode: Decode, control: frozenset[int]
 ) -> Iterator[dict[str, Any]]:
+    """Yield the runs of consecutive `tokens`, each (id, mask, turn, weight), that agree in `_Key`."""
+
     def key(token: tuple[int, int, int, float]) -> _Key:
         return bool(token[1] & TRAINED), token[1] >> ROLE_SHIFT, token[2], token[0] in control, float(token[3])
 

@@ -114,7 +114,10 @@ def _without_excluded(source: Source, matches: list[Path]) -> list[Path]:
 
 
 def would_read(source: Source, path: Path) -> bool:
-    """Return True if a file at the absolute `path` would belong to `source`; the file need not exist."""
+    """Return True if a file at the absolute `path` would belong to `source`; the file need not exist.
+
+    Always False for indexed data, reasoning-gym, datasets of the hub and URLs.
+    """
     if (
         source.format == "indexed"
         or is_gym(source.path)
@@ -157,6 +160,7 @@ def _inner_suffix(path: Path) -> str:
 
 
 def _refuse_unknown(source: Source, files: list[Path]) -> None:
+    """Raise DataPathError if a file has a suffix of no known format."""
     unknown = [f for f in files if file_format(f, source.format) is None]
     if unknown:
         shown = ", ".join(str(f) for f in unknown[:3]) + (" ..." if len(unknown) > 3 else "")
@@ -168,6 +172,7 @@ def _refuse_unknown(source: Source, files: list[Path]) -> None:
 
 
 def _refuse_irregular(source: Source, files: list[Path]) -> None:
+    """Raise DataPathError for a path that is no regular file, or whose name is not UTF-8."""
     irregular = next((f for f in files if not f.is_file()), None)
     if irregular is not None:
         raise DataPathError(
@@ -235,7 +240,8 @@ def saved_files(folder: Path) -> list[Path] | None:
         raise DataPathError(f"{folder / _STATE}: lists no data files; save the dataset again")
     if state.get("_indices_data_files"):
         raise DataPathError(
-            f"{folder}: is a selection of rows of an older `datasets`; load it with `datasets` and save it again"
+            f"{folder}: has a selection of rows that an older `datasets` saved; load it with `datasets` and save it "
+            "again"
         )
     return [inside(folder, name, DataPathError) for name in names]
 
@@ -251,7 +257,10 @@ def _indexed_matches(pattern: str) -> Iterator[Path]:
 
 
 def _walk(folder: Path, excluded: Sequence[re.Pattern[str]]) -> Iterator[Path]:
-    """Yield the files below `folder`, following links to folders; each folder is read once."""
+    """Yield the files below `folder` that are neither hidden nor in an excluded folder.
+
+    Links to folders are followed; each folder is read once.
+    """
     visited = set()
     for root, folders, names in os.walk(folder, onerror=_refuse_unlistable, followlinks=True):
         real = os.path.realpath(root)

@@ -45,6 +45,7 @@ def render_rows(job: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _main() -> None:
+    """Run the job in each line of stdin. Answer on stdout with a line {"result": ...} or {"error": ...} each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     sys.stdout = sys.stderr

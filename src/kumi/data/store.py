@@ -43,7 +43,8 @@ from kumi.objectives import LM_ROWS, RowForm
 class Store:
     """A folder of prepared data.
 
-    unigram_entropy: of all training tokens, in nats per token.
+    validation: the fraction of documents that was held out.
+    unigram_entropy: entropy of the frequencies of all training tokens, in nats per token.
     fingerprint: digest of the input files (path, size, time) and the options.
     """
 
@@ -109,9 +110,10 @@ class Store:
         return [open_rows(source, side, self.vocab_size, seq_len, seed, form, **options) for source in sources]
 
     def pack(self, seq_len: int, seed: int, form: RowForm = LM_ROWS) -> dict[str, PackedRows]:
-        """Store the plans of the packed rows of all sources of examples; return their training rows by source.
+        """Pack the units of all sources of examples into rows; return the training rows by the source's name.
 
-        Prompts have a row each, and no plan. Plans of other lengths and seeds that were not used for long are removed.
+        A plan, which says which units each row has, is stored beside the units. Prompts have a row each, and no plan.
+        Plans of other lengths and seeds that were not used for long are removed.
         `form`: the rows that the run's objective trains. Raise the errors of `check_kind` and of `pack_side`.
         """
         for source in self.sources:
@@ -128,7 +130,7 @@ class Store:
         return rows
 
     def document_span(self, seq_len: int, form: RowForm = LM_ROWS) -> float:
-        """Return the `BatchSpec.document_span` of the training data in rows of `seq_len` tokens.
+        """Return the mean over training tokens of the length of their document in rows of `seq_len` tokens.
 
         It is the weighted mean over sources; the span of a source of documents is measured on some of its rows.
         """
@@ -147,9 +149,10 @@ class Store:
         form: RowForm = LM_ROWS,
         references: References | None = None,
     ) -> Mixture:
-        """Return the training sequences of this store, in shares by weights of tokens or sequences, or by epochs.
+        """Return the training sequences of this store, mixed by the weights of the sources or by `epochs`.
 
-        `epochs`: one number a source, see `Mixture.epochs`. `form`: the rows that the run's objective trains.
+        `by`: whether weights are shares of "tokens" or of "sequences". `epochs`: one number a source, see
+        `Mixture.epochs`. `form`: the rows that the run's objective trains.
         """
         if epochs is not None:
             pairs = zip(self.sources, epochs, strict=True)

@@ -15,8 +15,8 @@ from kumi.spec.data_source import ROW_KINDS
 
 META, FAULTS, FILES = "meta.json", "faults.jsonl", "files.jsonl"
 
-
 _COUNT, _TEXT, _NUMBER, _NONE = (int,), (str,), (int, float), type(None)
+# Keys of meta.json, and of each of its sources -> the types of their values.
 _TYPES: dict[str, tuple[type, ...]] = {
     "sources": (list,),
     "tokenizer": (dict,),
@@ -43,6 +43,7 @@ SOURCE_TYPES: dict[str, tuple[type, ...]] = {
     "train_digest": _TEXT,
     "validation_digest": _TEXT,
 }
+# Keys of a source that stores of earlier versions lack.
 _OPTIONAL = ("train_checksums", "validation_checksums")
 # Further keys of a source of examples.
 _UNIT_TYPES: dict[str, tuple[type, ...]] = {
@@ -61,7 +62,10 @@ _UNIT_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """Return the checked content of a store's meta.json, or None when `folder` is not a store."""
+    """Return the checked content of a store's meta.json, or None when `folder` is not a store.
+
+    Raise RefusedError for a missing key or a wrong value.
+    """
     if not (folder / META).exists():
         return None
     meta = read_object(folder, META, RefusedError, INDEX)

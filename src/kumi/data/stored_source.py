@@ -1,4 +1,6 @@
-"""One source of a store, and its rows: windows of documents, or packed units of examples."""
+"""One source of a store, the folder of prepared data, and its rows: windows of documents, packed examples or prompts.
+
+A unit is what packing puts into a row as a whole: a sequence of an example, or both sides of a preference."""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from kumi.data.unit_files import UnitFile
 from kumi.errors import ConfigError, RefusedError
 from kumi.objectives import LM_ROWS, OBJECTIVES, RowForm
 
-# (name of a source, side) -> the reference model's log-probs of its sequences, and of its mismatched sequences or None.
+# (name of a source, side) -> the reference model's log-probs of its sequences, and of its mismatched sequences (for
+# KTO, see `PackedRows.mismatched_of`) or None.
 References = Mapping[tuple[str, str], tuple[Array, Array | None]]
 
 
@@ -29,7 +32,7 @@ class StoredSource:
     kind: "text" for documents; else the kind of the rows, whose units `Store.open_units` opens.
     faults: number of skipped records by kind.
     special_tokens_in_text: special tokens that are spelled out in the text of documents.
-    unigram_entropy: of the training tokens, in nats per token.
+    unigram_entropy: entropy of the frequencies of the training tokens, in nats per token.
     train_digest, validation_digest: digest of token ids and document lengths; of units also of all their other files.
     train_checksums, validation_checksums: checksums of the .bin file; None in a store of an earlier version that has
         not been verified yet.
@@ -39,7 +42,7 @@ class StoredSource:
     train_weighted, validation_weighted: whether a token has a weight other than 1.
     roles: tokens by role; "template" for text of the template.
     samples: number of rows by their number of units.
-    used, ignored: columns of the files.
+    used, ignored: columns of the files that were read, and the others.
     sidecar_checksums: checksums of the other files of units, by side and suffix.
     """
 
@@ -115,12 +118,12 @@ def open_rows(
     if source.kind == "prompt":
         return PromptRows(units, seq_len, form)
     bins = open_bins(units, *_plan_inputs(source, side, seq_len, seed), form)
-    sums = (None, None) if references is None else references[source.name, side]
-    return PackedRows(units, bins, seq_len, form, *sums)
+    log_probs = (None, None) if references is None else references[source.name, side]
+    return PackedRows(units, bins, seq_len, form, *log_probs)
 
 
 def check_kind(source: StoredSource, form: RowForm) -> None:
-    """Raise ConfigError unless an objective that trains rows of `form` trains the rows of `source` as they are."""
+    """Raise ConfigError unless an objective that trains rows of `form` supports the rows and weights of `source`."""
     if source.kind not in form.kinds:
         kinds = [kind for kind, objective in OBJECTIVES.items() if source.kind in objective.rows.kinds]
         remedy = f"set objective.kind to {' or '.join(map(repr, kinds))}, or leave the source out"
@@ -138,7 +141,7 @@ def check_kind(source: StoredSource, form: RowForm) -> None:
 def pack_side(
     source: StoredSource, side: str, vocab_size: int, seq_len: int, seed: int, form: RowForm = LM_ROWS
 ) -> PackedRows:
-    """Return the packed rows of `side` of `source`, a source of examples, and store their plan.
+    """Return the packed rows of `side` of `source`, a source of examples; store the plan with the units of each row.
 
     Raise ConfigError if no unit fits a row.
     """

@@ -24,6 +24,7 @@ class TextWindows:
     """The windows of a token file as rows.
 
     cross_document: attend and predict across document boundaries, as Megatron does.
+    weighted, form, referenced: as in `kumi.data.row_source.RowSource`.
     """
 
     file: IndexedFile

@@ -1,5 +1,6 @@
-"""Worker process: read jobs from standard input, tokenize each unit into the cache, and answer with JSON lines.
+"""Worker process: read jobs from standard input, tokenize each job's unit into the cache, and answer with JSON lines.
 
+A unit is a part of a source's files (see `kumi.data.shards`); `_job` in `kumi.data.preparation` makes the jobs.
 kumi.data.pool runs it as `python -m kumi.data.tokenize_worker`. The process is started, not forked, which keeps the
 tokenizer's threads and memory out of the parent. A unit's result is a folder with `train` and `validation` token files,
 `faults.jsonl`, and `unit.json` with the counts; it gets its final name by one rename.
@@ -38,6 +39,7 @@ from kumi.data.tokenizer import Tokenizer
 from kumi.errors import ConfigError, KumiError
 from kumi.files.output import open_new, remove_tree, write_text
 
+# The most texts that are encoded at a time, and about the most characters; of files of tokens, the bytes.
 _BATCH_CHARS = 1 << 18
 _BATCH_TEXTS = 1024
 
@@ -139,7 +141,7 @@ def _encode_indexed(sink: Sink, number: int, segment: dict[str, Any]) -> int:
         if len(ids) and (ids.max() >= tokens.vocab_size or ids.min() < 0):
             raise ConfigError(
                 f"{path}: document {document} has token ids {ids.min()} to {ids.max()}, outside the "
-                f"{tokens.vocab_size} of {tokens.folder}: it was written with another tokenizer; give that one"
+                f"{tokens.vocab_size} of {tokens.folder}: it was written with another tokenizer; give that tokenizer"
             )
         without_eos = _without_eos(ids.tolist(), tokens)
         if not without_eos:
@@ -205,13 +207,13 @@ def _publish(partial: Path, final: Path) -> None:
     try:
         partial.rename(final)
     except OSError:
-        # `final` exists: another worker published the same result, or a damaged one is left.
+        # `final` exists: another worker has published the same result, or an earlier run left a damaged one.
         remove_tree(final)
         partial.rename(final)
 
 
 def _main() -> None:
-    """Run each job of a line on stdin. Answer on stdout with JSON lines.
+    """Run the job in each line of stdin. Answer on stdout with JSON lines.
 
     Answers of a job: any number of {"progress": bytes, "tokens": n}, then {"result": ...} or {"error": ...}.
     """
@@ -224,6 +226,7 @@ def _main() -> None:
 
 
 def _answer(job: dict[str, Any], answers: Any) -> dict[str, Any]:
+    """Run `job` and return its last answer; write its progress to `answers` at most twice a second."""
     last = time.monotonic()
 
     def report(done: int, tokens: int) -> None:

@@ -30,8 +30,10 @@ class Tokenizer:
 
     vocab_size: the highest id + 1.
     digest: SHA-256 of tokenizer.json.
-    bos_id: of the bos_token that the tokenizer's own files name, as in transformers; None without one. The bos_token_id
-        of config.json is a setting of the model: that of Qwen2.5 names the token that ends a text.
+    eos_id: id of the token that ends every document.
+    bos_id: id of the bos_token that the tokenizer's own files name, as in transformers; None without one. The
+        bos_token_id of config.json does not count: it is a setting of the model, in Qwen2.5 the token that ends a text.
+    backend: the `Tokenizer` of the package tokenizers.
     """
 
     folder: Path

@@ -24,8 +24,9 @@ from kumi.files.untrusted import explain, json_record, open_stream
 
 TOKEN_SIDECARS: dict[str, np.dtype[Any]] = {"mask": np.dtype("u1"), "turn": np.dtype("<u2"), "weight": np.dtype("<f4")}
 COLUMNS_SUFFIX, EXTRA_SUFFIX = "columns.npy", "extra"
-# label: 1 desirable, 0 not, -1 none. margin: nan for none. tokens, trained: sums over the unit's sequences. digest: of
-# the content of the row; units of one row share it.
+# first_document, documents: the unit's sequences, as documents of the token file. label: of feedback, 1 desirable, 0
+# not, -1 none. margin: of a preference, nan for none. tokens, trained: sums over the unit's sequences. digest: of the
+# content of the row of data; units of one row share it.
 UNIT_COLUMNS = np.dtype(
     [
         ("first_document", "<i8"),
@@ -59,11 +60,12 @@ class UnitTokens:
 
 @dataclass(frozen=True, eq=False)
 class UnitFile:
-    """The units of one source and side, memory-mapped.
+    """The units of one source's training or validation data, memory-mapped.
 
-    kind: the kind of its rows, one of `kumi.spec.data_source.ROW_KINDS` except "auto" and "text".
+    kind: the kind of the rows of data that became units: one of `kumi.spec.data_source.ROW_KINDS`, but not "auto" or
+        "text".
     file: the sequences; document n is sequence n.
-    mask, turns, weights: of all tokens; weights is None if all are 1.
+    mask, turns, weights: one value for each token of the file; weights is None if all are 1.
     columns: (units,) records of `UNIT_COLUMNS`. They are not aligned in memory: copy what is used often.
     extra: for prompts the columns of each unit, its own `prompt` among them, as bytes of a JSON object.
     guards: verifiers of the sidecars by suffix; empty for no verification.
@@ -163,6 +165,7 @@ class UnitFile:
             raise self._contradiction(self.unit_count - 1)
 
     def _contradiction(self, unit: int) -> RefusedError:
+        """Return the error for a record that contradicts the index."""
         path = sidecar_path(self.prefix, COLUMNS_SUFFIX)
         return RefusedError(
             f"{path}: the record of unit {unit} contradicts the index of the sequences: one of the files is damaged or "
@@ -170,6 +173,7 @@ class UnitFile:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments of `open_units`, with which another process maps the files again."""
         checksums = {suffix: guard.checksums for suffix, guard in self.guards.items()}
         for prefix, file in (("", self.file), (f"{EXTRA_SUFFIX}.", self.extra)):
             if file is not None and file.guard is not None:
@@ -196,7 +200,9 @@ def open_units(
     vocab_size: int | None = None,
     weighted: bool | None = None,
 ) -> UnitFile:
-    """Return the memory-mapped units `prefix`, rows of `kind`; `checksums` are those of the files by suffix.
+    """Return the memory-mapped units of the files `prefix`, made from rows of `kind`.
+
+    `checksums`: those of the files by suffix; a file without them is not verified.
 
     With `weighted` None the file of weights is read if it exists. Raise RefusedError for a missing, foreign, damaged or
     unsupported file.
@@ -215,8 +221,9 @@ def open_units(
         extra = binfile.open_file(sidecar_path(prefix, EXTRA_SUFFIX), checksums.get(f"{EXTRA_SUFFIX}.bin"))
         if extra.document_count != len(columns) or extra.tokens.dtype != np.uint8:
             raise RefusedError(
-                f"{binfile.idx_path(extra.prefix)}: has {extra.document_count} documents of {extra.tokens.dtype} for "
-                f"{len(columns)} units: it belongs to another store; {remedy(extra.prefix)}"
+                f"{binfile.idx_path(extra.prefix)}: has {extra.document_count} documents of {extra.tokens.dtype} where "
+                f"{len(columns)} of uint8, one for each unit, were expected: it belongs to another store; "
+                f"{remedy(extra.prefix)}"
             )
     guards = {
         suffix: Guard(sidecar_path(prefix, suffix), checksums[suffix])

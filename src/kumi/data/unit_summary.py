@@ -1,4 +1,7 @@
-"""The examples of a source in numbers: lengths, trained share, samples a conversation, fill of the packed rows."""
+"""Figures about the units of a source: their lengths, the share of trained tokens, how full the packed rows are.
+
+A unit is what packing puts into a row of a batch as a whole: one sequence, or both sides of a preference. A row of the
+source's files, such as a conversation, gives one unit or several."""
 
 from __future__ import annotations
 
@@ -13,19 +16,22 @@ from kumi.data.stored_source import StoredSource
 from kumi.errors import RefusedError
 from kumi.objectives import RowForm
 
-# A preference is unequal if one side is at least this many times as long as the other: it teaches a model the length.
+# A preference is unequal if one side is at least this many times as long as the other: a model learns length from it.
 _UNEQUAL = 4
 
 
 def summarise_units(store: Store, source: StoredSource, seq_len: int, seed: int, form: RowForm) -> dict[str, Any]:
-    """Return the numbers of the training units of `source`, a source of examples of `store`, as plain data.
+    """Return figures about the training units of `source`, a source of examples in `store`, as plain data.
 
-    lengths, trained_lengths: histograms of the units' tokens and of their trained tokens (`length_histogram`).
+    rows_used: rows of the files that became units, also if they are held out or the source's `max` leaves them out.
+    samples_a_row: units / rows_used.
     trained_share: trained tokens / tokens.
-    samples_a_row: units of a row of the files, on average over the rows that were used.
+    lengths, trained_lengths: histograms of the units' tokens and of their trained tokens (`length_histogram`).
     unequal_pairs: preferences with one side at least 4 times as long as the other.
-    packed: rows of `seq_len` positions, the share of them that is filled, and the units that are left out because they
-        are longer than a row or have no label; None if the units are not packed for this length and seed.
+    packed: figures about the packed rows of `seq_len` positions; None if they are not made for this length and seed.
+        rows: their number. filled: the share of positions that have a token.
+        too_long: units that are left out because they are longer than a row.
+        empty: units that are left out because each sequence is a single token, so that none is predicted.
     """
     used = sum(source.samples.values())
     units = sum(int(number) * count for number, count in source.samples.items())

@@ -23,7 +23,7 @@ _BUFFER = 1 << 18
 
 
 class UnitWriter:
-    """Appends units to the files of one side, and computes the digest of their content.
+    """Appends units to the files of a source's training or validation data, and computes a digest of them.
 
     The file of weights is created at the first weight other than 1; tokens before it get the weight 1.
     """
@@ -36,7 +36,11 @@ class UnitWriter:
         self.documents = self.tokens = self.units = 0
 
     def append(self, tokens: UnitTokens, columns: Array, extras: Sequence[bytes] = ()) -> None:
-        """Add units: their tokens, records (`UNIT_COLUMNS`; first_document is filled in), and for prompts extras."""
+        """Add units by their tokens and records.
+
+        columns: records of `UNIT_COLUMNS`; their first_document is replaced. extras: for prompts, the JSON object of
+        each unit.
+        """
         weights = tokens.weights
         if weights is not None and "weight" not in self._streams and bool((weights != 1).any()):
             self._streams["weight"] = self._open("weight")
@@ -77,6 +81,7 @@ class UnitWriter:
         return stream
 
     def _write(self, suffix: str, values: Array) -> None:
+        """Append `values` to the unfinished sidecar `suffix`, and to its digest."""
         dtype = UNIT_COLUMNS if suffix == COLUMNS_SUFFIX else TOKEN_SIDECARS[suffix]
         raw = np.ascontiguousarray(values, dtype).view(np.uint8).data
         self._streams[suffix].write(raw)
@@ -96,7 +101,7 @@ class UnitWriter:
 
 @contextmanager
 def open_unit_writer(prefix: Path | str, dtype: np.dtype[Any], kind: str) -> Iterator[UnitWriter]:
-    """Yield the writer of the units `prefix` of rows of `kind`, with ids of `dtype`.
+    """Yield a writer of the files `prefix`, for units made from rows of `kind`, with token ids of `dtype`.
 
     The files get their final names at the end of the block, the token file last. An exception in the block leaves only
     `.partial` files. Memory is constant in the number of units.

@@ -16,6 +16,7 @@ from typing import Any
 from kumi.errors import ModelError, RefusedError
 from kumi.files.untrusted import TOKENIZER, explain, inside, open_stream
 
+# Do not follow a link, and do not wait for a reader of a pipe.
 _FLAGS = os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 

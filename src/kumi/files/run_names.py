@@ -1,4 +1,4 @@
-"""The names of files in a run folder that packages of several floors read."""
+"""The names of files in a run folder that several packages read."""
 
 from __future__ import annotations
 

@@ -257,4 +257,5 @@ _STRICT, _LENIENT = (
     json.JSONDecoder(object_pairs_hook=_unique_keys, parse_int=_integer, parse_float=_finite, parse_constant=constant)
     for constant in (_refuse_constant, _infinite)
 )
+# For records of data, whose numbers are not limited.
 _RECORD = json.JSONDecoder(object_pairs_hook=_unique_keys)

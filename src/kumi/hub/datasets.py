@@ -124,6 +124,7 @@ def select_files(path: str, names: Sequence[str], pattern: str) -> list[str]:
 
 
 def _only_split(path: str, files: list[str]) -> list[str]:
+    """Return the files of the only split or of train. Raise ConfigError as `select_files` does."""
     splits: dict[str, list[str]] = defaultdict(list)
     for file in files:
         stem = file.removesuffix(_compression(file)).removesuffix(_suffix(file))

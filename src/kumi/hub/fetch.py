@@ -130,6 +130,7 @@ def _parse(source: str, key: str) -> tuple[str, str | None]:
 
 
 def _remedy(source: str, key: str) -> str:
+    """Return what to do about a `source` that is no folder, as the end of a sentence."""
     required = "tokenizer.json" if key == "data.tokenizer" else "config.json"
     folder = Path(source)
     # The folder to which a run exports its model.
@@ -142,6 +143,7 @@ def _remedy(source: str, key: str) -> str:
 
 
 def _not_fetched(source: str, key: str, reason: str) -> ConfigError:
+    """Return the error for a `source` that could not be fetched."""
     return ConfigError(
         f"{key}: {source!r} is not a folder, and fetching it from the hub failed ({reason}); "
         f"{_remedy(source, key)}{cwd_note(source)}"

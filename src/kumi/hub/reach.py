@@ -9,7 +9,7 @@ from kumi.errors import KumiError
 
 T = TypeVar("T")
 
-# Timeout in seconds of the test.
+# Timeout in seconds of the request that tests whether the hub answers.
 _TIMEOUT = 5.0
 
 

@@ -131,6 +131,7 @@ def _by_use(root: Path) -> list[Path]:
 
 
 def _last_use(copy: Path) -> float:
+    """Return the time of the last use of `copy`, in seconds since 1970; 0 if it was never used."""
     try:
         return (copy / _USED).stat().st_mtime
     except OSError:
@@ -161,6 +162,7 @@ def _size(folder: Path) -> int:
 
 
 def _existing(path: Path) -> Path:
+    """Return `path`, or the nearest folder above it that exists."""
     while not path.exists():
         path = path.parent
     return path

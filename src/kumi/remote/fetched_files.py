@@ -26,6 +26,7 @@ _CONTENT, _MANIFEST = "content", "manifest.json"
 # Small files that are fetched at a time.
 _PARALLEL = 8
 
+# Called with the name of a file relative to the URL: whether to fetch it.
 Select = Callable[[str], bool]
 
 
@@ -109,6 +110,7 @@ def download_files(
 
 
 def _is_present(path: Path, entry: Any, file: RemoteFile) -> bool:
+    """Return True if `path` is a copy of `file`; `entry` is its size and version in the manifest."""
     # Without a version, the same size says little.
     return entry == [file.size, file.version] and bool(file.version) and _size_of(path) == file.size
 
@@ -118,6 +120,7 @@ def _size_of(path: Path) -> int | None:
 
 
 def _read_manifest(copy: Path) -> dict[str, Any]:
+    """Return [size, version] of each file that the folder `copy` has; {} for a missing or damaged manifest."""
     try:
         content = strict_json(read_regular(copy / _MANIFEST, INDEX.size), INDEX)
     except (OSError, ValueError):

@@ -77,6 +77,7 @@ def _fetch_rest(store: RemoteStore, name: str, file: RemoteFile, part: Path, pro
 
 
 def _read_note(note: Path) -> object:
+    """Return the content of NAME.part.json; None if it is missing or damaged."""
     try:
         return strict_json(read_regular(note, CONFIG.size), CONFIG)
     except (OSError, ValueError):

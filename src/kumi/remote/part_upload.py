@@ -21,11 +21,12 @@ from kumi.errors import ConfigError
 from kumi.files.untrusted import open_regular
 from kumi.remote.remote_store import RemoteStore
 
-# S3 takes parts of 5 MiB to 5 GiB, at most 10,000 of a file.
+# The bytes of a part and the most parts of a file. S3 takes parts of 5 MiB to 5 GiB, at most 10,000 of a file.
 PART_BYTES, _MOST_PARTS = 16 * 2**20, 9_000
 # Parts that are sent at a time.
 PARALLEL = 4
 
+# Called with the bytes of each part that is done.
 Progress = Callable[[int], None]
 
 
@@ -66,12 +67,14 @@ def discard_uploads(store: RemoteStore, folder: str) -> None:
 
 
 def _stream(store: RemoteStore, handle: int, size: int, name: str) -> None:
+    """Write the first `size` bytes of the open file `handle` as one stream."""
     with store.new_file(name) as path, store.filesystem.open(path, "wb", block_size=PART_BYTES) as target:
         for start in range(0, size, PART_BYTES):
             target.write(_read(handle, start, min(start + PART_BYTES, size)))
 
 
 def _send_parts(store: RemoteStore, handle: int, size: int, name: str, progress: Progress) -> None:
+    """Upload the first `size` bytes of the open file `handle` to S3 in parts. Raise OSError if the upload is lost."""
     bucket, key = _bucket_and_key(store, name)
     step = part_bytes(size)
     upload_id, present = _open_upload(store, bucket, key, name)
@@ -159,6 +162,7 @@ def _parts(store: RemoteStore, bucket: str, key: str, name: str, upload_id: str)
 
 
 def _abort(store: RemoteStore, bucket: str, upload: dict[str, Any]) -> None:
+    """Remove an unfinished upload and its parts, if that is allowed."""
     key, upload_id = upload["Key"], upload["UploadId"]
     with suppress(ConfigError, FileNotFoundError):  # aborting is not allowed, or the upload has ended
         store.ask("", partial(_call, store, "abort_multipart_upload", bucket, key, upload_id))
@@ -174,6 +178,7 @@ def _bucket_and_key(store: RemoteStore, name: str) -> tuple[str, str]:
 
 
 def _read(handle: int, start: int, stop: int) -> bytes:
+    """Return the bytes [start, stop) of an open file. Raise OSError if it has fewer."""
     data = os.pread(handle, stop - start, start)
     while len(data) < stop - start:
         more = os.pread(handle, stop - start - len(data), start + len(data))

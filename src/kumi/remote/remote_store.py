@@ -27,6 +27,7 @@ _TIMEOUT_VARIABLE, _TIMEOUT = "KUMI_STORE_TIMEOUT", 60.0
 # File systems that show a file while it is being written.
 _SHOW_UNFINISHED = {"file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs", "ftp", "arrow_hdfs", "dask", "jlab"}
 _UNFINISHED = ".kumi-part"
+# Scheme -> what to install for it.
 _PACKAGES = {"s3": "kumi[s3]", "s3a": "kumi[s3]"}
 
 
@@ -181,6 +182,7 @@ def open_store(url: str, key: str = "URL") -> Iterator[RemoteStore]:
 
 
 def _filesystem(url: str, scheme: str, key: str, loop: asyncio.AbstractEventLoop) -> Any:
+    """Return fsspec's file system for `scheme`, whose requests run in `loop`; errors as in `open_store`."""
     try:
         import fsspec
         from fsspec.asyn import AsyncFileSystem
@@ -211,7 +213,10 @@ def _filesystem(url: str, scheme: str, key: str, loop: asyncio.AbstractEventLoop
 
 
 def request_timeout() -> float:
-    """Return the seconds without a byte after which a request has failed: $KUMI_STORE_TIMEOUT, or 60."""
+    """Return the seconds without a byte after which a request has failed: $KUMI_STORE_TIMEOUT, or 60.
+
+    Raise ConfigError unless the variable is a number above 0.
+    """
     text = os.environ.get(_TIMEOUT_VARIABLE)
     try:
         seconds = _TIMEOUT if text is None else float(text)
@@ -238,6 +243,7 @@ def _loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def _remote_file(entry: Mapping[str, Any]) -> RemoteFile:
+    """Return the file in an entry of fsspec's listing; each file system has other keys for version and time."""
     keys = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "updated", "mtime")
     version = next((str(entry[key]) for key in keys if entry.get(key)), "")
     times = (entry.get(key) for key in ("LastModified", "last_modified", "updated", "mtime"))

@@ -1,7 +1,7 @@
 """Trained spans of a conversation, derived by rendering it as inference does, for any chat template.
 
-A reply is trained after the prompt that inference would give the model, and ends with the token that ends it there. A
-template that renders earlier messages in another way once more of them follow makes several samples of a conversation.
+A reply is trained after the prompt that inference would give the model, and ends with the token that ends it there. If
+a template renders earlier messages in another way once more messages follow, a conversation becomes several samples.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def split_samples(render: Render, messages: Sequence[Message], trained: Sequence
         _check_shown(parts, whole[start:end], i, "reply")
         check_values(_argument_values(messages[i]), whole[start:end], i, "reply")
         check_prompt(messages, i, whole[:start])
-        # The reply continues the sample if its prompt begins with the tokens trained so far.
+        # The reply continues the sample if its prompt begins with the text up to the last trained reply.
         if replies and not whole[:start].startswith(text[: replies[-1].end]):
             done.append(Sample(text, count, tuple(replies)))
             replies = []
@@ -139,7 +139,7 @@ def _prompt_length(render: Render, before: Sequence[Message], whole: str, parts:
     prompt = render(before, True, {})
     length = len(prompt) if whole.startswith(prompt) else -1
     for mode in markup.modes:
-        # A reply that begins with a word of the message follows the longest prompt already.
+        # If a text of the message begins right after this prompt, no mode has a longer one.
         if length >= 0 and any(part[0].isalnum() and whole.startswith(part, length) for part in parts):
             break
         other = render(before, True, mode)
@@ -224,6 +224,7 @@ def check_prompt(messages: Sequence[Message], i: int, prompt: str) -> None:
 
 
 def _check_text(message: Message, j: int, prompt: str) -> None:
+    """Raise RowRefused unless `prompt` shows the content of `message`, which is number `j`."""
     text = message.get("content")
     if not isinstance(text, str) or contains(prompt, text.strip()):
         return

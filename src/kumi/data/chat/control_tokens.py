@@ -1,8 +1,9 @@
 """Control tokens spelt in the data: they stay text, in trained and in other tokens.
 
 Tokenizers match their added tokens anywhere, so a user who writes "<|im_end|>" would end a turn. A row with such a
-spelling is rendered with a mark inside each, a private-use character that the row does not have; its text is cut there
-again, and a copy of the tokenizer without added tokens encodes the parts.
+spelling is rendered with a mark inside each spelling, a private-use character that the row does not have. The rendered
+text is cut into parts with and without marks, and a copy of the tokenizer without added tokens encodes those with
+marks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PRIVATE = range(0xE000, 0xF900)
 class ControlTokens:
     """The control tokens of a tokenizer with a template.
 
-    added: pattern of all added tokens.
+    added: pattern of all added tokens, which a tokenizer matches before it splits text.
     stops: pattern of the stop tokens.
     special: pattern of the special tokens and the stop tokens, which no text of a row may become.
     cuts: pattern of the added tokens before which a text can be cut without changing its tokens, with the white space
@@ -47,6 +48,7 @@ class ControlTokens:
         self.stops = alternatives(stops)
         self.special_ids = frozenset(token_id for text, token_id in ids.items() if text in special)
         self.stop_ids = frozenset(ids[stop] for stop in stops if stop in ids)
+        # What is marked in tools, and in messages of others than the assistant.
         self._foreign = alternatives([text for text in special | written if len(text) > 1])
         safe = [token for token in texts.values() if not token.normalized and not token.single_word]
         left = [token.content for token in safe if token.lstrip]

@@ -1,4 +1,8 @@
-"""Encode examples of all kinds: conversations as they would be generated, and plain prompts with completions."""
+"""Encode examples of all kinds: conversations as they would be generated, and plain prompts with completions.
+
+A sample is a rendering of the beginning of a conversation, with the replies that are trained in it; a conversation has
+one or several (see `kumi.data.chat.as_generated`). The result for a sample, or for both sides of a preference, is a
+unit: what packing puts into a row of a batch as a whole."""
 
 from __future__ import annotations
 
@@ -122,6 +126,7 @@ class ConversationEncoder:
         return rendered.sample, message_texts(rendered.sample, rendered.messages, self._controls.added, places)
 
     def _units(self, example: Example) -> list[EncodedUnit]:
+        """Return what `encode` returns; the limits of the renderer have been started."""
         kind, sides = example.kind, example.sides
         if kind == "preference":
             return [EncodedUnit(self._pair(*sides), margin=example.margin)]
@@ -160,6 +165,7 @@ class ConversationEncoder:
         return [rendered._replace(sample=sample) for sample in samples]
 
     def _render_marked(self, side: Conversation) -> _Rendered:
+        """Return the conversation with marks in the control tokens that it spells, without a sample yet."""
         messages, tools, mark, count = self._controls.marked(side.messages, side.tools)
         self.counts["control_tokens_as_text"] += count
 
@@ -169,6 +175,7 @@ class ConversationEncoder:
         return _Rendered(render, messages, tools, mark, _NOTHING)
 
     def _check_stops(self, side: Conversation, trained: Sequence[int]) -> None:
+        """Raise RowRefused if one of the messages `trained` spells a stop token."""
         for i in trained:
             spelt = spells(side.messages[i], self._controls.stops)
             if spelt:
@@ -177,6 +184,7 @@ class ConversationEncoder:
                 )
 
     def _sequence(self, rendered: _Rendered, side: Conversation) -> MaskedSequence:
+        """Return the tokens of the sample of `rendered`, with the weights of the messages of `side`."""
         sequence = self._tokens.encode(rendered.sample, rendered.messages, rendered.mark, self._short_places(rendered))
         if all(side.weight[reply.message] == 1 for reply in rendered.sample.replies):
             return sequence
@@ -187,6 +195,7 @@ class ConversationEncoder:
         return replace(sequence, weights=weights)
 
     def _prompt(self, side: Conversation) -> MaskedSequence:
+        """Return the tokens of a prompt with the beginning of a reply, none of them trained."""
         _check_roles(side.messages)
         rendered = self._render_marked(side)
         text, count = rendered.render(rendered.messages, True, {}), len(rendered.messages)
@@ -239,6 +248,7 @@ class ConversationEncoder:
         return first, second
 
     def _single(self, side: Conversation, name: str) -> _Rendered:
+        """Return the only sample of the side `name` of a preference. Raise RowRefused if it has several."""
         samples = self._samples(side)
         if len(samples) > 1:
             raise RowRefused(
@@ -259,11 +269,12 @@ class _Rendered(NamedTuple):
     sample: Sample
 
 
+# The sample of a conversation that is not split into samples yet.
 _NOTHING = Sample("", 0, ())
 
 
 def _after_same_prompt(left: _Rendered, right: _Rendered) -> tuple[_Rendered, _Rendered]:
-    """Return both sides with the shorter of their prompts, which another mode of inference may give.
+    """Return both sides with the shorter of their prompts: a mode of inference (see `Markup.modes`) makes some longer.
 
     Raise RowRefused unless the longer prompt begins with the shorter one.
     """
@@ -297,6 +308,7 @@ def _trained(side: Conversation) -> list[int]:
 
 
 def _check_roles(messages: Sequence[Message]) -> None:
+    """Raise RowRefused for a role that no template knows, or if the first message after the system's is a reply."""
     for i, message in enumerate(messages):
         if message["role"] not in ROLES[1:]:
             raise RowRefused(

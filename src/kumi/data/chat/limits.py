@@ -26,7 +26,8 @@ TIME, MEMORY, OUTPUT, ERROR = "template-time", "template-memory", "template-outp
 GRACE_S = 1.0
 # Seconds of CPU time between signals of the time limit.
 _REPEAT_S = 0.2
-# Seconds of CPU time in which no template links enough objects to overflow a stack of 8 MiB when they are freed.
+# Only a template that runs longer than this, in seconds of CPU time, can link so many objects that freeing them
+# overflows a stack of 8 MiB.
 _LONG_S = 0.02
 _STATM = "/proc/self/statm"
 
@@ -39,6 +40,7 @@ class _ExpiredError(BaseException):
 
 
 def _expire(number: int, frame: FrameType | None) -> None:
+    """Handle the signal of the time limit."""
     if _armed:
         raise _ExpiredError
 
@@ -102,6 +104,7 @@ class Limits:
         raise RowRefused(kind, reason)
 
     def _arm(self) -> None:
+        """Switch the limits on, with the time that is left."""
         global _armed
         resource.setrlimit(resource.RLIMIT_AS, self._bound)
         if self._signals:
@@ -115,6 +118,7 @@ class Limits:
             signal.setitimer(signal.ITIMER_PROF, left, _REPEAT_S)
 
     def _disarm(self) -> None:
+        """Switch the limits off, and note the time that is left."""
         global _armed
         _armed = False
         if self._signals:

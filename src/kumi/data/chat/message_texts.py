@@ -1,4 +1,4 @@
-"""Where the text of each message is in a rendered sample."""
+"""Where the text of each message is in a sample, the rendered beginning of a conversation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def message_texts(
     """Return where `sample` has the texts of its messages, in the order of the text; a trained reply is one segment.
 
     The texts of other messages are searched in their order, between the replies around them; what the template adds or
-    rewrites is in no segment. places: where messages are that need not be searched.
+    rewrites is in no segment. places: where short messages are, which are not searched for.
     """
     replies = {reply.message: reply for reply in sample.replies}
     starts = [reply.start for reply in sample.replies]
@@ -60,7 +60,7 @@ def message_texts(
 
 
 def _find(text: str, parts: Sequence[str], start: int, end: int) -> tuple[int, int] | None:
-    """Return start and end of `parts`, one after another in `text[start:end]`; None if it has none of them."""
+    """Return start and end of `parts`, one after another in `text[start:end]`; None if the text has none of them."""
     first, position = -1, start
     for part in parts:
         at = text.find(part, position, end)

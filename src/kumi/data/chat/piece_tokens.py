@@ -1,4 +1,4 @@
-"""Encode pieces of a text as the tokenizer encodes them within it, and find the tokens of their characters."""
+"""Encode pieces of a text to the ids that they have within the text, and find the tokens of their characters."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kumi.data.tokenizer import Tokenizer
 
 # A newline before a piece keeps tokenizers from adding the space that begins a text; its tokens are dropped again.
 _ANCHOR = "\n"
-# Texts of at most `_SHORT` characters, such as the template's between messages, are encoded again to find their last
-# token; the tokens of up to `_SHORT_TEXTS` such texts are kept.
+# Texts of at most `_SHORT` characters before or after a message, such as the template's, are encoded alone to count
+# their tokens; the tokens of up to `_SHORT_TEXTS` such texts are kept.
 _SHORT, _SHORT_TEXTS = 1024, 512
 
 
 class Piece(NamedTuple):
-    """A part of a text, without marks.
+    """A part of a text, without the marks that `kumi.data.chat.control_tokens` puts into it.
 
     spelt: whether it spells control tokens, so that none of its characters become an added token.
     before: the kind of text before it: "" at the start and at cuts that change nothing, else "text" or "token".
@@ -38,7 +38,7 @@ class PieceTokens:
         self._cache: dict[Piece, list[int]] = {}
         self._short: dict[str, list[int]] = {}
         self._newline = self._ids(_ANCHOR)
-        # The kinds of text after which a piece needs the anchor.
+        # A piece needs the anchor after the kinds of text after which a word has other ids than at the start of a text.
         alone, token = self._ids("kumi"), min(controls.safe, default="")
         after = {"text": self._ids(f"{_ANCHOR}kumi")[len(self._newline) :], "token": self._ids(f"{token}kumi")[1:]}
         self._anchored = {name for name, ids in after.items() if ids != alone and (token or name == "text")}
@@ -96,6 +96,7 @@ class PieceTokens:
             raise RowRefused("control-token", f"the tokenizer makes a control token of the text {excerpt(piece.text)}")
 
     def _short_ids(self, text: str) -> list[int]:
+        """Return the ids of a short text, from those that are kept if possible."""
         if not text:
             return []
         if text not in self._short:
@@ -113,7 +114,10 @@ class PieceTokens:
 
 
 def _token_at(encoding: Any, character: int, dropped: int, count: int) -> int:
-    """Return the number of the token with `character`, or of the next that has characters; `count` if there is none."""
+    """Return the number of the token with `character`, or with the first of the 15 after it that has a token.
+
+    `count` if none has.
+    """
     for position in range(character, character + 16):
         token = encoding.char_to_token(position)
         if token is not None:

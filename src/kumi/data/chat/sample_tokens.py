@@ -1,4 +1,4 @@
-"""Tokens of a rendered sample, each with its mask and turn.
+"""Tokens of a sample (the rendered beginning of a conversation with its trained replies), each with its mask and turn.
 
 A text is encoded in pieces. It is cut where a reply begins, because inference encodes the prompt alone, and before
 added tokens, where tokenizers cut it too. Pieces that the samples of a conversation share are encoded once.
@@ -36,8 +36,8 @@ class SampleTokens:
         """Return the tokens of `sample`; `mark` is inside each control token that the row spells, "" if it spells none.
 
         `places` are those of `message_texts`.
-        Raise RowRefused if it begins with two BOS tokens or has more than 4 Mi characters, if the tokenizer splits a
-        stop token, or if it makes control tokens of text.
+        Raise RowRefused if the sample begins with two BOS tokens or has more than 4 Mi characters, if the tokenizer
+        splits a stop token, or if it makes control tokens of text.
         """
         text = sample.text
         if len(text) > PIECE:

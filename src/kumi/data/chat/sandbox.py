@@ -96,6 +96,7 @@ class Renderer:
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, prompt: bool, kwargs: dict[str, Any]
     ) -> str:
+        """Return what `render` returns, without limits of time and memory."""
         compiled = self._compiled if tools is None else self._tool_compiled
         try:
             for name in kwargs:
@@ -117,6 +118,7 @@ class Renderer:
 
 
 def _compile(environment: ImmutableSandboxedEnvironment, text: str, origin: str) -> Template:
+    """Return the compiled template `text` of the file `origin`. Raise ConfigError unless it is valid Jinja."""
     try:
         return environment.from_string(text)
     except TemplateSyntaxError as error:
@@ -234,6 +236,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """Return the node of the tag at which `parser` is: its body, passed through `_write`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(line)
@@ -294,10 +297,12 @@ def _raise_exception(message: str) -> None:
 def _to_json(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
+    """Return `x` as JSON; unlike jinja2's own filter, without escapes for HTML."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> str:
+    """Return jinja2's random text, the same each time."""
     state = random.getstate()
     random.seed(0)
     try:

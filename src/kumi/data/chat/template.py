@@ -81,6 +81,7 @@ def find_template(options: ChatOptions, folder: Path | str) -> ChatTemplate | No
 
 
 def _template(text: str, origin: str, tool_text: str | None = None) -> ChatTemplate:
+    """Return the template of these texts. Raise ConfigError if one of them is longer than `MAX_TEMPLATE`."""
     for source in (text, tool_text or ""):
         if len(source) > MAX_TEMPLATE:
             raise ConfigError(
@@ -136,6 +137,7 @@ def _read_named(path: Path) -> str:
 
 
 def _decode(raw: bytes, path: Path) -> str:
+    """Return the text of the file `path`, with newlines as line ends. Raise ConfigError unless it is UTF-8."""
     try:
         return raw.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
@@ -194,5 +196,6 @@ def load_stops(tokenizer: Tokenizer, options: ChatOptions) -> tuple[str, ...]:
 
 
 def _json(folder: Path, name: str) -> Mapping[str, Any]:
+    """Return the JSON object in the file `name` of `folder`; {} if there is no such file."""
     bounds = TOKENIZER if name == TOKENIZER_CONFIG else CONFIG
     return read_object(folder, name, ConfigError, bounds, infinity=True) if (folder / name).is_file() else {}

@@ -25,7 +25,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", *_TEMPLATE),
 }
 # Groups of columns that a kind reads its prompt from, the required ones before the "", the optional ones after it. The
-# first group counts whose required columns are all there.
+# first group whose required columns are all there counts.
 _PROMPTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "preference": (("prompt", ""), ("conversations", ""), ("instruction", "", *_INSTRUCTION)),
     "feedback": (
@@ -35,6 +35,7 @@ _PROMPTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("conversations", "", "system"),
     ),
 }
+# What a row of each kind needs, for messages.
 _NEEDS = {
     "chat": "messages or conversations",
     "prompt-completion": "prompt and completion",
@@ -51,7 +52,7 @@ class Format:
     """How the rows of a source are read.
 
     kind: the kind of all rows; rows of another kind are faults.
-    columns: names in the files of columns that have other names there.
+    columns: kumi's name of a column -> its name in the files, where they differ.
     used, ignored: the columns of the first rows, under their names in the files. Keys of messages that are ignored are
         in it as "messages[].key".
     forced: whether the run file sets the kind, so that rows need only its columns.

@@ -33,6 +33,7 @@ def to_example(format: Format, row: Values, file: str, line: int) -> Example:
 
 
 def _check_kind(format: Format, values: Values) -> None:
+    """Raise RowRefused unless the row has the columns of its source's kind."""
     kind = format.kind
     if format.forced:
         lacking = missing_columns(kind, values)
@@ -95,6 +96,7 @@ def _instruction(values: Values, file: str, line: int) -> Example:
 
 
 def _instruction_side(values: Values) -> Conversation:
+    """Return the messages of an Alpaca row, with its output as the reply."""
     messages = instruction_messages(values)
     messages = join(messages, convert_messages({"role": "assistant", "content": values["output"]}, "output"))
     check_replies(messages, 0)
@@ -107,6 +109,7 @@ def _preference(values: Values, file: str, line: int) -> Example:
 
 
 def _feedback(values: Values, file: str, line: int) -> Example:
+    """Return a reply with its label: a completion, the output for an instruction, or the last of the messages."""
     name = next(name for name in LABELS if name in values)
     label = values[name]
     if not isinstance(label, bool):
@@ -136,6 +139,7 @@ def _last_reply(messages: Messages, values: Values) -> Conversation:
 
 
 def _prompt(values: Values, file: str, line: int) -> Example:
+    """Return a prompt without a reply, as text or messages, with all other columns of the row."""
     raw = values["prompt"]
     extra = {name: value for name, value in values.items() if name not in COLUMNS["prompt"]}
     check_plain(extra, "the other columns")

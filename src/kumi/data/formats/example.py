@@ -41,9 +41,9 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row of a source: a unit of one sequence, or of two that are compared.
+    """One row of a source: a conversation or text, or two that are compared.
 
-    sides: the one sequence; (chosen, rejected) for a preference. A "prompt" has only the messages of the prompt.
+    sides: the one conversation or text; (chosen, rejected) for a preference. A "prompt" has only the prompt.
     file, line: the row's origin; lines count as in `kumi.data.records`.
     label: of a "feedback" row, whether its completion is desirable.
     margin: of a "preference" row, how much better the chosen side is, if the row says so.

@@ -15,16 +15,17 @@ from kumi.data.formats.plain_values import brief_value, check_plain, check_text,
 ALIASES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 # Names of a reply's thoughts, as transformers reads them: the first that is set is taken.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+# Keys of a message that are read.
 MESSAGE_KEYS = frozenset(
     {"role", "from", "content", "value", "tool_calls", "tool_call_id", "name", "train", "weight", *REASONING}
 )
 _ROLES = {role: role for role in ROLES if role} | ALIASES
-_LARGEST_WEIGHT = 3.4e38  # float32
+_LARGEST_FLOAT = 3.4e38  # of float32
 
 
 @dataclass(slots=True)
 class Messages:
-    """Messages with flags, as in `kumi.data.formats.Conversation`; `explicit` is the `train` that a message sets."""
+    """Messages with flags, as in `kumi.data.formats.Conversation`; `explicit` is a message's own `train`, or None."""
 
     messages: list[dict[str, Any]]
     train: list[bool]
@@ -123,11 +124,12 @@ def _content(content: Any, where: str) -> str:
 
 
 def _weight(value: Any, where: str) -> float:
+    """Return the weight of a message, by default 1. Raise RowRefused unless it is a finite number of at least 0."""
     if value is None:
         return 1.0
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # The comparison is exact for whole numbers of any size, which a float cannot hold.
-    if not is_number or not 0 <= value <= _LARGEST_WEIGHT:
+    if not is_number or not 0 <= value <= _LARGEST_FLOAT:
         raise RowRefused("bad-weight", f"{where} is {brief_value(value)}, not a finite number of at least 0")
     return float(value)
 
@@ -186,7 +188,7 @@ _OWN_ARGUMENTS = frozenset(
 
 
 def read_template_kwargs(value: Any) -> Mapping[str, Any]:
-    """Return a row's arguments of the template: an object, or JSON text of one."""
+    """Return a row's arguments of the template: an object, or JSON text of one. Raise RowRefused for reserved ones."""
     if isinstance(value, str):
         value = parse_text(value, "chat_template_kwargs", "bad-template-kwargs")
     if value is None:
@@ -217,4 +219,4 @@ def read_margin(value: Any) -> float | None:
 
 
 def _is_float32(value: float) -> bool:
-    return (isinstance(value, int) or math.isfinite(value)) and abs(value) <= _LARGEST_WEIGHT
+    return (isinstance(value, int) or math.isfinite(value)) and abs(value) <= _LARGEST_FLOAT

@@ -17,7 +17,8 @@ Sides = tuple[Conversation | PlainText, Conversation | PlainText]
 def preference_sides(values: Mapping[str, Any]) -> Sides:
     """Return (chosen, rejected), each with the prompt, which is not trained.
 
-    The prompt is that of the row; without one, the longest common prefix of messages. Raise RowRefused.
+    The prompt is that of the row; without one, the longest common prefix of messages. Raise RowRefused unless
+    the row has a prompt and two different replies, both text or both messages.
     """
     chosen, rejected = values["chosen"], values["rejected"]
     if isinstance(chosen, str) != isinstance(rejected, str):

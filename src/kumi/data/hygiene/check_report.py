@@ -13,6 +13,7 @@ def check_lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _lines(result: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines with the characters of the data as they are."""
     for source in result["sources"]:
         tokens = source["files_of_tokens"]
         unread = f", {source['faults']:,} that cannot be read or used" if source["faults"] else ""
@@ -33,8 +34,10 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _duplicates(kind: str, summary: dict[str, Any], rows: int) -> Iterator[str]:
+    """Yield the lines about the "exact" or "near" duplicates among all `rows` rows."""
     share = summary["rows"] / max(rows, 1)
-    yield f"{kind} duplicates: {summary['rows']:,} of {rows:,} rows ({share:.1%}), of {summary['of']:,} others"
+    repeated = f"they repeat {summary['of']:,} of the others"
+    yield f"{kind} duplicates: {summary['rows']:,} of {rows:,} rows ({share:.1%}); {repeated}"
     for example in summary["examples"]:
         of = example["of"]
         yield f"  {example['file']}:{example['line']} of {of['file']}:{of['line']}"

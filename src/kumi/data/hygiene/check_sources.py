@@ -50,7 +50,7 @@ def check_sources(
 
 
 class _Check:
-    """The rows so far, and for each that is a near duplicate or overlaps, the place that it shares its text with."""
+    """The rows so far, and for each near duplicate and each overlap, the row or the line with the same text."""
 
     def __init__(self, near: bool, against: Sequence[Path]) -> None:
         self.table = DigestTable()
@@ -76,6 +76,7 @@ class _Check:
         return {"path": source.path, "rows": rows, "faults": faults, "files_of_tokens": tokens_only}
 
     def _add(self, row: TextRow) -> None:
+        """Add the next row; compare it with the rows before it and with the other files."""
         number = len(self.table)
         self.table.add(row.file, row.line, row.digest)
         if self.near is not None:
@@ -96,13 +97,13 @@ class _Check:
         return rows | {number: ("exact", self.table.place(first)) for number, first in self.table.duplicates()}
 
     def entry(self, number: int, reason: str, of: Place) -> dict[str, Any]:
-        """Return the entry of row `number` in a list of rows."""
+        """Return the entry in a list of rows for row `number`, left out because of the text at `of`."""
         file, line = self.table.place(number)
         place = {"file": of[0], "line": of[1]}
         return {"file": file, "line": line, "digest": self.table.digest(number), "reason": reason, "of": place}
 
     def summary(self, listed: dict[int, tuple[str, Place]], kind: str) -> dict[str, Any]:
-        """Return the number of rows listed as `kind`, of the rows that they duplicate, and the first few."""
+        """Return the number of rows listed as `kind`, the number of rows that they duplicate, and the first few."""
         numbers = [number for number in sorted(listed) if listed[number][0] == kind]
         examples = []
         for number in numbers[:EXAMPLES]:

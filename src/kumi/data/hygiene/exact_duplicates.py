@@ -43,7 +43,7 @@ class DigestTable:
         if not len(self):
             return
         high, low = (np.frombuffer(column, np.uint64) for column in self._digests)
-        # Stable: rows of a digest stay in their order.
+        # lexsort is stable: rows with the same digest stay in their order.
         order = np.lexsort((low, high))
         begins = np.ones(len(order), bool)
         begins[1:] = (high[order[1:]] != high[order[:-1]]) | (low[order[1:]] != low[order[:-1]])

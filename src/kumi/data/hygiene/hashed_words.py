@@ -43,6 +43,7 @@ def gram_hashes(words: list[str], size: int) -> Array:
 
 
 def _mixed(values: Array) -> Array:
+    """Return the finalizer of splitmix64 of each value: all its bits affect all bits of the result."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
     mixed: Array = values ^ (values >> np.uint64(31))

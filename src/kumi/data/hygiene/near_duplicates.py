@@ -19,7 +19,7 @@ _SEED = 1
 
 
 class NearDuplicates:
-    """The rows so far that are not near duplicates of an earlier one. Raise ConfigError without the library."""
+    """The rows so far that are not near duplicates of an earlier one. Raise ConfigError without the library rensa."""
 
     def __init__(self) -> None:
         try:

@@ -17,7 +17,8 @@ from kumi.data.hygiene.row_texts import file_rows
 from kumi.data.record_files import Fault
 
 GRAM = 13
-# Rows of other files with fewer words are not compared: chance would match them. Of 8 to 12 words, all must match.
+# Rows of other files with fewer words are not compared: chance would match them. Rows of 8 to 12 words must match in
+# full.
 SHORTEST = 8
 
 
@@ -51,7 +52,7 @@ class ComparedFile:
 
 @dataclass(frozen=True)
 class Overlap:
-    """A row's first shared n-gram with a line of a file."""
+    """The first n-gram of a row that it shares with a line of a file, as `words`."""
 
     file: str
     line: int
@@ -86,8 +87,9 @@ class OverlapIndex:
             self._grams[size] = hashes[order], places[order]
 
     def add(self, text: str) -> Overlap | None:
-        """Count a row's overlaps with all files; return its first with the first file that has one."""
+        """Count a row's overlaps with all files; return its first overlap with the first file that it overlaps."""
         words = words_of(text)
+        # Number of a file -> line, first word and number of words of the n-gram that was shared first.
         shared: dict[int, tuple[int, int, int]] = {}
         for size, (hashes, places) in self._grams.items():
             if len(words) < size:

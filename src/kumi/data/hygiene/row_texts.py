@@ -41,7 +41,7 @@ class TextRow:
 def example_row(example: Example) -> TextRow:
     """Return the row of an example: the contents of its messages, with thoughts and tool calls.
 
-    Of a second side, only the contents after those that both sides begin with.
+    Of the second side of a preference, only the contents after those that both sides begin with.
     """
     return TextRow(example.file, example.line, "\n".join(example_texts(example)), example.label)
 
@@ -56,6 +56,7 @@ def example_texts(example: Example) -> list[str]:
 
 
 def _side_texts(side: Any) -> Iterator[str]:
+    """Yield the texts of one side of an example: a prompt and completion, or the messages of a conversation."""
     if isinstance(side, PlainText):
         yield from (side.prompt, side.completion)
         return
@@ -66,14 +67,17 @@ def _side_texts(side: Any) -> Iterator[str]:
 
 
 def training_files(source: Source) -> tuple[Format, list[tuple[Path, str]]]:
-    """Return the format of the rows of `source`, and its files with their formats, but no files of tokens."""
+    """Return the format of the rows of `source`, and its files with their formats, except files of tokens."""
     files = [(path, file_format(path, source.format) or "") for path in expand(source)]
     tables = [item for item in files if item[1] != "indexed"]
     return detect_source(source, files), tables
 
 
 def with_validation(source: Source) -> list[Source]:
-    """Return `source`, after its own validation data if it has any, whose copies in `source` are then duplicates."""
+    """Return the validation data of `source` as a source, if it has its own, then `source` without them.
+
+    In this order the copies in the training data count as the duplicates.
+    """
     own = [] if source.validation is None else [replace(source, path=source.validation, validation=None)]
     return [*own, replace(source, validation=None)]
 
@@ -96,6 +100,7 @@ def _record_row(item: Record | Fault) -> TextRow | Fault:
 
 
 def _converted(fmt: Format, file: str, line: int, row: dict[str, Any]) -> TextRow | Fault:
+    """Return the texts of a row of examples; a Fault if it is not one of the format `fmt`."""
     try:
         return example_row(to_example(fmt, row, file, line))
     except RowRefused as error:

@@ -1,8 +1,9 @@
-"""The plan of bins as a file in the store's folder, made once before any rank starts.
+"""The plan of bins, which says which units each row has, as a file in the store's folder.
 
-The name has a digest of everything that the plan depends on, so that a plan of other data or options is never read. The
-file is a list of little-endian int32: `_MAGIC`, CRC-32 of the rest, units of the source, rows, units that are too long,
-units that are empty, then `Bins.bounds` and `Bins.units`."""
+It is made once, before any rank starts. The name has a digest of everything that the plan depends on, so that a plan of
+other data or options is never read. The file is a list of little-endian int32: `_MAGIC`, CRC-32 of the rest, the
+numbers of units of the source, of rows, of units that are too long and of units that are empty, then `Bins.bounds` and
+`Bins.units`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from kumi.files.untrusted import explain, open_stream
 from kumi.objectives import LM_ROWS, RowForm
 
 _MAGIC = 0x534E4942  # "BINS"
-_HEADER = 6
+_HEADER = 6  # int32 before `Bins.bounds`
 
 
 def pack_units(units: Units, content: str, seq_len: int, seed: int, form: RowForm = LM_ROWS) -> Bins:
@@ -62,7 +63,7 @@ def open_bins(units: Units, content: str, seq_len: int, seed: int, form: RowForm
 
 
 def _path(units: Units, content: str, seq_len: int, seed: int, form: RowForm) -> Path:
-    # What of the form decides the positions of units.
+    # Of the form, only these two fields decide the positions of units.
     options = f"{' scored' if form.scored else ''}{' mismatched' if form.mismatched else ''}"
     inputs = f"{VERSION} {content} {units.kind} {seq_len} {seed}{options}"
     return Path(f"{units.prefix}.bins.{hashlib.blake2b(inputs.encode(), digest_size=8).hexdigest()}.i4")

@@ -1,10 +1,10 @@
-"""Rows of packed units: several examples in each row, every sequence a document of its own.
+"""Rows of packed units: several units in each row, every sequence a document of its own.
 
-A sequence of n tokens takes n - 1 positions (see `positions_of`): inputs are its tokens except the last, labels its
-tokens except the first. A label whose token is not trained is `IGNORED`. A sequence that is scored takes n positions,
-and has one label, at its last token. Position ids restart at each sequence, and attention never crosses sequences, not
-even those of one unit: the model computes for each sequence exactly the losses that it computes for the sequence
-alone."""
+A unit has one sequence, or two for the sides of a preference. A sequence of n tokens takes n - 1 positions (see
+`positions_of`): inputs are its tokens except the last, labels its tokens except the first. A label whose token is not
+trained is `IGNORED`. If sequences are scored (`RowForm.scored`), each takes n positions, and has one label, at its last
+token. Position ids restart at each sequence, and attention never crosses sequences, not even those of one unit: the
+model computes for each sequence exactly the losses that it computes for the sequence alone."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from kumi.objectives import IGNORED, LM_ROWS, MISMATCHED, RowForm
 class PackedRows:
     """The units of `bins` as rows of `seq_len` positions.
 
+    form: how units become rows for the run's objective.
     reference: the reference model's log-probs, float64, one for each sequence of the source; None for an objective
         without a reference.
     mismatched_reference: log-probs of the mismatched sequences, from which KTO estimates its KL divergence (see
@@ -71,7 +72,7 @@ class PackedRows:
         )
 
     def mean_document_span(self) -> float:
-        """Return the mean over positions, without padding, of the length of the sequence at the position."""
+        """Return the mean over positions of the length of the position's sequence, without padding."""
         return mean_sequence_span(self.source, self.seq_len, self.form)
 
     def units_of(self, row: int) -> Array:
@@ -98,8 +99,8 @@ class PackedRows:
             write_unit_records(batch, place, records)
             if self.reference is not None:
                 documents = zip(records["first_document"].tolist(), records["documents"].tolist(), strict=True)
-                sums = [self.reference[first : first + count] for first, count in documents]
-                write_reference(batch, place, sums)
+                log_probs = [self.reference[first : first + count] for first, count in documents]
+                write_reference(batch, place, log_probs)
             if self.form.mismatched:
                 self._fill_mismatched(batch, place, row, numbers, units)
 
@@ -119,7 +120,7 @@ class PackedRows:
     def _fill_mismatched(
         self, batch: Batch, at: int, row: int, numbers: Sequence[int], units: Sequence[SequenceTokens]
     ) -> None:
-        """Write the mismatched sequences of the units `numbers` to the mismatched row `at`."""
+        """Write the mismatched sequences of the units `numbers` to row `at` of the columns of mismatched sequences."""
         mismatched = [self.mismatched_of(number, unit) for number, unit in zip(numbers, units, strict=True)]
         lengths = self._fill_row(batch, at, row, mismatched, MISMATCHED)
         write_sequences(batch, at, lengths, batch[f"{MISMATCHED}labels"][at], IGNORED, MISMATCHED)
@@ -127,9 +128,9 @@ class PackedRows:
             write_reference(batch, at, [self.mismatched_reference[numbers]], MISMATCHED)
 
     def _fill_row(self, batch: Batch, at: int, row: int, units: Sequence[SequenceTokens], prefix: str = "") -> Array:
-        """Write the tokens of `units`, those of row `row`, to the row `at` of `batch`, into the columns with `prefix`.
+        """Write the tokens of `units` to row `at` of those columns of `batch` whose names begin with `prefix`.
 
-        Return the positions of each sequence, (sequences,).
+        row: the number of the packed row, for errors. Return the number of positions of each sequence, (sequences,).
         """
         ids = np.concatenate([unit.ids for unit in units]).astype(np.int64)
         trained = np.concatenate([unit.mask for unit in units]) & TRAINED != 0
@@ -143,8 +144,8 @@ class PackedRows:
         used = len(ids)
         if used > self.seq_len:
             raise RefusedError(
-                f"{self.source.prefix}: row {row} of the packed rows has {used} tokens, more than {self.seq_len}: its "
-                f"plan is damaged; remove {self.source.prefix.name}.bins.* and run the same command again"
+                f"{self.source.prefix}: row {row} of the packed rows has {used} tokens, more than {self.seq_len}: the "
+                f"plan of the rows is damaged; remove {self.source.prefix.name}.bins.* and run the same command again"
             )
         batch[f"{prefix}input_ids"][at, :used] = ids
         batch[f"{prefix}labels"][at, :used] = labels

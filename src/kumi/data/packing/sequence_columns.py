@@ -1,6 +1,6 @@
 """The columns of a batch that describe the sequences of its rows, for objectives that compare or score sequences.
 
-See `kumi.objectives.SequenceObjective` for their meaning; G is the number of sequences of the fullest row."""
+See `kumi.objectives.SequenceObjective` for their meaning."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def sequence_columns(count: int, seq_len: int, sequences: int, source: RowSource
 
 
 def _columns(count: int, seq_len: int, sequences: int, referenced: bool) -> dict[str, Array]:
+    """Return the columns that rows of every kind have, filled for padding."""
     columns: dict[str, Array] = {
         "segments": np.zeros((count, seq_len), np.int64),
         "trained": np.zeros((count, sequences), np.int64),
@@ -56,7 +57,7 @@ def write_unit_records(batch: Batch, at: int, records: Array) -> None:
         batch["desirable"][at, : len(records)] = np.asarray(records["label"]) == 1
 
 
-def write_reference(batch: Batch, at: int, sums: Sequence[Array], prefix: str = "") -> None:
-    """Write the reference log-probs of the sequences of row `at`."""
-    values = np.concatenate(sums)
+def write_reference(batch: Batch, at: int, log_probs: Sequence[Array], prefix: str = "") -> None:
+    """Write the reference log-probs of the sequences of row `at`, given for each unit."""
+    values = np.concatenate(log_probs)
     batch[f"{prefix}reference"][at, : len(values)] = values

@@ -31,10 +31,10 @@ class SequenceTokens(Protocol):
 class Units(Protocol):
     """Units of examples, each of one sequence or more.
 
-    prefix: of the files of the units.
-    kind: the kind of the rows that they were made from.
+    prefix: the path of the files of the units, without their suffixes.
+    kind: the kind of the rows of data that became units.
     file: the sequences of all units in order; document n is sequence n.
-    columns: a record a unit, with the fields of `kumi.data.unit_files.UNIT_COLUMNS`, except "digest".
+    columns: one record for each unit, with the fields of `kumi.data.unit_files.UNIT_COLUMNS`, except "digest".
     weighted: whether a token has a weight other than 1.
     """
 
@@ -57,9 +57,9 @@ def positions_of(units: Units, form: RowForm = LM_ROWS) -> Array:
     """Return the positions of a row that each unit takes, int32 (units,).
 
     The last token of a sequence is a label only, never an input, so a sequence of n tokens takes n - 1 positions. The
-    tokens of a prompt are all inputs: a model continues it. So are those of a sequence that is scored. For an
-    objective with mismatched sequences (KTO), the unit's sequence and the mismatched one, its prompt with the reply of
-    the unit before, have the same positions of two rows: those of the longer sequence.
+    tokens of a prompt are all inputs: a model continues it. So are those of a sequence that is scored. An objective
+    with mismatched sequences (KTO) has a second row, in which the same positions have the unit's prompt with the reply
+    of the unit before; a unit takes the positions of the longer of these two sequences.
     """
     tokens = np.array(units.columns["tokens"], np.int32)
     if units.kind == "prompt" or form.scored:
@@ -72,10 +72,10 @@ def positions_of(units: Units, form: RowForm = LM_ROWS) -> Array:
 
 
 def mean_sequence_span(units: Units, seq_len: int, form: RowForm = LM_ROWS) -> float:
-    """Return the mean over positions of the length of the sequence at the position, for units that fit a row.
+    """Return the mean over positions of the length of the position's sequence, for units that fit a row.
 
-    A row has `seq_len` positions. No sequence is split, so the mean depends on no plan of bins. Padding is not counted.
-    The mean is `seq_len` if nothing fits.
+    A row has `seq_len` positions. No sequence is split, so it does not matter which units share a row. Padding is not
+    counted. The mean is `seq_len` if nothing fits.
     """
     fits = positions_of(units, form) <= seq_len
     lengths = np.array(units.file.lengths[: int(units.columns["documents"].sum(dtype=np.int64))], np.float64)
