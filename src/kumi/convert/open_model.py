@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 class Source:
     """A checked model on disk: its spec and config.json, and a reader of its tensors.
 
+    tokenizer     folder of the tokenizer; None if there is none
     passthrough   tensors that kumi does not compute with, and only copies
     """
 
