@@ -210,7 +210,7 @@ CHECKPOINTS = [
     (lambda i: i["files"].append(dict(i["files"][0])), "lists the file 'shard_00000.safetensors' twice"),
     (lambda i: i["files"][0].update(header=10**9), "1000000000 bytes for its header"),
     (lambda i: i["files"][0].update(size=-1), "-1 bytes"),
-    (lambda i: i.pop("files"), "its files are no list of objects"),
+    (lambda i: i.pop("files"), "the files in the index are no list of objects"),
     (lambda i: i.update(tensors=[]), "lists no tensors"),
     (lambda i: i["tensors"]["w"].update(dtype="F99"), "'w' has an unknown dtype"),
     (lambda i: i["tensors"]["w"].update(shape=[2**50, 2**50]), "'w' has the shape"),

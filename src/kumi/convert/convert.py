@@ -154,7 +154,10 @@ def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str], contents:
 
 
 def _write_kumi(source: Source, target: Path, dtypes: Mapping[str, str], layout: Layout) -> None:
-    """Write a kumi checkpoint, in the pieces of `layout`; raise RefusedError if the disk is too small for it."""
+    """Write a kumi checkpoint, in the pieces of `layout`.
+
+    Raise RefusedError if `target` exists and is not empty, or if the disk is too small.
+    """
     write_folder.check_target(target, replace=False)
     size = sum(entry.numel * ITEMSIZE[dtypes[entry.name]] for entry in tensors(source.spec))
     check_free_space(target, size + sum(span.nbytes for span in source.passthrough.values()), "the model")

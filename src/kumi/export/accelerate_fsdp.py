@@ -28,6 +28,7 @@ _FILE, _LAUNCH = "accelerate_fsdp.yaml", "accelerate_fsdp.sh"
 _MACHINE_FLAGS = (
     '--machine_rank "${NODE_RANK:?}" --main_process_ip "${MASTER_ADDR:?}" --main_process_port "${MASTER_PORT:-29500}"'
 )
+# kumi's dtypes -> accelerate's names of mixed precision.
 _MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
@@ -104,7 +105,7 @@ def _notes(job: Job, layout: Layout) -> list[str]:
     if layout.zero and job.precision.compute != "float32" and not reduces_in_16_bits(job):
         return [
             f"Gradients: with mixed_precision {_MIXED_PRECISION[job.precision.compute]} FSDP2 reduces them in that "
-            f"dtype, the plan in float32: half the traffic."
+            f"dtype, which halves the traffic; the plan reduces them in float32."
         ]
     return []
 

@@ -60,7 +60,10 @@ def _unsupported_recompute(layout: Layout) -> Iterator[str]:
     if layout.recompute_layers is None:
         return
     if layout.recompute == "selective":
-        yield f"recompute_layers={layout.recompute_layers}: {_NAME} recomputes selectively in all layers or in none"
+        yield (
+            f"recompute_layers={layout.recompute_layers}: {_NAME} recomputes selectively in all layers or none; leave "
+            f"it out"
+        )
     elif layout.recompute == "full" and layout.recompute_layers % layout.stages:
         yield (
             f"recompute_layers={layout.recompute_layers}: {_NAME} counts them per stage, and a rank has "
@@ -83,11 +86,11 @@ def _unsupported_offload(job: Job, layout: Layout) -> Iterator[str]:
 
 def _unsupported_degrees(job: Job, layout: Layout) -> Iterator[str]:
     if layout.cp > 1 and job.batch.seq_len % (2 * layout.cp):
-        yield f"seq_len={job.batch.seq_len}: {_NAME} splits it into 2 x cp = {2 * layout.cp} parts; use a multiple"
+        yield f"seq_len={job.batch.seq_len}: {_NAME} splits it into 2 x cp parts; use a multiple of {2 * layout.cp}"
     if layout.ep > 1 and layout.dp_shard * layout.cp * layout.tp % (layout.ep * layout.expert_tp):
         yield (
             f"ep={layout.ep} x expert_tp={layout.expert_tp} does not divide dp_shard x cp x tp = "
-            f"{layout.dp_shard * layout.cp * layout.tp}; {_NAME} distributes experts over these ranks"
+            f"{layout.dp_shard * layout.cp * layout.tp}, the ranks over which {_NAME} distributes experts; use divisors"
         )
 
 
@@ -104,5 +107,5 @@ def megatron_notes(job: Job, layout: Layout) -> list[str]:
         return []
     return [
         "Recomputation: Megatron recomputes norms (and the experts' gated products). The plan also recomputes the "
-        "gated products of dense layers and rotary embeddings, which Megatron keeps: that takes more memory."
+        "gated products of dense layers and rotary embeddings, which Megatron keeps in memory."
     ]

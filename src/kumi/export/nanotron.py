@@ -112,7 +112,7 @@ def _unsupported_pipeline(layout: Layout) -> Iterator[str]:
 def _unsupported_recompute(layout: Layout) -> Iterator[str]:
     yield from unsupported_value("recompute", layout.recompute, ("none", "full"), _NAME, "recomputes whole layers")
     if layout.recompute == "full" and layout.recompute_layers is not None:
-        yield f"recompute_layers={layout.recompute_layers}: {_NAME} recomputes all layers or none"
+        yield f"recompute_layers={layout.recompute_layers}: {_NAME} recomputes all layers or none; leave it out"
 
 
 def _unsupported_by_04(job: Job, layout: Layout) -> list[str]:

@@ -185,6 +185,7 @@ def _attention_fields(uniform: UniformLayers) -> dict[str, Any]:
             "qk_layernorm": True,
             **_latent_rope(attention),
         }
+    # Megatron's window does not count the query's own position. `skip` has a 1 for each layer with a window.
     window = None if uniform.window is None else (uniform.window - 1, 0)
     skip = (
         None if window is None or None not in uniform.windows else [int(size is not None) for size in uniform.windows]

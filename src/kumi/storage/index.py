@@ -96,16 +96,18 @@ def parse_files(folder: Path, index: Mapping[str, Any]) -> dict[str, StoredFile]
     for entry in _objects("files", index.get("files"), {"name", "size", "header", "crc32"}):
         name, file = entry["name"], StoredFile(entry["size"], entry["header"], entry["crc32"])
         if not isinstance(name, str) or not name.endswith(".safetensors"):
-            raise IndexFault(f"it lists the file {brief(name)}, which is not a safetensors file")
+            raise IndexFault(f"the index lists the file {brief(name)}, which is not a safetensors file")
         if name in files:
-            raise IndexFault(f"it lists the file {name!r} twice")
+            raise IndexFault(f"the index lists the file {name!r} twice")
         if not _are_sizes([file.size, file.header, file.crc32]):
             raise IndexFault(
-                f"it gives {name!r} {brief(file.size)} bytes, {brief(file.header)} bytes for its header and the "
+                f"the index gives {name!r} {brief(file.size)} bytes, {brief(file.header)} bytes for its header and the "
                 f"checksum {brief(file.crc32)}, and these must be {_SIZES}"
             )
         if file.header > file.size:
-            raise IndexFault(f"it gives {name!r} {file.size} bytes, fewer than the {file.header} bytes for its header")
+            raise IndexFault(
+                f"the index gives {name!r} {file.size} bytes, and {file.header} bytes for its header alone"
+            )
         try:
             size = os.stat(inside(folder, name, RefusedError)).st_size
         except FileNotFoundError:
@@ -123,7 +125,7 @@ def parse_tensors(index: Mapping[str, Any], files: Mapping[str, StoredFile]) -> 
     """
     entries = index.get("tensors")
     if not isinstance(entries, dict):
-        raise IndexFault("it has no object `tensors`, so it lists no tensors")
+        raise IndexFault("the index has no object `tensors`, so it lists no tensors")
     tensors = {name: _tensor(name, entry, files) for name, entry in entries.items()}
     positions: dict[str, list[tuple[int, int]]] = defaultdict(list)  # (offset, bytes) of the pieces in each file
     for tensor in tensors.values():
@@ -188,7 +190,7 @@ def _piece(
 def _objects(what: str, value: Any, keys: set[str]) -> list[dict[str, Any]]:
     """Return `value`, the `what` of the index; raise IndexFault unless it is a list of objects that all have `keys`."""
     if not isinstance(value, list) or not all(isinstance(item, dict) and keys <= item.keys() for item in value):
-        raise IndexFault(f"its {what} are no list of objects, each with {', '.join(sorted(keys))}")
+        raise IndexFault(f"the {what} in the index are no list of objects, each with {', '.join(sorted(keys))}")
     return value
 
 

@@ -38,6 +38,7 @@ def file_slice(part: Part, offsets: Dims, shape: Dims) -> FileSlice:
     at, size = list(part.at), list(part.size)
     native_shape, skip = [], []
     for dims, extent, offset, count in zip(file_dims(part), part.extent, offsets, shape, strict=True):
+        # The outermost of the file's dims that form the native dim; `inner` native indices share one index of it.
         outer = next((dim for dim in dims if part.size[dim] > 1), None)
         if outer is None:
             native_shape.append(extent)
@@ -66,7 +67,7 @@ def file_dims(part: Part) -> tuple[Dims, ...]:
 
 
 def rows_per_file_index(part: Part) -> int:
-    """Return the number of native rows in one index of the file's dim that forms the rows, the outermost if several do.
+    """Return how many native rows share one index of the file's dim of rows, or of the outermost one if it has several.
 
     A block of native rows that begins and ends at multiples of this number is a slice of the file tensor.
     """
