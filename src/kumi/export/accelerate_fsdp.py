@@ -48,6 +48,7 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
 
 
 def _unsupported_degrees(layout: Layout) -> Iterator[str]:
+    """Check the degrees: pp and ep are not supported, tp, cp and replicas only with FSDP2."""
     if layout.pp > 1:
         yield f"pp={layout.pp}: {_NAME} has no pipeline parallelism for training; set pp = 1"
     if layout.ep > 1:
@@ -67,6 +68,7 @@ def _unsupported_degrees(layout: Layout) -> Iterator[str]:
 
 
 def _unsupported_offload(layout: Layout) -> Iterator[str]:
+    """Check the offloading, which needs FSDP2."""
     yield from unsupported_offload(layout, _NAME, ("states", "activations"))
     if layout.offload == "states" and layout.zero == 0:
         yield "offload=states with zero=0: FSDP2 offloads the states that it shards; set zero = 3"

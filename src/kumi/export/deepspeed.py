@@ -51,6 +51,7 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
 
 
 def _unsupported_degrees(job: Job, layout: Layout) -> Iterator[str]:
+    """Check the degrees: DeepSpeed's configuration has no pp and no cp, and replicas only without ZeRO."""
     if layout.pp > 1:
         yield f"pp={layout.pp}: {_NAME} builds pipelines from a PipelineModule in the training script; set pp = 1"
     if layout.cp > 1:
@@ -67,6 +68,7 @@ def _unsupported_degrees(job: Job, layout: Layout) -> Iterator[str]:
 
 
 def _unsupported_experts(job: Job, layout: Layout) -> Iterator[str]:
+    """Check ep and expert_tp for AutoEP, by which DeepSpeed distributes experts."""
     if layout.ep == 1:
         return
     if job.model.family not in _AUTOEP_FAMILIES:
@@ -83,6 +85,7 @@ def _unsupported_experts(job: Job, layout: Layout) -> Iterator[str]:
 
 
 def _unsupported_offload(layout: Layout) -> Iterator[str]:
+    """Check that the ZeRO stage shards what is offloaded."""
     if layout.offload == "optimizer" and layout.zero == 0:
         yield f"offload=optimizer with zero=0: {_NAME} offloads states from ZeRO-1 on; set zero = 1"
     if layout.offload in ("states", "optimizer-nvme", "states-nvme") and layout.zero != 3:

@@ -158,6 +158,7 @@ def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _optimizer(job: Job, layout: Layout) -> dict[str, Any]:
+    """Return the arguments of OptimizerConfig."""
     optim, offloads = job.optim, layout.offload == "optimizer"
     return {
         "optimizer": megatron_layout.OPTIMIZERS[optim.kind],
@@ -187,6 +188,7 @@ def _optimizer(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _scheduler(job: Job, steps: int) -> dict[str, Any]:
+    """Return the arguments of SchedulerConfig."""
     optim = job.optim
     wsd = {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": optim.decay_steps} if optim.schedule == "wsd" else {}
     return {

@@ -66,6 +66,7 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
 
 
 def _unsupported_schedule(job: Job, layout: Layout) -> Iterator[str]:
+    """Check the pipeline schedule, its stages, and for tied embeddings."""
     if layout.pp == 1:
         return
     if layout.schedule not in _SCHEDULES:
@@ -88,6 +89,7 @@ def _unsupported_schedule(job: Job, layout: Layout) -> Iterator[str]:
 
 
 def _unsupported_microbatches(count: int, layout: Layout) -> Iterator[str]:
+    """Check the number of microbatches, `count`, that a rank has in a step."""
     rounds = max(1, count // layout.pp)
     if layout.schedule == "interleaved" and count % rounds:
         yield (
@@ -99,6 +101,7 @@ def _unsupported_microbatches(count: int, layout: Layout) -> Iterator[str]:
 
 
 def _unsupported_degrees(job: Job, layout: Layout) -> Iterator[str]:
+    """Check that tp, cp and ep divide heads, sequences and ranks, and that expert_tp is 1."""
     heads = {layer.attends.num_key_value_heads for layer in job.model.layers if layer.attends is not None}
     if any(count % layout.tp for count in heads):
         yield f"tp={layout.tp} does not divide num_key_value_heads={min(heads)}, as {_NAME} requires; use a divisor"
@@ -206,6 +209,7 @@ def _stage_code(stages: tuple[tuple[int, int], ...]) -> str:
 
 
 def _learning_rate(job: Job, steps: int) -> dict[str, Any]:
+    """Return the arguments of LRSchedulersContainer.Config."""
     optim = job.optim
     ratio = {"constant": 0.0, "wsd": optim.decay_steps / steps}.get(optim.schedule)
     return {

@@ -292,6 +292,7 @@ def _read_uploaded(folder: Path, attempt: str) -> dict[str, list[int]]:
 
 
 def _write_uploaded(folder: Path, attempt: str, files: dict[str, list[int]]) -> None:
+    """Record the `files` that the start `attempt` has uploaded, for `_read_uploaded` of the next start."""
     make_folder(folder)
     part = folder / f"{_STATE_FILE}.part"
     write_text(part, json.dumps({"attempt": attempt, "files": files}))

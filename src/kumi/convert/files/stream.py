@@ -214,6 +214,7 @@ def _interleave_files(jobs: Sequence[Job], workers: int) -> list[Job]:
 
 @contextmanager
 def _open_for_writing(file: Path) -> Iterator[int]:
+    """Yield a file descriptor of the existing `file`, open for writing."""
     handle = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
     try:
         yield handle
