@@ -229,7 +229,7 @@ def damaged(folder: Path, file: str, reason: str) -> RefusedError:
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return the JSON of the file `name`, which ends with its checksum. Raise RefusedError if it is missing or damaged."""
+    """Return the JSON of the file `name`, without its checksum. Raise RefusedError if it is missing or damaged."""
     try:
         return read_sealed(inside(folder, name, RefusedError))
     except FileNotFoundError as error:
