@@ -246,7 +246,7 @@ def _leaf(name: str) -> str:
 def adapter_card(*, name: str, base: str, lora: Lora, facts: Mapping[str, str], evaluation: str = "") -> str:
     """Return the README.md of an adapter folder, with `facts` as rows of a table, in their order.
 
-    `base` is the base model: a hub id, or a folder. For a folder, the card has its title (see `folder_title`) instead of
+    `base` is the base model: a hub id, or a folder. For a folder, the card has its title (`folder_title`) instead of
     its path. `evaluation` is the Markdown of a section.
     """
     kind = "DoRA" if lora.use_dora else "LoRA"
