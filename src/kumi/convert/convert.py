@@ -56,7 +56,7 @@ def convert(
     config     config.json for a Megatron checkpoint that does not describe its model
     megatron   settings of the Megatron-LM that will load the result
     base       base model of adapters, instead of the one that they name
-    card       contents of the card of a Hugging Face folder, instead of those of a conversion
+    card       contents of a Hugging Face folder's model card; by default they describe the conversion
     critic     convert the critic in a kumi checkpoint, as a reward model, instead of the policy
 
     Adapters are merged into their base, and the logits before and after merging are compared. Raise ConfigError for
@@ -136,6 +136,7 @@ def _dtypes(source: Source, dtype: str | None) -> Mapping[str, str]:
 
 
 def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str], contents: CardContents | None) -> None:
+    """Write a Hugging Face folder; without `contents`, its card describes the conversion."""
     if contents is None:
         origin = origin_of(source.folder)
         facts = {"made by": "kumi convert", "converted from": origin.published or source.folder.name}
@@ -153,6 +154,10 @@ def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str], contents:
 
 
 def _write_kumi(source: Source, target: Path, dtypes: Mapping[str, str], layout: Layout) -> None:
+    """Write a kumi checkpoint, in the pieces of `layout`.
+
+    Raise RefusedError if `target` exists and is not empty, or if the disk is too small.
+    """
     write_folder.check_target(target, replace=False)
     size = sum(entry.numel * ITEMSIZE[dtypes[entry.name]] for entry in tensors(source.spec))
     check_free_space(target, size + sum(span.nbytes for span in source.passthrough.values()), "the model")

@@ -1,4 +1,8 @@
-"""Read and write models as kumi checkpoints: tensors "model/<parameter>", and the config.json of the model."""
+"""Read and write models as kumi checkpoints: tensors "model/<parameter>", and the config.json of the model.
+
+A piece is a rectangle of a tensor, such as the one that a rank holds. A `Blank` describes a piece without its data, and
+an entry is the piece's description in the index of a checkpoint's file.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ from kumi.storage.write import ITEMSIZE, Blank, as_bytes, block_rows, blocks, la
 if TYPE_CHECKING:  # copying bytes needs no torch, which takes seconds to import
     from torch import Tensor
 
-# Bytes of a file, in a checkpoint whose layout has one rank.
+# Most bytes of a file (but one piece at least), in a checkpoint whose layout has one rank.
 _SHARD_BYTES = 10**9
 
 
@@ -231,7 +235,10 @@ def _assign_files(pieces: Sequence[tuple[Blank, list[int]]], layout: Layout) -> 
 
 
 def _split_in_order(blanks: Sequence[Blank]) -> Iterator[list[Blank]]:
-    """Split the pieces, in order, into at least one list per thread, of at most `_SHARD_BYTES` (or one piece)."""
+    """Split the pieces, in order, into lists of at most `_SHARD_BYTES` (or one piece).
+
+    There is a list for each thread at least, unless these would have less than 1 MiB each.
+    """
     total = sum(blank.nbytes for blank in blanks)
     limit = min(_SHARD_BYTES, max(2**20, -(-total // stream.num_threads())))
     current: list[Blank] = []
@@ -246,7 +253,7 @@ def _split_in_order(blanks: Sequence[Blank]) -> Iterator[list[Blank]]:
 
 
 def _by_entry(entries: Sequence[dict[str, Any]], shard: Sequence[Blank]) -> Iterator[tuple[dict[str, Any], Blank]]:
-    """Pair each entry of a file's header with its piece."""
+    """Pair each entry of a file with its piece in `shard`."""
     by_key = {(blank.name, blank.start): blank for blank in shard}
     return ((entry, by_key[entry["name"], tuple(entry["start"])]) for entry in entries)
 

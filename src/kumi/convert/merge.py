@@ -2,7 +2,8 @@
 
     W' = W + s B A,    and with DoRA    W' = m / |W + s B A| * (W + s B A)  by rows
 
-rounded once, to the dtype of W.
+rounded once, to the dtype of W. W is the base model's matrix (out, in), B (out, r) and A (r, in) are the adapter's
+factors, s is its scale, and m (out,) has DoRA's magnitudes.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 class Source:
     """A checked model on disk: its spec and config.json, and a reader of its tensors.
 
+    tokenizer     folder of the tokenizer; None if there is none
     passthrough   tensors that kumi does not compute with, and only copies
     """
 
@@ -128,6 +129,7 @@ def models_in_run(folder: Path) -> str:
 
 
 def _open_hf(folder: Path) -> Source:
+    """Open a Hugging Face folder; raise ModelError unless it has exactly the tensors of its config.json."""
     config = families.read_config(folder)
     spec = families.from_hf(config)
     stored = read_folder.locate_params(folder, spec)
@@ -142,6 +144,7 @@ def _open_hf(folder: Path) -> Source:
 
 
 def _open_kumi(folder: Path, *, critic: bool) -> Source:
+    """Open a kumi checkpoint, or the critic in it, with the passthrough tensors that belong to it."""
     saved = kumi_checkpoint.open_saved_model(folder, critic=critic)
     spec = families.from_hf(saved.config)
     kumi_checkpoint.check_tensors(saved, spec)
@@ -152,6 +155,7 @@ def _open_kumi(folder: Path, *, critic: bool) -> Source:
 
 
 def _open_megatron(folder: Path, config: str | Path | None) -> Source:
+    """Open a Megatron checkpoint, which has no passthrough tensors."""
     from kumi.convert.megatron import read_megatron
 
     saved = read_megatron.open_megatron_model(folder, config)

@@ -75,6 +75,7 @@ def choose_model(run: Path, checkpoint: str | None = None) -> ChosenModel:
 
 
 def _best(root: Path) -> ChosenModel:
+    """Return the best checkpoint under `root`. Raise ConfigError if there is none, RefusedError if it is damaged."""
     try:
         step = best_step(root)
     except RefusedError as error:

@@ -28,6 +28,7 @@ _FILE, _LAUNCH = "accelerate_fsdp.yaml", "accelerate_fsdp.sh"
 _MACHINE_FLAGS = (
     '--machine_rank "${NODE_RANK:?}" --main_process_ip "${MASTER_ADDR:?}" --main_process_port "${MASTER_PORT:-29500}"'
 )
+# kumi's dtypes -> accelerate's names of mixed precision.
 _MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
@@ -47,6 +48,7 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
 
 
 def _unsupported_degrees(layout: Layout) -> Iterator[str]:
+    """Check the degrees: pp and ep are not supported, tp, cp and replicas only with FSDP2."""
     if layout.pp > 1:
         yield f"pp={layout.pp}: {_NAME} has no pipeline parallelism for training; set pp = 1"
     if layout.ep > 1:
@@ -66,6 +68,7 @@ def _unsupported_degrees(layout: Layout) -> Iterator[str]:
 
 
 def _unsupported_offload(layout: Layout) -> Iterator[str]:
+    """Check the offloading, which needs FSDP2."""
     yield from unsupported_offload(layout, _NAME, ("states", "activations"))
     if layout.offload == "states" and layout.zero == 0:
         yield "offload=states with zero=0: FSDP2 offloads the states that it shards; set zero = 3"
@@ -104,7 +107,7 @@ def _notes(job: Job, layout: Layout) -> list[str]:
     if layout.zero and job.precision.compute != "float32" and not reduces_in_16_bits(job):
         return [
             f"Gradients: with mixed_precision {_MIXED_PRECISION[job.precision.compute]} FSDP2 reduces them in that "
-            f"dtype, the plan in float32: half the traffic."
+            f"dtype, which halves the traffic; the plan reduces them in float32."
         ]
     return []
 

@@ -52,11 +52,12 @@ def torchrun_command(job: Job, layout: Layout) -> str:
     )
 
 
-# Each of the functions unsupported_... yields the reasons why a trainer does not support the job or the layout.
+# Each of the functions unsupported_... yields the reasons why a trainer does not support the job or the layout. So do
+# the functions _unsupported_... in the modules of the exports.
 
 
 def unsupported_sizes(job: Job, layout: Layout) -> Iterator[str]:
-    """Check that a step is a number of microbatches on all ranks, and that the ranks fill the nodes."""
+    """Check that a step is a whole number of microbatches on every rank, and that the ranks fill the nodes."""
     sequences = layout.dp * layout.microbatch
     if job.batch.tokens_per_step % (job.batch.seq_len * sequences):
         yield (
@@ -113,7 +114,7 @@ def unsupported_optimizer(job: Job, kinds: Iterable[str], trainer: str) -> Itera
 
 
 def reduces_in_16_bits(job: Job) -> bool:
-    """Return True if the plan reduces gradients in two bytes per element, because of its engine or its precision."""
+    """Return True if the plan reduces gradients in two bytes per element, by its precision or its engine (trainer)."""
     return job.precision.compute != "float32" and (
         job.precision.reduce != "float32" or job.engine.grad_reduce_itemsize == 2
     )

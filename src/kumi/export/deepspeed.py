@@ -23,6 +23,7 @@ from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
 _NAME = "DeepSpeed"
+# kumi's dtypes -> DeepSpeed's.
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _FILE, _LAUNCH = "ds_config.json", "deepspeed.sh"
 # Families whose experts AutoEP detects and distributes over the data-parallel ranks.
@@ -50,6 +51,7 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
 
 
 def _unsupported_degrees(job: Job, layout: Layout) -> Iterator[str]:
+    """Check the degrees: DeepSpeed's configuration has no pp and no cp, and replicas only without ZeRO."""
     if layout.pp > 1:
         yield f"pp={layout.pp}: {_NAME} builds pipelines from a PipelineModule in the training script; set pp = 1"
     if layout.cp > 1:
@@ -66,6 +68,7 @@ def _unsupported_degrees(job: Job, layout: Layout) -> Iterator[str]:
 
 
 def _unsupported_experts(job: Job, layout: Layout) -> Iterator[str]:
+    """Check ep and expert_tp for AutoEP, by which DeepSpeed distributes experts."""
     if layout.ep == 1:
         return
     if job.model.family not in _AUTOEP_FAMILIES:
@@ -76,12 +79,13 @@ def _unsupported_experts(job: Job, layout: Layout) -> Iterator[str]:
     if layout.expert_tp > 1:
         yield f"expert_tp={layout.expert_tp}: {_NAME}'s AutoEP does not shard single experts; set expert_tp = 1"
     if layout.dp % layout.ep:
-        yield f"ep={layout.ep} does not divide dp={layout.dp}; {_NAME} distributes experts over data ranks"
+        yield f"ep={layout.ep}: {_NAME} distributes experts over dp={layout.dp} ranks; set ep to a divisor of this"
     if layout.tp > 1 or layout.offload != "none":
         yield f"ep={layout.ep} with tp or offload: {_NAME}'s AutoEP supports neither; set tp = 1 and offload = 'none'"
 
 
 def _unsupported_offload(layout: Layout) -> Iterator[str]:
+    """Check that the ZeRO stage shards what is offloaded."""
     if layout.offload == "optimizer" and layout.zero == 0:
         yield f"offload=optimizer with zero=0: {_NAME} offloads states from ZeRO-1 on; set zero = 1"
     if layout.offload in ("states", "optimizer-nvme", "states-nvme") and layout.zero != 3:
@@ -138,6 +142,7 @@ def _optimizer(job: Job) -> dict[str, Any]:
 
 
 def _zero(layout: Layout) -> dict[str, Any]:
+    """Return the section for ZeRO, with the devices to which states and parameters are offloaded."""
     options: dict[str, Any] = {"stage": layout.zero}
     if layout.zero:
         options |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}

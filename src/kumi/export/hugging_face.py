@@ -25,16 +25,16 @@ _SCHEDULES = {
 
 
 def unsupported_by_transformers(layout: Layout, trainer: str) -> Iterator[str]:
-    """Yield why transformers' models do not support `layout`, whichever `trainer` shards them."""
+    """Yield why transformers' models do not support `layout`; `trainer` is the name of the trainer that shards them."""
     yield from unsupported_value(
         "recompute", layout.recompute, ("none", "full"), "transformers", "recomputes whole layers"
     )
     if layout.recompute == "full" and layout.recompute_layers is not None:
-        yield f"recompute_layers={layout.recompute_layers}: transformers recomputes all layers or none"
+        yield f"recompute_layers={layout.recompute_layers}: transformers recomputes all layers or none; leave it out"
     if layout.tp > 1 and layout.sequence_parallel:
         yield (
-            f"sequence_parallel with tp={layout.tp}: {trainer} does not shard sequences between the tensor-parallel "
-            f"regions of transformers' models; set sequence_parallel = false"
+            f"sequence_parallel with tp={layout.tp}: {trainer} does not shard activations along the sequence between "
+            f"the tensor-parallel layers of transformers' models; set sequence_parallel = false"
         )
 
 
@@ -74,6 +74,7 @@ def _bool_text(value: bool) -> str:
 
 
 def _schedule_options(job: Job) -> str | None:
+    """Return the options of the learning-rate schedule as JSON; None for a schedule without options."""
     optim = job.optim
     options: dict[str, dict[str, Any]] = {
         "cosine": {"min_lr": min_learning_rate(optim)},

@@ -87,6 +87,7 @@ def _model_arguments(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _positions(job: Job) -> dict[str, Any]:
+    """Return the provider's arguments for positions, without RoPE's options that `model_config_fields` returns."""
     rope = job.model.first_attention.rope
     if rope is None:
         return {"position_embedding_type": "learned_absolute" if job.model.learned_positions else "none"}
@@ -138,6 +139,7 @@ def _checkpoint_format(layout: Layout) -> str:
 
 
 def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
+    """Return the distributed optimizer for ZeRO-1, or Megatron-FSDP for ZeRO-2 and 3, with dp_replicate replicas."""
     fsdp = {
         "use_megatron_fsdp": True,
         "data_parallel_sharding_strategy": megatron_layout.FSDP_SHARDING.get(layout.zero),
@@ -156,6 +158,7 @@ def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _optimizer(job: Job, layout: Layout) -> dict[str, Any]:
+    """Return the arguments of OptimizerConfig."""
     optim, offloads = job.optim, layout.offload == "optimizer"
     return {
         "optimizer": megatron_layout.OPTIMIZERS[optim.kind],
@@ -185,6 +188,7 @@ def _optimizer(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _scheduler(job: Job, steps: int) -> dict[str, Any]:
+    """Return the arguments of SchedulerConfig."""
     optim = job.optim
     wsd = {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": optim.decay_steps} if optim.schedule == "wsd" else {}
     return {

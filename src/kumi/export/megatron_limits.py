@@ -33,6 +33,7 @@ def unsupported_by_megatron(job: Job, layout: Layout) -> list[str]:
 
 
 def _unsupported_schedule(job: Job, layout: Layout) -> Iterator[str]:
+    """Check the pipeline schedule, its stages and the number of microbatches."""
     if layout.pp == 1:
         return
     why = "has 1F1B, plain or interleaved"
@@ -47,6 +48,7 @@ def _unsupported_schedule(job: Job, layout: Layout) -> Iterator[str]:
 
 
 def _unsupported_states(job: Job, layout: Layout) -> Iterator[str]:
+    """Check ZeRO-2 and 3, which are Megatron-FSDP."""
     if layout.zero > 1 and layout.pp > 1:
         yield (
             f"zero={layout.zero} with pp={layout.pp}: Megatron-FSDP supports tp, cp and ep, not pp; "
@@ -57,10 +59,14 @@ def _unsupported_states(job: Job, layout: Layout) -> Iterator[str]:
 
 
 def _unsupported_recompute(layout: Layout) -> Iterator[str]:
+    """Check the number of layers that are recomputed."""
     if layout.recompute_layers is None:
         return
     if layout.recompute == "selective":
-        yield f"recompute_layers={layout.recompute_layers}: {_NAME} recomputes selectively in all layers or in none"
+        yield (
+            f"recompute_layers={layout.recompute_layers}: {_NAME} recomputes selectively in all layers or none; leave "
+            f"it out"
+        )
     elif layout.recompute == "full" and layout.recompute_layers % layout.stages:
         yield (
             f"recompute_layers={layout.recompute_layers}: {_NAME} counts them per stage, and a rank has "
@@ -69,6 +75,7 @@ def _unsupported_recompute(layout: Layout) -> Iterator[str]:
 
 
 def _unsupported_offload(job: Job, layout: Layout) -> Iterator[str]:
+    """Check the offloading, and what it is combined with."""
     yield from unsupported_offload(layout, _NAME, ("optimizer", "activations"))
     if layout.offload == "optimizer" and layout.zero != 1:
         yield f"offload=optimizer with zero={layout.zero}: {_NAME} offloads the distributed optimizer; set zero = 1"
@@ -82,16 +89,18 @@ def _unsupported_offload(job: Job, layout: Layout) -> Iterator[str]:
 
 
 def _unsupported_degrees(job: Job, layout: Layout) -> Iterator[str]:
+    """Check that 2 x cp divides the sequence, and that ep x expert_tp divides the ranks that hold experts."""
     if layout.cp > 1 and job.batch.seq_len % (2 * layout.cp):
-        yield f"seq_len={job.batch.seq_len}: {_NAME} splits it into 2 x cp = {2 * layout.cp} parts; use a multiple"
+        yield f"seq_len={job.batch.seq_len}: {_NAME} splits it into 2 x cp parts; use a multiple of {2 * layout.cp}"
     if layout.ep > 1 and layout.dp_shard * layout.cp * layout.tp % (layout.ep * layout.expert_tp):
         yield (
             f"ep={layout.ep} x expert_tp={layout.expert_tp} does not divide dp_shard x cp x tp = "
-            f"{layout.dp_shard * layout.cp * layout.tp}; {_NAME} distributes experts over these ranks"
+            f"{layout.dp_shard * layout.cp * layout.tp}, the ranks over which {_NAME} distributes experts; use divisors"
         )
 
 
 def _unsupported_experts(job: Job, layout: Layout) -> Iterator[str]:
+    """Check for experts without sequence parallelism."""
     if not has_experts(job.model):
         return
     if layout.tp > 1 and not layout.sequence_parallel:
@@ -104,5 +113,5 @@ def megatron_notes(job: Job, layout: Layout) -> list[str]:
         return []
     return [
         "Recomputation: Megatron recomputes norms (and the experts' gated products). The plan also recomputes the "
-        "gated products of dense layers and rotary embeddings, which Megatron keeps: that takes more memory."
+        "gated products of dense layers and rotary embeddings, which Megatron keeps in memory."
     ]

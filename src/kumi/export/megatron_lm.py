@@ -37,6 +37,7 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
 
 
 def _unsupported_rope(job: Job) -> Iterator[str]:
+    """Check for values of RoPE that Megatron-LM has no argument for."""
     layers = uniform_layers(job.model)
     if layers is None or layers.attention.rope is None:
         return
@@ -108,6 +109,7 @@ def _argument_names(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model(job: Job) -> dict[str, Any]:
+    """Return the arguments for the model, without those for its vocabulary."""
     fields = megatron_model.model_config_fields(job.model)
     latent = fields.get("multi_latent_attention", False)
     activation, gated, bias = (fields.pop(name) for name in ("activation_func", "gated_linear_unit", "add_bias_linear"))
@@ -128,6 +130,7 @@ def _model(job: Job) -> dict[str, Any]:
 
 
 def _positions(job: Job) -> dict[str, Any]:
+    """Return the arguments for positions."""
     attention = job.model.first_attention
     if attention.rope is None:
         return {"position-embedding-type": "learned_absolute" if job.model.learned_positions else "none"}
@@ -136,6 +139,7 @@ def _positions(job: Job) -> dict[str, Any]:
 
 
 def _scaling(rope: Rope) -> dict[str, Any]:
+    """Return the arguments for partial RoPE and its scaling."""
     return {
         "rotary-percent": rope.partial_rotary_factor,
         "use-rope-scaling": rope.scaling == "llama3",
@@ -145,6 +149,7 @@ def _scaling(rope: Rope) -> dict[str, Any]:
 
 
 def _vocabulary(job: Job) -> dict[str, Any]:
+    """Return the arguments for the vocabulary, with a tokenizer for synthetic data."""
     return {
         "untie-embeddings-and-output-weights": not job.model.tie_word_embeddings,
         "tokenizer-type": "NullTokenizer",
@@ -170,6 +175,7 @@ def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _offload(layout: Layout) -> dict[str, Any]:
+    """Return the arguments for offloading the optimizer."""
     offloads = layout.offload == "optimizer"
     return {
         "optimizer-cpu-offload": offloads,
@@ -179,6 +185,7 @@ def _offload(layout: Layout) -> dict[str, Any]:
 
 
 def _optimizer(job: Job, steps: int) -> dict[str, Any]:
+    """Return the arguments for the optimizer and the learning rate."""
     optim = job.optim
     adam = {"adam-beta1": optim.betas[0], "adam-beta2": optim.betas[1], "adam-eps": optim.eps}
     special = {"sgd": {"sgd-momentum": optim.betas[0]}, "muon": {"muon-momentum": optim.betas[0]} | adam}

@@ -48,6 +48,7 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
 
 
 def _unsupported_model(model: ModelSpec) -> Iterator[str]:
+    """Check that nanotron's Llama can be `model`."""
     layers = uniform_layers(model)
     if layers is None or layers.moe is not None or not isinstance(layers.attention, Attention):
         yield (
@@ -87,6 +88,7 @@ def _unsupported_features(model: ModelSpec, layers: UniformLayers, attention: At
 
 
 def _unsupported_degrees(layout: Layout) -> Iterator[str]:
+    """Check for cp, ep, and replicas with ZeRO."""
     for axis in ("cp", "ep"):
         if getattr(layout, axis) > 1:
             yield f"{axis}={getattr(layout, axis)}: {_NAME}'s Llama does not support it; set {axis} = 1"
@@ -98,6 +100,7 @@ def _unsupported_degrees(layout: Layout) -> Iterator[str]:
 
 
 def _unsupported_pipeline(layout: Layout) -> Iterator[str]:
+    """Check the pipeline schedule and its stages."""
     if layout.pp == 1:
         return
     yield from unsupported_value(
@@ -112,7 +115,7 @@ def _unsupported_pipeline(layout: Layout) -> Iterator[str]:
 def _unsupported_recompute(layout: Layout) -> Iterator[str]:
     yield from unsupported_value("recompute", layout.recompute, ("none", "full"), _NAME, "recomputes whole layers")
     if layout.recompute == "full" and layout.recompute_layers is not None:
-        yield f"recompute_layers={layout.recompute_layers}: {_NAME} recomputes all layers or none"
+        yield f"recompute_layers={layout.recompute_layers}: {_NAME} recomputes all layers or none; leave it out"
 
 
 def _unsupported_by_04(job: Job, layout: Layout) -> list[str]:
@@ -177,6 +180,7 @@ def _configuration_04(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
 
 
 def _common_sections(job: Job, layout: Layout, steps: int, model: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections that both files have alike, but for `model`, the part with the model's sizes."""
     return {
         "general": {"project": "kumi", "run": "planned", "seed": 42, "ignore_sanity_checks": True},
         "model": {
@@ -198,6 +202,7 @@ def _common_sections(job: Job, layout: Layout, steps: int, model: dict[str, Any]
 
 
 def _parallelism(job: Job, layout: Layout) -> dict[str, Any]:
+    """Return the section on parallelism."""
     return {
         "dp": layout.dp,
         "pp": layout.pp,
@@ -210,6 +215,7 @@ def _parallelism(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _llama(model: ModelSpec) -> dict[str, Any]:
+    """Return `model` as nanotron's LlamaConfig."""
     layers = uniform_layers(model)
     assert layers is not None, "unsupported() refuses other models"
     assert layers.dense is not None, "unsupported() refuses other models"
@@ -234,6 +240,7 @@ def _llama(model: ModelSpec) -> dict[str, Any]:
 
 
 def _optimizer(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
+    """Return the keys of the optimizer's section that both files have alike."""
     optim = job.optim
     return {
         "zero_stage": layout.zero,
@@ -245,6 +252,7 @@ def _optimizer(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
 
 
 def _adam(job: Job) -> dict[str, Any]:
+    """Return the keys of AdamW."""
     optim = job.optim
     return {
         "adam_beta1": optim.betas[0],
@@ -255,6 +263,7 @@ def _adam(job: Job) -> dict[str, Any]:
 
 
 def _learning_rate(job: Job, steps: int) -> dict[str, Any]:
+    """Return the keys of the learning-rate schedule; a constant rate is one that decays to itself."""
     optim = job.optim
     warmup = min(optim.warmup_steps, steps - 1)
     decay = min(optim.decay_steps, steps - warmup) if optim.schedule == "wsd" else steps - warmup

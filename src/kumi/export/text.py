@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+# Most characters of a line.
 _WIDTH = 100
 
 
@@ -17,6 +18,7 @@ def as_comment(lines: Iterable[str]) -> str:
 
 
 def _wrap(line: str) -> list[str]:
+    """Split a line at blanks into lines of at most `_WIDTH`, all but the first indented by two blanks."""
     lines, current = [], ""
     for word in line.split(" "):
         if current and len(current) + 1 + len(word) > _WIDTH:
@@ -39,6 +41,7 @@ def to_yaml(data: Mapping[str, Any], head: Iterable[str]) -> str:
 
 
 def _number(value: float) -> str:
+    """Return `value` as YAML 1.1 reads it, with a dot if it has an exponent."""
     text = repr(value)
     return text.replace("e", ".0e") if "e" in text and "." not in text else text
 

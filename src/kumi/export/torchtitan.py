@@ -36,8 +36,9 @@ _SCHEDULES = {
     "zb-v": "ZBVZeroBubble",
     "dualpipe": "DualPipeV",
 }
-# ZeRO stage -> fsdp_reshard_after_forward.
+# ZeRO stage -> fsdp_reshard_after_forward. FSDP2 has no counterpart of ZeRO-1.
 _RESHARD = {0: "default", 2: "never", 3: "always"}
+# What the plan recomputes -> torchtitan's configuration of activation checkpointing.
 _RECOMPUTE = {
     "none": PythonCode("None"),
     "selective": PythonCode("SelectiveAC.Config()"),
@@ -65,6 +66,7 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
 
 
 def _unsupported_schedule(job: Job, layout: Layout) -> Iterator[str]:
+    """Check the pipeline schedule, its stages, and for tied embeddings."""
     if layout.pp == 1:
         return
     if layout.schedule not in _SCHEDULES:
@@ -87,6 +89,7 @@ def _unsupported_schedule(job: Job, layout: Layout) -> Iterator[str]:
 
 
 def _unsupported_microbatches(count: int, layout: Layout) -> Iterator[str]:
+    """Check the number of microbatches, `count`, that a rank has in a step."""
     rounds = max(1, count // layout.pp)
     if layout.schedule == "interleaved" and count % rounds:
         yield (
@@ -98,18 +101,19 @@ def _unsupported_microbatches(count: int, layout: Layout) -> Iterator[str]:
 
 
 def _unsupported_degrees(job: Job, layout: Layout) -> Iterator[str]:
+    """Check that tp, cp and ep divide heads, sequences and ranks, and that expert_tp is 1."""
     heads = {layer.attends.num_key_value_heads for layer in job.model.layers if layer.attends is not None}
     if any(count % layout.tp for count in heads):
         yield f"tp={layout.tp} does not divide num_key_value_heads={min(heads)}, as {_NAME} requires; use a divisor"
     parts = (layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1)
     if job.batch.seq_len % parts:
-        yield f"seq_len={job.batch.seq_len}: {_NAME} splits it into {parts} parts; use a multiple"
+        yield f"seq_len={job.batch.seq_len}: {_NAME} splits it into {parts} parts; use a multiple of {parts}"
     if layout.expert_tp > 1:
         yield f"expert_tp={layout.expert_tp}: {_NAME} does not shard single experts; set expert_tp = 1"
     if layout.ep > 1 and layout.dp_shard * layout.cp * layout.tp % layout.ep:
         yield (
-            f"ep={layout.ep} does not divide dp_shard x cp x tp = {layout.dp_shard * layout.cp * layout.tp}; "
-            f"{_NAME} distributes experts over these ranks"
+            f"ep={layout.ep} does not divide dp_shard x cp x tp = {layout.dp_shard * layout.cp * layout.tp}, the "
+            f"ranks over which {_NAME} distributes experts; use a divisor"
         )
 
 
@@ -205,6 +209,7 @@ def _stage_code(stages: tuple[tuple[int, int], ...]) -> str:
 
 
 def _learning_rate(job: Job, steps: int) -> dict[str, Any]:
+    """Return the arguments of LRSchedulersContainer.Config."""
     optim = job.optim
     ratio = {"constant": 0.0, "wsd": optim.decay_steps / steps}.get(optim.schedule)
     return {
@@ -215,6 +220,7 @@ def _learning_rate(job: Job, steps: int) -> dict[str, Any]:
     }
 
 
+# The loss of logits in memory as a whole, and that of logits computed chunk by chunk.
 _PLAIN = "CrossEntropyLoss.Config(global_vocab_size=model.vocab_size)"
 _CHUNKED = f"ChunkedLossWrapper.Config(loss_fn={_PLAIN})"
 _TEMPLATE = """{head}

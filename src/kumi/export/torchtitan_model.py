@@ -58,6 +58,7 @@ def _is_qwen_moe(moe: MoE) -> bool:
 
 
 def _unsupported_rope(attention: Attention) -> Iterator[str]:
+    """Yield why torchtitan's RoPE cannot be that of `attention`."""
     scaling = None if attention.rope is None else attention.rope.scaling
     if scaling in ("linear", "longrope"):
         yield f"rope scaling '{scaling}': torchtitan has plain RoPE, llama3 and yarn"
@@ -100,6 +101,7 @@ def torchtitan_model_code(model: ModelSpec) -> str:
 
 
 def _rope(rope: Rope | None, model: ModelSpec) -> str:
+    """Return the arguments of torchtitan's RoPE, as code."""
     assert rope is not None, "unsupported_model() rejects models without RoPE"
     options: dict[str, object] = {"max_seq_len": model.max_position_embeddings, "theta": rope.rope_theta}
     if rope.scaling == "llama3":
@@ -123,6 +125,7 @@ def _rope(rope: Rope | None, model: ModelSpec) -> str:
 
 
 def _feed_forward(layers: UniformLayers) -> str:
+    """Return the argument for the feed-forward layer, dense or a mixture of experts, as code."""
     if layers.moe is None:
         assert layers.dense is not None
         size = layers.dense.intermediate_size

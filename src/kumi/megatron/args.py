@@ -47,6 +47,7 @@ ARGUMENT_NAMES = {
 }
 # Fields of MLATransformerConfig without an argument -> their defaults.
 MLA_DEFAULTS = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+# The end of error messages about arguments from which no config.json can be made.
 _REMEDY = "give the model's config.json with --config"
 
 
@@ -100,6 +101,7 @@ def flags_to_add(args: argparse.Namespace) -> str:
 
 
 def _position_args(model: ModelSpec, rope: Rope | None) -> dict[str, Any]:
+    """Return the arguments for positions; `rope` is that of all layers, None for models without."""
     if rope is None:
         return {"position_embedding_type": "learned_absolute" if model.learned_positions else "none"}
     scaled = rope.scaling == "llama3"
@@ -171,6 +173,7 @@ _RECOGNIZABLE: dict[str, tuple[Any, ...]] = {
 
 
 def _check_recognizable(args: Mapping[str, Any]) -> None:
+    """Raise ModelError for a value that is not in `_RECOGNIZABLE`, or if swiglu or normalization is missing."""
     for name, allowed in _RECOGNIZABLE.items():
         if name in args and args[name] not in allowed:
             raise ModelError(
@@ -190,6 +193,7 @@ def _required(args: Mapping[str, Any], *names: str) -> Any:
 
 
 def _common_keys(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that all recognized families have."""
     heads, hidden = _required(args, "num_attention_heads"), _required(args, "hidden_size")
     grouped = args.get("group_query_attention", args.get("num_query_groups") is not None)
     kv_heads = args.get("num_query_groups") if grouped else heads
@@ -218,6 +222,7 @@ def _dtype_name(args: Mapping[str, Any]) -> str:
 
 
 def _rope_keys(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rope_theta and rope_scaling, which is None, llama3 or linear."""
     theta = float(args.get("rotary_base") or 10_000)
     interpolation = args.get("rotary_seq_len_interpolation_factor")
     if args.get("use_rope_scaling"):
@@ -241,6 +246,10 @@ def _window(args: Mapping[str, Any]) -> int | None:
 
 
 def _dense_keys(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a model without experts: Mistral with a window, else Qwen 3, Qwen 2 or Llama.
+
+    Raise ModelError if none of them has these norms and biases.
+    """
     if _window(args) is not None:
         if args.get("qk_layernorm") or args.get("add_qkv_bias"):
             raise ModelError(
@@ -261,6 +270,7 @@ def _dense_keys(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expert_keys(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a model with experts, Mixtral or Qwen 3 MoE; raise ModelError if it is neither."""
     softmax = args.get("moe_router_score_function", "softmax") == "softmax"
     if (
         not softmax
@@ -316,7 +326,10 @@ def _has_experts(args: Mapping[str, Any]) -> list[bool]:
 
 
 def _latent_attention_keys(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of DeepSeek-V3 (sigmoid scores and a correction bias) or of DeepSeek-V2."""
+    """Return the keys of DeepSeek-V3 (sigmoid scores and a correction bias) or of DeepSeek-V2.
+
+    Raise ModelError if the model is neither.
+    """
     sparse, sigmoid = _has_experts(args), args.get("moe_router_score_function", "softmax") == "sigmoid"
     first = sparse.index(True) if True in sparse else len(sparse)
     width = _required(args, "moe_ffn_hidden_size", "ffn_hidden_size")

@@ -63,6 +63,7 @@ def _stage_text(stages: tuple[tuple[int, int], ...]) -> str:
 
 
 def _recompute_fields(job: Job, layout: Layout, *, moe: bool) -> dict[str, Any]:
+    """Return the fields for recomputation; `moe`: the model has experts, and Megatron recomputes a part of them."""
     if layout.recompute == "none" or layout.recompute_layers == 0:
         return {}
     if layout.recompute == "selective":

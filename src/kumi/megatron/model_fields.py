@@ -41,6 +41,7 @@ def unsupported_by_megatron(model: ModelSpec) -> Iterator[str]:
 
 
 def _block_problems(model: ModelSpec, uniform: UniformLayers) -> Iterator[str]:
+    """Yield the reasons in the norms, and in the order of attention and mlp."""
     if uniform.layer.parallel:
         yield "attention and mlp are parallel; Megatron-Core's GPT layer has them in sequence"
     if uniform.layer.post_norms:
@@ -50,6 +51,7 @@ def _block_problems(model: ModelSpec, uniform: UniformLayers) -> Iterator[str]:
 
 
 def _mlp_problems(mlp: MLP) -> Iterator[str]:
+    """Yield the reason in the activation of a dense `mlp`."""
     supported = mlp.hidden_act == "silu" if mlp.gated else mlp.hidden_act in (*_GELU, *_SQUARED_RELU)
     if not supported:
         yield (
@@ -59,6 +61,7 @@ def _mlp_problems(mlp: MLP) -> Iterator[str]:
 
 
 def _moe_problems(moe: MoE) -> Iterator[str]:
+    """Yield the reasons in the experts and their router."""
     if moe.hidden_act != "silu" or moe.bias:
         yield "experts with a bias or another activation than silu: Megatron-LM has SwiGLU experts without bias"
     if moe.shared_gate:
@@ -74,6 +77,7 @@ def _moe_problems(moe: MoE) -> Iterator[str]:
 
 
 def _attention_problems(attention: Attention) -> Iterator[str]:
+    """Yield the reasons in positions and norms of queries and keys."""
     if attention.alibi:
         yield "alibi positions: Megatron-Core has rotary and learned positions"
     if attention.qk_norm_whole:
@@ -81,6 +85,7 @@ def _attention_problems(attention: Attention) -> Iterator[str]:
 
 
 def _bias_problems(uniform: UniformLayers) -> Iterator[str]:
+    """Yield a reason if the matrices with a bias are not a set that Megatron-Core can have."""
     qkv, others = _biases(uniform)
     if len(others) > 1 or (not qkv and True in others):
         yield (
@@ -122,6 +127,7 @@ def _biases(uniform: UniformLayers) -> tuple[bool, set[bool]]:
 
 
 def _rope_problems(rope: Rope | None, *, latent: bool) -> Iterator[str]:
+    """Yield the reasons in RoPE; `latent`: it is that of latent attention."""
     if rope is not None and rope.interleave:
         yield "RoPE rotates adjacent dimensions; kumi exports rotation of dimensions half a head apart"
     if rope is None or rope.scaling is None:
@@ -173,6 +179,7 @@ def _moe(uniform: UniformLayers) -> MoE:
 
 
 def _attention_fields(uniform: UniformLayers) -> dict[str, Any]:
+    """Return the fields for attention."""
     attention = uniform.attention
     if isinstance(attention, LatentAttention):
         return {
@@ -185,6 +192,7 @@ def _attention_fields(uniform: UniformLayers) -> dict[str, Any]:
             "qk_layernorm": True,
             **_latent_rope(attention),
         }
+    # Megatron's window does not count the query's own position. `skip` has a 1 for each layer with a window.
     window = None if uniform.window is None else (uniform.window - 1, 0)
     skip = (
         None if window is None or None not in uniform.windows else [int(size is not None) for size in uniform.windows]
@@ -221,6 +229,7 @@ def _bias_fields(uniform: UniformLayers) -> dict[str, Any]:
 
 
 def _moe_fields(uniform: UniformLayers) -> dict[str, Any]:
+    """Return the fields for experts."""
     moe = _moe(uniform)
     softmax, groups, shared = moe.scoring_func == "softmax", moe.n_group > 1, moe.shared_intermediate_size > 0
     return {

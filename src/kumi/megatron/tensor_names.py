@@ -1,4 +1,4 @@
-"""The mapping of native tensors to the tensors of Megatron-Core's distributed checkpoints (torch_dist).
+"""The mapping of native tensors, in kumi's names and shapes, to those of Megatron-Core's checkpoints (torch_dist).
 
 A checkpoint has either one tensor for the matrices of all layers, with a leading dim of layers (homogeneous), or one
 tensor per layer, with the layer's index in its name. Queries, keys and values are fused by key-value head, [its
@@ -23,6 +23,7 @@ from kumi.spec.weights import Part
 
 Shape = tuple[int, ...]
 
+# Native tensor outside of the layers -> Megatron's tensor.
 _OUTSIDE_LAYERS = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
     "model.embed_positions.weight": "embedding.position_embeddings.weight",

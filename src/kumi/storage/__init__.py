@@ -1,1 +1,4 @@
-"""Checkpoints as sharded safetensors files with atomic commits and checksums; import `kumi.storage.checkpoint`."""
+"""Checkpoints as sharded safetensors files with atomic commits and checksums.
+
+The public interface is `kumi.storage.checkpoint`.
+"""

@@ -86,7 +86,7 @@ def save(
         raise SaveError(f"{folder}: the checkpoint cannot be written: {error}") from error
 
 
-# How long to wait after an allocation of pinned memory, in times of its duration.
+# How long to wait after an allocation of pinned memory, as a multiple of the time that the allocation took.
 _PAUSE = 4.0
 
 
@@ -103,15 +103,15 @@ class AsyncSaver:
         self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._reserving: threading.Thread | None = None
-        self._hurry = threading.Event()
+        self._hurry = threading.Event()  # ends the pauses of `_allocate`, because a save waits for it
         self._error: BaseException | None = None
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
         """Allocate the pinned host memory for pieces like `pieces` on a GPU, in the background.
 
-        A host allocates some 2 GB of it a second (6 GB in 3.3 s beside an H100), which would stop training at the first
-        save. The GPU's driver starts no kernel meanwhile, so this waits after each piece: kernels that were started
-        before have enough to do.
+        A host allocates some 2 GB of pinned memory a second (6 GB in 3.3 s beside an H100); at the first save, this
+        would stop training. During an allocation, the GPU's driver starts no kernel. The thread therefore pauses after
+        each piece, so that training can queue kernels, with which the GPU is busy during the next allocation.
         """
         shapes = [
             ((piece.name, piece.start), piece.data.shape, piece.data.dtype)
@@ -124,6 +124,7 @@ class AsyncSaver:
             self._reserving.start()
 
     def _allocate(self, shapes: Sequence[tuple[tuple[str, tuple[int, ...]], Any, Any]]) -> None:
+        """Allocate a buffer for each of `shapes`: the name and start of a piece, its shape and its dtype."""
         import torch
 
         # Memory that the host lacks is for the first save to report.
@@ -213,6 +214,7 @@ class AsyncSaver:
         return copies
 
     def _run(self, folder: Path, copies: list[Piece], meta: dict[str, Any], options: dict[str, Any]) -> None:
+        """Save in the thread. Keep an error for `check`, and report it to rank 0."""
         try:
             save(folder, copies, meta, **options)
         except BaseException as error:

@@ -1,4 +1,7 @@
-"""Parse and check a checkpoint's index. The index is untrusted: after the checks, reads stay inside its files."""
+"""Parse and check a checkpoint's index, which is untrusted: after the checks, reads stay in the files that it lists.
+
+The index lists the shards, which are the files of the ranks, and for each tensor the pieces of it in these files.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 _NAMES = {stored: name for name, stored in DTYPES.items()}
 # Bytes of a file, or elements of a tensor, above which an index is refused.
 _MAX_SIZE = 2**60
+# What `_are_sizes` requires, as a part of error messages.
+_SIZES = "whole numbers from 0 to 2**60 - 1"
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype as an object of torch."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype_name)
@@ -58,10 +64,12 @@ class StoredTensor:
 
     @property
     def itemsize(self) -> int:
+        """The bytes of an element."""
         return ITEMSIZE[self.dtype_name]
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
 
 
@@ -85,14 +93,20 @@ class IndexFault(ValueError):
 def parse_files(folder: Path, index: Mapping[str, Any]) -> dict[str, StoredFile]:
     """Return the shards in `index`; raise IndexFault unless each exists in `folder` with its size."""
     files: dict[str, StoredFile] = {}
-    for entry in _objects(index.get("files"), {"name", "size", "header", "crc32"}):
+    for entry in _objects("files", index.get("files"), {"name", "size", "header", "crc32"}):
         name, file = entry["name"], StoredFile(entry["size"], entry["header"], entry["crc32"])
-        if not isinstance(name, str) or name in files or not name.endswith(".safetensors"):
-            raise IndexFault(f"the file {name!r} is listed twice or is not a safetensors file")
-        if not _are_sizes([file.size, file.header, file.crc32]) or file.header > file.size:
+        if not isinstance(name, str) or not name.endswith(".safetensors"):
+            raise IndexFault(f"the index lists the file {brief(name)}, which is not a safetensors file")
+        if name in files:
+            raise IndexFault(f"the index lists the file {name!r} twice")
+        if not _are_sizes([file.size, file.header, file.crc32]):
             raise IndexFault(
-                f"{name}: its size, header and crc32 ({file.size!r}, {file.header!r}, {file.crc32!r}) are not integers "
-                f"from 0, or its header is longer than its size"
+                f"the index gives {name!r} {brief(file.size)} bytes, {brief(file.header)} bytes for its header and the "
+                f"checksum {brief(file.crc32)}, and these must be {_SIZES}"
+            )
+        if file.header > file.size:
+            raise IndexFault(
+                f"the index gives {name!r} {file.size} bytes, and {file.header} bytes for its header alone"
             )
         try:
             size = os.stat(inside(folder, name, RefusedError)).st_size
@@ -111,7 +125,7 @@ def parse_tensors(index: Mapping[str, Any], files: Mapping[str, StoredFile]) -> 
     """
     entries = index.get("tensors")
     if not isinstance(entries, dict):
-        raise IndexFault("it lists no tensors")
+        raise IndexFault("the index has no object `tensors`, so it lists no tensors")
     tensors = {name: _tensor(name, entry, files) for name, entry in entries.items()}
     positions: dict[str, list[tuple[int, int]]] = defaultdict(list)  # (offset, bytes) of the pieces in each file
     for tensor in tensors.values():
@@ -125,15 +139,17 @@ def parse_tensors(index: Mapping[str, Any], files: Mapping[str, StoredFile]) -> 
 
 
 def _tensor(name: str, entry: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
-    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) or entry["dtype"] not in _NAMES:
-        raise IndexFault(f"{name!r} has an unknown dtype")
-    if not _are_sizes(entry.get("shape")) or math.prod(max(1, size) for size in entry["shape"]) > _MAX_SIZE:
-        raise IndexFault(
-            f"{name!r} has the shape {entry.get('shape')!r}, not a list of sizes with a product below 2**60"
-        )
-    shape, dtype = tuple(entry["shape"]), _NAMES[entry["dtype"]]
-    keys = {"file", "start", "extent", "offset", "crc32"}
-    pieces = tuple(_piece(name, item, shape, ITEMSIZE[dtype], files) for item in _objects(entry.get("pieces"), keys))
+    """Return the tensor `name` from its `entry` in the index; raise IndexFault unless its pieces tile it."""
+    stored_dtype = entry.get("dtype") if isinstance(entry, dict) else None
+    if not isinstance(stored_dtype, str) or stored_dtype not in _NAMES:
+        raise IndexFault(f"{name!r} has an unknown dtype, {brief(stored_dtype)}")
+    if not _are_sizes(entry.get("shape")):
+        raise IndexFault(f"{name!r} has the shape {brief(entry.get('shape'))}, which must be a list of {_SIZES}")
+    if math.prod(max(1, size) for size in entry["shape"]) > _MAX_SIZE:
+        raise IndexFault(f"{name!r} has the shape {brief(entry['shape'])}, with more than {_MAX_SIZE} elements")
+    shape, dtype = tuple(entry["shape"]), _NAMES[stored_dtype]
+    items = _objects(f"pieces of {name!r}", entry.get("pieces"), {"file", "start", "extent", "offset", "crc32"})
+    pieces = tuple(_piece(name, item, shape, ITEMSIZE[dtype], files) for item in items)
     problem = tiling_problem([(piece.start, piece.extent) for piece in pieces], shape)
     if problem:
         raise IndexFault(f"the pieces of {name!r} do not tile it: {problem}")
@@ -143,31 +159,38 @@ def _tensor(name: str, entry: Any, files: Mapping[str, StoredFile]) -> StoredTen
 def _piece(
     name: str, entry: Mapping[str, Any], shape: tuple[int, ...], itemsize: int, files: Mapping[str, StoredFile]
 ) -> StoredPiece:
+    """Return a piece of the tensor `name` (of `shape`) from its `entry` in the index.
+
+    Raise IndexFault unless the piece lies inside the tensor and inside one of `files`.
+    """
+    for key in ("start", "extent", "crc32"):
+        if not _are_sizes(entry[key]):
+            raise IndexFault(f"{name!r} has a piece with {key}={brief(entry[key])}, which must be a list of {_SIZES}")
     start, extent, sums = entry["start"], entry["extent"], entry["crc32"]
-    if not all(map(_are_sizes, (start, extent, sums))) or not len(start) == len(extent) == len(shape):
-        raise IndexFault(
-            f"{name!r} {shape} has a piece at {start!r} with the extent {extent!r} and the checksums {brief(sums)}: "
-            f"each must be a list of integers from 0, and the first two have one for each dim"
-        )
+    if not len(start) == len(extent) == len(shape):
+        raise IndexFault(f"{name!r} {shape} has a piece at {start} of shape {extent}, which differ in their dims")
     if any(low + count > size for low, count, size in zip(start, extent, shape)):
-        raise IndexFault(f"{name!r} {shape} has a piece at {start} of {extent}, beyond the end of the tensor in a dim")
+        raise IndexFault(f"{name!r} {shape} has a piece at {start} of shape {extent}, beyond the tensor's end")
     file = files.get(entry["file"]) if isinstance(entry["file"], str) else None
-    nbytes = math.prod(extent) * itemsize
-    if file is None or not _are_sizes([entry["offset"]]) or not file.header <= entry["offset"] <= file.size - nbytes:
+    if file is None:
+        raise IndexFault(f"{name!r} has a piece in the file {brief(entry['file'])}, which the index does not list")
+    nbytes, offset = math.prod(extent) * itemsize, entry["offset"]
+    if not _are_sizes([offset]) or not file.header <= offset <= file.size - nbytes:
         raise IndexFault(
-            f"{name!r} has a piece of {nbytes} bytes at the offset {entry['offset']!r} of {entry['file']!r}: the index "
-            f"lists no such file, or the offset is in the file's header, or the piece ends beyond the file"
+            f"{name!r} has a piece of {nbytes} bytes at offset {brief(offset)} of {entry['file']}, outside of the data "
+            f"of that file, which are its bytes {file.header} to {file.size}"
         )
     rows = extent[0] if extent else 1
-    if len(sums) != len(list(blocks(rows, nbytes // rows if rows else 0))):
-        raise IndexFault(f"{name!r} has a piece with {len(sums)} checksums, not one for each of its blocks")
-    return StoredPiece(entry["file"], tuple(start), tuple(extent), entry["offset"], tuple(sums))
+    expected = len(list(blocks(rows, nbytes // rows if rows else 0)))
+    if len(sums) != expected:
+        raise IndexFault(f"{name!r} has a piece with {len(sums)} checksums instead of {expected}, one for each block")
+    return StoredPiece(entry["file"], tuple(start), tuple(extent), offset, tuple(sums))
 
 
-def _objects(value: Any, keys: set[str]) -> list[dict[str, Any]]:
-    """Return `value`; raise IndexFault unless it is a list of objects that all have `keys`."""
+def _objects(what: str, value: Any, keys: set[str]) -> list[dict[str, Any]]:
+    """Return `value`, the `what` of the index; raise IndexFault unless it is a list of objects that all have `keys`."""
     if not isinstance(value, list) or not all(isinstance(item, dict) and keys <= item.keys() for item in value):
-        raise IndexFault(f"it has no list of objects with {', '.join(sorted(keys))}")
+        raise IndexFault(f"the {what} in the index are no list of objects, each with {', '.join(sorted(keys))}")
     return value
 
 

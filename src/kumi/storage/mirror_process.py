@@ -56,7 +56,8 @@ class MirrorProcess:
         except BaseException:  # a signal: the user does not want to wait for the uploads
             self.stop()
             raise
-        result = json.loads(text) if text else {"error": f"{self._url}: the process that uploads has died"}
+        died = f"{self._url}: the process that uploads has died; run the same command again to upload the rest"
+        result = json.loads(text) if text else {"error": died}
         if result["error"]:
             raise SaveError(result["error"])
 

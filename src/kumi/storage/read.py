@@ -51,6 +51,7 @@ class Checkpoint:
         return None
 
     def _entry(self, name: str) -> StoredTensor:
+        """Return the tensor `name`; raise RefusedError if there is none."""
         tensor = self.tensors.get(name)
         if tensor is None:
             similar = difflib.get_close_matches(name, self.tensors, n=1)
@@ -132,6 +133,7 @@ class Checkpoint:
         inner_piece = tuple(slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], origin[1:]))
         inner_out = tuple(slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], start[1:]))
         full_rows = all(b - a == n == m for a, b, n, m in zip(low[1:], high[1:], extent[1:], out.shape[1:]))
+        # Blocks are read into `out` itself where possible, else into a buffer.
         direct = full_rows and out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu"
         buffer = torch.empty(0, dtype=dtype)
         with self.opened(piece.file) as handle:
@@ -173,6 +175,7 @@ class Checkpoint:
             os.close(handle)
 
     def _verify_header(self, handle: int, file: str) -> None:
+        """Raise RefusedError unless the header of the shard `file` matches its checksum; each header is read once."""
         if file in self._verified_headers:
             return
         header = memoryview(bytearray(self.files[file].header))
@@ -213,7 +216,7 @@ def open(folder: Path | str) -> Checkpoint:
         raise damaged(folder, fault.file or "index.json", str(fault)) from None
     meta = _read_json(folder, "meta.json").get("meta")
     if not isinstance(meta, dict):
-        raise damaged(folder, "meta.json", "it holds no object")
+        raise damaged(folder, "meta.json", "its `meta` is not a JSON object")
     return Checkpoint(folder, meta, tensors, files)
 
 
@@ -226,6 +229,7 @@ def damaged(folder: Path, file: str, reason: str) -> RefusedError:
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Return the JSON of the file `name`, without its checksum. Raise RefusedError if it is missing or damaged."""
     try:
         return read_sealed(inside(folder, name, RefusedError))
     except FileNotFoundError as error:

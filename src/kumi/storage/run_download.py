@@ -71,6 +71,7 @@ def _pull(store: RemoteStore, steps: list[int], copy: Path, out: Path) -> list[s
 
 
 def _download_small(store: RemoteStore, name: str, folder: Path) -> None:
+    """Download the file `name` of `store`, if there is one, into `folder`, under the last part of its name."""
     file = store.info(name)
     if file is not None:
         parent, _, last = name.rpartition("/")
@@ -124,6 +125,10 @@ def _fetch_checkpoint(store: RemoteStore, url: str, key: str) -> Path:
 
 
 def _fetch_run(store: RemoteStore, url: str, step: int | None) -> Path:
+    """Return the local copy of the run at `url`, with its newest checkpoint, the best one and that of `step`.
+
+    Raise ConfigError if the run has no checkpoint of `step`.
+    """
     copy = copy_of(FILES, url)
     with making(copy):
         files: dict[str, RemoteFile] = {

@@ -74,11 +74,17 @@ class MirrorTask:
     patience: float
 
     def text(self) -> str:
+        """Return the task as JSON, for the process that uploads."""
         return json.dumps(asdict(self))
 
 
 class RunMirror:
-    """The uploads of one start of a run. Call `update` again and again, and `finish` at the end."""
+    """The uploads of one start of a run. Call `update` again and again, and `finish` at the end.
+
+    - `bytes_done`: bytes uploaded so far.
+    - `progress_at`: when the last bytes were uploaded, by `time.monotonic`.
+    - `on_progress`: called after each part of an upload.
+    """
 
     def __init__(self, task: MirrorTask, store: RemoteStore) -> None:
         self._store, self._keep, self._attempt = store, task.keep, task.attempt
@@ -115,11 +121,13 @@ class RunMirror:
         return sum(path.stat().st_size for path in [*changed, *checkpoints])
 
     def _due(self) -> list[Path]:
+        """Return the folders of the newest and the best complete checkpoint, without those uploaded already."""
         root = self._out / ROOT
         chosen = {latest(root), self._best()}
         return sorted(folder for folder in chosen if folder is not None and step_of(folder) not in self._complete)
 
     def _best(self) -> Path | None:
+        """Return the folder of the best checkpoint; None if none is named, or the named one is not complete."""
         root = self._out / ROOT
         try:
             step = best_step(root)
@@ -129,7 +137,10 @@ class RunMirror:
         return folder if folder in list_complete(root) else None  # rotation and best.json change one after the other
 
     def _upload(self, folder: Path) -> bool:
-        """Upload the checkpoint `folder` and the files beside it. Return False if rotation removed it meanwhile."""
+        """Upload the checkpoint in `folder` and the run's other files, then remove old checkpoints from the store.
+
+        Return False if rotation removed `folder` meanwhile.
+        """
         step = step_of(folder)
         files = self._linked(folder)
         if files is None:
@@ -208,6 +219,7 @@ class RunMirror:
         return path.relative_to(self._out).as_posix()
 
     def _upload_changed(self, path: Path, name: str) -> None:
+        """Upload the file `path` as `name` if it has changed since its last upload."""
         try:
             state = _state(path)
             if self._uploaded.get(name) != state:
@@ -221,6 +233,7 @@ class RunMirror:
             self._upload_changed(self._out / ROOT / BEST, f"{ROOT}/{BEST}")
 
     def _prune(self) -> None:
+        """Remove the checkpoints from the store that are neither the best one nor among the newest to keep."""
         self._check_owner()
         protected = self._best()
         prune(self._store, self._keep, [] if protected is None else [step_of(protected)])
@@ -265,6 +278,7 @@ def read_owner(store: RemoteStore) -> dict[str, Any]:
 
 
 def _state(path: Path) -> list[int]:
+    """Return the size and the modification time (ns) of a file, by which a change is noticed."""
     stat = path.lstat()
     return [stat.st_size, stat.st_mtime_ns]
 
@@ -280,6 +294,7 @@ def _read_uploaded(folder: Path, attempt: str) -> dict[str, list[int]]:
 
 
 def _write_uploaded(folder: Path, attempt: str, files: dict[str, list[int]]) -> None:
+    """Record the `files` that the start `attempt` has uploaded, for `_read_uploaded` of the next start."""
     make_folder(folder)
     part = folder / f"{_STATE_FILE}.part"
     write_text(part, json.dumps({"attempt": attempt, "files": files}))

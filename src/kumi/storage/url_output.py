@@ -17,6 +17,7 @@ from kumi.remote.part_upload import upload_file
 from kumi.remote.remote_store import RemoteStore, open_store
 from kumi.storage.run_mirror import LAST_FILES
 
+# The file in the copy's folder that tells which request the complete local folder belongs to.
 _NOTE = "output.json"
 
 

@@ -29,7 +29,9 @@ from kumi.storage.folders import sync_folder
 if TYPE_CHECKING:  # importing torch takes seconds, and copying bytes does not need it
     import torch
 
+# Version of the checkpoint format, written into each index.
 FORMAT = 1
+# Most bytes of a block, unless a single row has more.
 BLOCK_BYTES = 4 * 2**20
 # An index has one checksum per block: 250,000 checksums, 3 MB of JSON, for a terabyte of tensors.
 MAX_INDEX_BYTES = 2 * 10**9
@@ -199,6 +201,7 @@ class Blank(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the piece."""
         return math.prod(self.extent) * ITEMSIZE[self.dtype]
 
 
@@ -286,6 +289,7 @@ def _key(blank: Blank) -> str:
 
 
 def _assert_inside(piece: Piece) -> None:
+    """Assert that the piece lies inside its tensor, and that its dtype can be written."""
     box = list(zip(piece.start, piece.data.shape, piece.shape))
     assert len(piece.start) == piece.data.dim() == len(piece.shape), (
         f"{piece.name}: start, data and shape differ in dims"
@@ -378,6 +382,7 @@ def _tiling_problem(boxes: list[_Box], shape: tuple[int, ...], at: tuple[int, ..
 
 
 def _check_sizes(temporary: Path, index: Mapping[str, Any]) -> None:
+    """Raise SaveError unless each shard has the size on disk that its rank wrote."""
     for file in index["files"]:
         size = (temporary / file["name"]).stat().st_size
         if size != file["size"]:

@@ -1,7 +1,8 @@
 """Tensors as byte ranges ("runs") of files, and copying runs from file to file.
 
-Where neither element order nor dtype changes, bytes are copied without torch. The kernel copies bytes that have no
-checksum; all others pass through a buffer that fits in a core's cache, so that memory is read and written once.
+Where neither element order nor dtype changes, bytes are copied without torch. The kernel copies bytes that need no
+checksum; bytes that need one, or a cast, pass through a buffer that fits in a core's cache, so that memory is read and
+written once.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Target:
 
 
 class RunSequence:
-    """A tensor as its runs, in element order."""
+    """A tensor, given by its runs in the order of its elements."""
 
     def __init__(self, runs: Iterable[Run]) -> None:
         self._runs = tuple(runs)

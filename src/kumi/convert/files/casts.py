@@ -28,7 +28,7 @@ def make_cast(before: str, after: str, numel: int) -> Cast:
 
 
 def _bf16_to_fp32(numel: int) -> Cast:
-    """Shift left by 16 bits: a bfloat16 is the upper half of a float32."""
+    """Return the cast from bfloat16 to float32: shift left by 16 bits, since a bfloat16 is a float32's upper half."""
     buffer = np.empty(numel, np.uint32)
 
     def cast(view: memoryview) -> memoryview:
@@ -42,7 +42,10 @@ def _bf16_to_fp32(numel: int) -> Cast:
 
 
 def _fp32_to_bf16(numel: int) -> Cast:
-    """Round to nearest, ties to even: add 0x7FFF plus the lowest kept bit, then drop the lower 16 bits."""
+    """Return the cast from float32 to bfloat16, which rounds to nearest, ties to even.
+
+    It adds 0x7FFF plus the lowest bit that stays, then drops the lower 16 bits.
+    """
     buffer, rounded = np.empty(numel, np.uint32), np.empty(numel, np.uint16)
 
     def cast(view: memoryview) -> memoryview:
@@ -63,6 +66,7 @@ def _fp32_to_bf16(numel: int) -> Cast:
 
 
 def _torch_cast(before: str, after: str, numel: int) -> Cast:
+    """Return the cast that PyTorch computes, `_SERIAL` elements per call."""
     import torch
 
     buffer = torch.empty(numel, dtype=getattr(torch, after))

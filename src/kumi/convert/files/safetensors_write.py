@@ -60,7 +60,10 @@ def create(path: Path, layout: Layout) -> None:
 
 
 def put(path: Path, layout: Layout, part: Part, tensor: Tensor) -> None:
-    """Write `tensor`, the native elements of `part`, to its place in the file, cast to the dtype in `layout`."""
+    """Write `tensor` to the place of `part` in the file, cast to the dtype in `layout`.
+
+    `tensor` has the elements of `part`, a rectangle of a native tensor: a tensor with kumi's name and shape.
+    """
     import numpy as np
     import torch
 

@@ -1,4 +1,9 @@
-"""Map slices of native tensors to slices of file tensors, and tell which slices are contiguous."""
+"""Map slices of native tensors to slices of file tensors, and tell which slices are contiguous.
+
+A native tensor has kumi's name and shape, a file tensor those that the file gives it. A `Part` is a rectangle of a
+native tensor and its place in a file tensor. Its `view` is the shape as which the file tensor is viewed; its `order` is
+the permutation of the view's dims that puts the elements in native order.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +38,7 @@ def file_slice(part: Part, offsets: Dims, shape: Dims) -> FileSlice:
     at, size = list(part.at), list(part.size)
     native_shape, skip = [], []
     for dims, extent, offset, count in zip(file_dims(part), part.extent, offsets, shape, strict=True):
+        # The outermost of the file's dims that form the native dim; `inner` native indices share one index of it.
         outer = next((dim for dim in dims if part.size[dim] > 1), None)
         if outer is None:
             native_shape.append(extent)
@@ -60,10 +66,10 @@ def file_dims(part: Part) -> tuple[Dims, ...]:
     return tuple(result)
 
 
-def unit_rows(part: Part) -> int:
-    """Return the number of native rows that one index of the outermost file dim holds.
+def rows_per_file_index(part: Part) -> int:
+    """Return how many native rows share one index of the file's dim of rows, or of the outermost one if it has several.
 
-    A block of native rows from a multiple of this number to another is a slice of the file tensor.
+    A block of native rows that begins and ends at multiples of this number is a slice of the file tensor.
     """
     outer = next((dim for dim in file_dims(part)[0] if part.size[dim] > 1), None)
     return part.extent[0] if outer is None else part.extent[0] // part.size[outer]
@@ -97,7 +103,10 @@ def flat_index(view: Dims, at: Dims) -> int:
 
 
 def overlap(start: Dims, extent: Dims, other: Dims, shape: Dims) -> tuple[Dims, Dims] | None:
-    """Return start and shape of the intersection of two slices; None if it is empty."""
+    """Return start and shape of the intersection of two slices; None if it is empty.
+
+    One slice begins at `start` with the shape `extent`, the other begins at `other` with the shape `shape`.
+    """
     first = tuple(map(max, start, other))
     size = tuple(min(a + n, b + m) - low for a, n, b, m, low in zip(start, extent, other, shape, first))
     return (first, size) if all(count > 0 for count in size) else None

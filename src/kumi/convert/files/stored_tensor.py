@@ -1,4 +1,7 @@
-"""A tensor in a weight file, and reading some of its elements directly into memory."""
+"""A tensor in a weight file, and reading some of its elements directly into memory.
+
+A native tensor has kumi's name and shape. A `Part` is a rectangle of a native tensor and its place in a file's tensor.
+"""
 
 from __future__ import annotations
 

@@ -48,9 +48,10 @@ class Reader:
     dtypes                          dtype of each tensor, by name
     read_into(name, start, out)     fills `out` (of the tensor's dtype) with the slice that begins at `start`
     block_end(name, row)            end of the block of rows that should be read together from `row` on
-    runs(name)                      lists the byte ranges of the tensor in element order; None if files have another
-    order file_run(name, shape, dtype)    byte range of the Hugging Face tensor `name`; None if no file has it in this
-    form
+    runs(name)                      lists the byte ranges of the tensor in element order; None if the elements are in
+                                    another order in the files
+    file_run(name, shape, dtype)    byte range of the Hugging Face tensor `name`; None if no file has it with this shape
+                                    and dtype
     """
 
     dtypes: Mapping[str, str]
@@ -123,7 +124,10 @@ class Job:
 
 
 class Move(NamedTuple):
-    """Consecutive elements of a tensor and their byte `offset` in the target; `sums` gets their bytes."""
+    """The `numel` elements of a tensor from index `first` on, and the byte `offset` in the target to write them to.
+
+    `sums`, if given, computes checksums of the written bytes.
+    """
 
     first: int
     numel: int
@@ -132,7 +136,10 @@ class Move(NamedTuple):
 
 
 def copy_job(file: Path, runs: Runs, moves: Sequence[Move], before: str, after: str) -> Job:
-    """Return the job that copies elements of the tensor `runs`, cast from its dtype `before` to `after`."""
+    """Return the job that copies the elements of `moves` to `file`, cast from the tensor's dtype `before` to `after`.
+
+    `runs` lists the byte ranges of the tensor.
+    """
     size = ITEMSIZE[before]
 
     def work(handle: int, buffers: ThreadBuffers, wrote: Wrote) -> None:
@@ -207,6 +214,7 @@ def _interleave_files(jobs: Sequence[Job], workers: int) -> list[Job]:
 
 @contextmanager
 def _open_for_writing(file: Path) -> Iterator[int]:
+    """Yield a file descriptor of the existing `file`, open for writing."""
     handle = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
     try:
         yield handle

@@ -1,5 +1,5 @@
-"""Exported folders for other programs.
+"""Hand exported model folders over to other programs.
 
-It writes GGUF files and Modelfiles for llama.cpp and Ollama, by llama.cpp's own converter. It tells what vLLM and
-SGLang do with a folder, by rules read from their source.
+The package writes GGUF files for llama.cpp, by llama.cpp's own converter, and Modelfiles for Ollama. It also tells what
+vLLM and SGLang do with a folder, by rules read from their source code.
 """

@@ -21,7 +21,8 @@ from kumi.files.output import write_text
 CONVERTER = "convert_hf_to_gguf.py"
 OUTTYPES = ("auto", "f32", "f16", "bf16", "q8_0")
 
-# Runs the converter in argv[1]. Where it does not recognise the vocabulary, the splitting rule is argv[2], if known.
+# Runs the converter of the folder argv[1]. Where the converter does not recognise the vocabulary, it takes argv[2] for
+# the name of the rule that splits text, unless argv[2] is empty.
 _PROGRAM = """
 import runpy, sys
 home, name, *arguments = sys.argv[1:]

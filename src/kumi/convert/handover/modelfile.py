@@ -1,4 +1,4 @@
-"""A Modelfile for Ollama beside a GGUF file: what the file itself does not say.
+"""A Modelfile for Ollama beside a GGUF file: the settings that the GGUF file does not contain.
 
 Ollama renders chats by the template in the GGUF file, so another one in the Modelfile could only contradict it. The
 grammar is that of `parser/parser.go`, the parameters are those of `docs/modelfile.mdx` of Ollama 0.33.0-rc2.
@@ -41,8 +41,9 @@ def modelfile_text(folder: Path, gguf: Path) -> str:
     """Return the Modelfile of `gguf`, a file written from the exported `folder`.
 
     It has the sampling settings of generation_config.json, a stop for each token that ends a reply, the context if it
-    is shorter than Ollama's, and for a model without chat template a template that passes prompts as they are. Raise
-    ModelError for settings of the wrong type, and RefusedError for values that a Modelfile cannot contain.
+    is shorter than Ollama's smallest default, and for a model without chat template a template that passes prompts as
+    they are. Raise ModelError for settings of the wrong type, and RefusedError for values that a Modelfile cannot
+    contain.
     """
     settings = read_generation(folder) or {}
     context = families.from_hf(families.read_config(folder)).max_position_embeddings
@@ -103,7 +104,10 @@ def _token_texts(folder: Path) -> dict[int, str]:
 
 
 def _sampling(settings: Mapping[str, Any]) -> dict[str, float | int]:
-    """Return Ollama's parameters for generation_config.json. Where it lacks a key, Ollama's default applies."""
+    """Return Ollama's parameters for `settings`, those of generation_config.json; do_sample=false means temperature 0.
+
+    Parameters whose keys are missing are left to Ollama's defaults. Raise ModelError for a value of the wrong type.
+    """
     parameters: dict[str, float | int] = {}
     for key, (name, kind) in _PARAMETERS.items():
         value = settings.get(key)

@@ -14,7 +14,9 @@ from kumi.files.untrusted import TOKENIZER, read_object
 
 # Stands for the regular expression that ByteLevel of tokenizers has built in, which is GPT-2's.
 _GPT2 = "ByteLevel"
-# Regular expressions of llama.cpp's rules, and parts of them.
+# Regular expressions of llama.cpp's rules, and parts of them: a digit; punctuation, line ends and spaces (_END and
+# _SLASHES); contractions and words (_LETTERS); words by the case of their letters (_CASES), which may end in a
+# contraction (_CONTRACTIONS).
 _DIGITS = r"\p{N}"
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"

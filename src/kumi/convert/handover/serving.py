@@ -1,4 +1,4 @@
-"""Whether vLLM and SGLang serve a model folder, by the rules of their source in `serving_rules`."""
+"""Whether vLLM and SGLang serve a model folder, by the rules in `serving_rules`, which were read from their source."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def serving_of_model(spec: ModelSpec) -> tuple[Serving, ...]:
 
 
 def describe_folder(folder: Path) -> dict[str, Any]:
-    """Return what `folder` holds and what each engine does with it, as plain data; errors as `serving_of_folder`."""
+    """Return what `folder` holds and what each engine does with it, as plain data.
+
+    Errors are those of `serving_of_folder`.
+    """
     name = "adapters" if _has_adapters(folder) else families.architecture(_spec_in(folder))
     return {"folder": str(folder), "model": name, "engines": [x.as_dict() for x in serving_of_folder(folder)]}
 
@@ -101,6 +104,10 @@ def _spec_in(folder: Path) -> ModelSpec:
 
 
 def _serving_of_spec(engine: Engine, spec: ModelSpec) -> Serving:
+    """Return what `engine` does with the export of `spec`.
+
+    `decoder` is the architecture of the language model, `name` that of the export, which differs for reward models.
+    """
     name, decoder = families.architecture(spec), str(FAMILIES[spec.family].ARCHITECTURE)
     is_reward = spec.head == "score"
     serves_head = not is_reward or engine.classifiers is None or name in engine.classifiers
@@ -170,7 +177,7 @@ def _serving_of_adapters(engine: Engine, config: Mapping[str, Any], spec: ModelS
 
 
 def _endings(names: Iterable[str]) -> list[str]:
-    """Return the names without the numbers of their layers and experts, each once."""
+    """Return the ends of the names, behind the last number of a layer or expert, each once."""
     return list(dict.fromkeys(re.sub(r".*\.\d+\.", "", name) for name in names))
 
 

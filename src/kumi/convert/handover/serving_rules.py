@@ -32,11 +32,12 @@ class Engine:
     - `commit`: of the source that was read; "" where the package does not name it.
     - `own`: architectures with a class of the engine.
     - `transformers`: architectures served by the modules of transformers.
-    - `classifiers`: reward models served with their score; None if those of all architectures in both sets are.
+    - `classifiers`: architectures of reward models that are served with their score; None if that is every reward model
+      whose decoder is in `own` or `transformers`.
     - `reward_note`: a setting that reward models need, or "".
     - `skipped`: architecture -> regular expression of the tensors that its class has no parameter for, and skips.
-    - `unset`: architecture -> ends of names of parameters that its class has always. It leaves them at arbitrary values
-      where the files lack them, as with a head that is tied to the token embeddings.
+    - `unset`: architecture -> ends of names of parameters that its class always has. The class leaves them at arbitrary
+      values where the files lack them, as with a head that is tied to the token embeddings.
     - `without_lora`: architectures whose class takes no adapters.
     - `lora_ranks`: the allowed values of its option for the largest rank; empty if it accepts any rank.
     - `saved_modules`: modules_to_save that it accepts in adapters; None if it does not read that key.
@@ -86,7 +87,7 @@ def _activations(spec: ModelSpec) -> set[str]:
     return {layer.mlp.hidden_act for layer in spec.layers if layer.mlp}
 
 
-def _experts(spec: ModelSpec) -> list[MoE]:
+def _moe_layers(spec: ModelSpec) -> list[MoE]:
     return [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoE)]
 
 
@@ -118,7 +119,7 @@ _ATTENTION_BIAS = r"\.self_attn\.\w+\.bias$"
 
 _NORMED_CHOICE = Rule(
     _causal("Olmoe"),
-    lambda spec: any(moe.norm_topk_prob for moe in _experts(spec)),
+    lambda spec: any(moe.norm_topk_prob for moe in _moe_layers(spec)),
     False,
     "does not normalise the weights of the chosen experts, as norm_topk_prob asks",
 )
@@ -167,7 +168,7 @@ VLLM = Engine(
         Rule(_causal("GptOss"), _windows_do_not_alternate, False, "has sliding windows in layers 0, 2, 4 ... only"),
         Rule(
             _causal("GptOss"),
-            lambda spec: any(moe.act_limit != 7 for moe in _experts(spec)),
+            lambda spec: any(moe.act_limit != 7 for moe in _moe_layers(spec)),
             False,
             "clamps experts at 7, whatever swiglu_limit is",
         ),

@@ -43,7 +43,7 @@ _NO_EFFECT = (
     "task_type",
     "fan_in_fan_out",
 )
-# Keys that kumi reads, and the allowed types of their values.
+# Keys whose values are checked, and the allowed types of these values.
 _READ: dict[str, tuple[type, ...]] = {
     "peft_type": (str,),
     "bias": (str,),
@@ -70,12 +70,13 @@ _TYPE_NAMES: dict[type, str] = {
 _MAX = 1e6
 # Initialisations that leave the base weights unchanged. Others (PiSSA, OLoRA ...) subtract from them.
 _INITS = (True, False, "gaussian", "orthogonal", None)
+# Ends of the names of an adapter's tensors in PEFT's files.
 _ENDINGS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a native matrix (out, in), or of the matrices (X, out, in) of X routed experts.
+    """The adapter of a native matrix (out, in), which has kumi's name, or of the matrices (X, out, in) of X experts.
 
     a            (r, in), or (X, in, r)
     b            (out, r), or (X, out, r)
@@ -279,6 +280,7 @@ def initial_adapter_params(adapters: Mapping[str, Adapter], spec: ModelSpec, fol
     assert lora is not None, "spec.lora is None: the model has no adapters to initialize"
     factors = {op.name: factor_names(op) for op in ops(spec) if has_adapter(lora, op)}
     targets = list(factors)
+    # An adapter whose B is zero changes nothing, so `spec` need not adapt its matrix.
     adapted = {name: adapter for name, adapter in adapters.items() if bool(adapter.b.any()) or name in targets}
     other = sorted(set(targets) ^ set(adapted))
     if other:
@@ -295,7 +297,7 @@ def initial_adapter_params(adapters: Mapping[str, Adapter], spec: ModelSpec, fol
         if rank != lora.r or dora != lora.use_dora or abs(adapter.scale - lora.scale) > 1e-9 * lora.scale:
             raise ModelError(
                 f"lora.source: {name} in {folder} has rank {rank}, scale {adapter.scale:g}"
-                f"{' and DoRA' if dora else ''}, but [lora] has {lora.r}, {lora.scale:g}"
+                f"{' and DoRA' if dora else ''}, but [lora] has rank {lora.r}, scale {lora.scale:g}"
                 f"{' and DoRA' if lora.use_dora else ''}; change [lora] to match"
             )
         result |= dict(zip(factors[name], (adapter.a, adapter.b), strict=True))

@@ -246,8 +246,8 @@ def _leaf(name: str) -> str:
 def adapter_card(*, name: str, base: str, lora: Lora, facts: Mapping[str, str], evaluation: str = "") -> str:
     """Return the README.md of an adapter folder, with `facts` as rows of a table, in their order.
 
-    `base` is the base model: a hub id, or a folder, which the card calls by the title of its own card, without a path.
-    `evaluation`: as for `model_card`.
+    `base` is the base model: a hub id, or a folder. For a folder, the card has its title (`folder_title`) instead of
+    its path. `evaluation` is the Markdown of a section.
     """
     kind = "DoRA" if lora.use_dora else "LoRA"
     summary = {"kind": kind, "rank": str(lora.r), "scale": f"{lora.scale:g}", "matrices": ", ".join(lora.targets)}

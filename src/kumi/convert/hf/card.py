@@ -139,7 +139,7 @@ def check_verified(folder: Path) -> None:
 
 
 def files_digest(folder: Path) -> str:
-    """Return the SHA-256 over names and contents of the weights, config.json and tokenizer.json in `folder`."""
+    """Return the SHA-256 over names and contents of the weights, the config file and tokenizer.json in `folder`."""
     sha = hashlib.sha256()
     names = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer.json")
     for file in sorted(file for name in names for file in folder.glob(name)):

@@ -51,7 +51,7 @@ def _fp8_entries(folder: Path, spans: Mapping[str, Span], quantization: Mapping[
     """Return the tensors; an F8_E4M3 matrix is dequantized with its scale per block, or with its one scale.
 
     With a static `activation_scheme`, files also hold a scale of each matrix's input, for inference in fp8. kumi
-    computes in higher precision and skips these.
+    computes in higher precision and skips these input scales.
     """
     block = _block(folder, quantization)
     matrices = {name: span for name, span in spans.items() if span.dtype == "F8_E4M3"}
@@ -105,7 +105,7 @@ def _fp8_rows(span: Span, scale: Span, block: list[int]) -> Callable[[int, int],
 
 
 def _mxfp4_entries(spans: Mapping[str, Span]) -> dict[str, Entry]:
-    """Return the tensors; each pair of blocks and scales is one tensor (X, columns, rows)."""
+    """Return the tensors; each pair of blocks and scales becomes one tensor (X, columns, rows) of X experts."""
     blocks_suffix = "_blocks"
     packed = [name.removesuffix(blocks_suffix) for name in spans if name.endswith(blocks_suffix)]
     consumed = {f"{name}{suffix}" for name in packed for suffix in (blocks_suffix, "_scales")}

@@ -1,6 +1,7 @@
 """LoRA adapters of routed experts in PEFT's format, where they belong to parameters with a matrix for each expert.
 
-transformers 5 has all experts of a layer in one module with one parameter per matrix, (X, out, in) or (X, in, out).
+transformers 5 has all experts of a layer in one module with one parameter per matrix, (X, out, in) or (X, in, out)
+for X experts.
 PEFT (0.17 and later) wraps the module once for each parameter that `target_parameters` names, in the order in which the
 module registers them: the last one outermost.
 
@@ -74,6 +75,7 @@ def expert_matrices(spec: ModelSpec) -> Mapping[str, ExpertMatrix]:
 
 
 def _expert_matrix(spec: ModelSpec, param: Param) -> ExpertMatrix:
+    """Return the matrices `param` (X, out, in) of `spec`, with their name and the order of rows in transformers."""
     experts, rows, columns = param.dims
     # The parts of one expert's matrix with one column show where transformers has each row.
     single = replace(param, dims=(replace(experts, size=1), rows, replace(columns, size=1)))

@@ -1,4 +1,4 @@
-"""The published model that a model was made from, by the card in its folder or its place in the hub's cache."""
+"""The published model that a model was made from, as the card in its folder or its path in the hub's cache tells."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ UNKNOWN = Origin()
 def origin_of(folder: Path, name: str | None = None, commit: str | None = None) -> Origin:
     """Return the origin of a model made from `folder`, a Hugging Face folder or a kumi checkpoint.
 
-    For a download, `name` and `commit` are its repository and commit. A checkpoint stores its origin. For any other
-    folder the origin is the base model that its card names.
+    For a download, `name` and `commit` are its repository and commit; the path of a folder in the hub's cache has both.
+    A checkpoint stores its origin. For any other folder the origin is the base model that its card names.
     """
     if (folder / "meta.json").is_file() and not (folder / "config.json").is_file():
         return from_plain(_meta(folder).get("origin") or {})

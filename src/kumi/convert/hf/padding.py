@@ -23,10 +23,11 @@ _PADS = re.compile(rf"^(?!.*({_OTHER})).*pad", re.I), re.compile("reserved|unuse
 
 
 def padding_token(config: Mapping[str, Any], tokenizer: str | Path | None) -> tuple[int, str] | None:
-    """Return the id and the text of the padding token of a reward model; the text is "" if it is that of `config`.
+    """Return the id and the text of the padding token of a reward model; the text is "" for the token of `config`.
 
-    It is the first of these that does not end a sequence: the token of `config`, that of the folder `tokenizer`, and a
-    special token for padding or without use. None if there is none: transformers then refuses batches of sequences.
+    It is the first of these that does not end a sequence: the padding token of `config`, that of the folder
+    `tokenizer`, a special token whose name tells that it is for padding or unused, and the tokenizer's unknown token.
+    None if there is none: transformers then refuses batches of sequences.
     """
     ends, settings = _ids(config.get("eos_token_id")), _read(tokenizer, _CONFIG)
     tokens = [token for token in _read(tokenizer, _TOKENIZER).get("added_tokens") or () if _is_special(token)]
@@ -47,7 +48,7 @@ def write_padding_token(folder: Path, text: str) -> None:
 
 
 def _texts(settings: Mapping[str, Any], by_text: Mapping[str, int]) -> Iterator[str]:
-    """Yield the texts of candidates: the tokenizer's padding token, then special tokens by their names."""
+    """Yield the texts of candidates: the tokenizer's padding token, special tokens by name, its unknown token."""
     yield _text(settings.get("pad_token"))
     for pattern in _PADS:
         yield from (text for text in by_text if pattern.search(text))

@@ -1,4 +1,7 @@
-"""Read Hugging Face model folders strictly: where each native tensor is stored."""
+"""Read Hugging Face model folders strictly: where each native tensor is stored.
+
+A native tensor has kumi's name and shape. It may be stored as several tensors of files, or as a part of one.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Jobs that fill the weight files of a Hugging Face folder from a model on disk.
 
-A native tensor is a parameter of kumi's. A tensor of the files may have parts of several native tensors, and the parts
-of one native tensor may be in several tensors and files (`kumi.spec.weights`).
+A native tensor has kumi's name and shape, a file tensor those of transformers. A `Part` is a rectangle of a native
+tensor and its place in a file tensor. A file tensor is scattered if the rows of one of its native tensors are not
+contiguous in it, because they are transposed or interleaved.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kumi.convert.files.slices import (
     is_contiguous,
     overlap,
     rows_are_contiguous,
-    unit_rows,
+    rows_per_file_index,
 )
 from kumi.convert.files.stream import Job, Move, Reader, ThreadBuffers, copy_job, write_at
 from kumi.spec.ledger import tensors
@@ -30,12 +31,10 @@ from kumi.spec.weights import ParamPart, Part, stored_parts, stored_tensors
 
 
 def jobs(folder: Path, shards: Mapping[str, Layout], spec: ModelSpec, reader: Reader) -> list[Job]:
-    """Return the jobs that write every tensor of the files.
+    """Return the jobs that write the tensors of `spec` into the files `shards`, by name, of `folder`.
 
-    A job writes the parts of one native tensor that belong into one file. Tensors of the files in which native tensors
-    are transposed or interleaved have a job each.
-
-    `shards`: name of a file in `folder` -> the tensors in it and their positions.
+    Each scattered file tensor is written by one job. The other file tensors are written native tensor by native tensor:
+    one job for each file in which a native tensor has parts.
     """
     location = {name: (folder / file, layout) for file, layout in shards.items() for name in layout.shapes}
     scattered = {
@@ -67,7 +66,7 @@ def _group_by_file(
 
 
 def _param_job(param: Param, param_parts: list[Part], reader: Reader, file: Path, layout: Layout) -> Job:
-    """Return the job that writes those parts of `param` that belong into `file`."""
+    """Return the job that writes `param_parts`, the parts of `param` in `file`."""
     dtype, runs = layout.dtypes[param_parts[0].name], reader.runs(param.name)
     if runs is None or not all(is_contiguous(param.shape, part.extent) for part in param_parts):
         return _rows_job(param, param_parts, reader, file, layout)
@@ -108,9 +107,9 @@ def _offset(part: Part, offsets: Dims, size: Dims) -> int:
 
 
 def _scattered_job(name: str, pieces: tuple[ParamPart, ...], reader: Reader, file: Path, layout: Layout) -> Job:
-    """Return the job that writes the file tensor `name`, whose native tensors are transposed or interleaved in it.
+    """Return the job that writes the scattered file tensor `name`, which is made of the parts `pieces`.
 
-    The job copies it if the files of the source have the same tensor, else assembles it in memory from blocks of rows.
+    The job copies the tensor if the source's files have it, else assembles it in memory from blocks of native rows.
     """
     shape, dtype = layout.shapes[name], layout.dtypes[name]
     run = reader.file_run(name, shape, dtype)
@@ -121,7 +120,7 @@ def _scattered_job(name: str, pieces: tuple[ParamPart, ...], reader: Reader, fil
         assembled = buffers.take("whole", shape, dtype)
         for piece in pieces:
             part, target = piece.part, assembled.view(piece.part.view)
-            row, row_group = 0, unit_rows(part)
+            row, row_group = 0, rows_per_file_index(part)
             while row < part.extent[0]:
                 block_end = reader.block_end(piece.param.name, part.start[0] + row) - part.start[0]
                 end = min(part.extent[0], -(-block_end // row_group) * row_group)

@@ -240,11 +240,16 @@ def _tensor(
         raise RefusedError(
             f"{folder / '.metadata'}: {name!r} has a malformed tensor description ({error}); copy the checkpoint again"
         ) from None
-    problem = "dims differ" if any(len(start) != len(shape) for start, _ in boxes) else tiling_problem(boxes, shape)
-    if problem or not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype):
         raise RefusedError(
-            f"{folder}: the chunks of {name!r} {shape} do not tile it ({problem or dtype}), because the "
-            f"checkpoint is incomplete or damaged; copy it again"
+            f"{folder / '.metadata'}: {name!r} has {dtype!r:.80} as its dtype, which is no torch.dtype; copy the "
+            f"checkpoint again"
+        )
+    problem = "dims differ" if any(len(start) != len(shape) for start, _ in boxes) else tiling_problem(boxes, shape)
+    if problem:
+        raise RefusedError(
+            f"{folder}: the chunks of {name!r} {shape} do not tile it ({problem}), because the checkpoint is "
+            f"incomplete or damaged; copy it again"
         )
     chunks = tuple(
         Chunk(start, extent, _blob(folder, name, storage.get(MetadataIndex(name, start)), sizes))
@@ -262,9 +267,9 @@ def _shape(dims: Any) -> Dims:
 
 
 def _blob(folder: Path, name: str, info: Any, sizes: dict[str, int]) -> Blob:
-    """Return the bytes of `name` from its metadata entry `info`.
+    """Return where the bytes of `name` are, from its metadata entry `info`.
 
-    Raise RefusedError unless they lie inside a file of the folder.
+    `sizes` caches the sizes of files. Raise RefusedError unless the bytes lie inside a file of the folder.
     """
     file, offset, length = (getattr(info, key, None) for key in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or type(offset) is not int or type(length) is not int or offset < 0 or length < 0:

@@ -63,7 +63,7 @@ def write_dcp(
 
     groups   pieces; each group is written by its own thread into its own files, and the pieces of a tensor must tile it
     objects  non-tensor state by name; consecutive entries that are the same object are stored once
-    wrote    called with the bytes of each piece after it was written
+    wrote    called with the number of bytes of each piece after it was written
     """
     stop = threading.Event()
     with ThreadPoolExecutor(max(1, len(groups))) as pool:

@@ -251,6 +251,7 @@ def load_archive(file: BinaryIO, name: str) -> Archive:
 
 
 def _archive(file: BinaryIO, name: str) -> Archive:
+    """Return the archive in `file`. Raise RefusedError unless its records are uncompressed and have one data.pkl."""
     with zipfile.ZipFile(file) as archive:
         records = {}
         for entry in archive.infolist():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kumi.convert.files.slices import Dims, file_slice, overlap, unit_rows
+from kumi.convert.files.slices import Dims, file_slice, overlap, rows_per_file_index
 from kumi.convert.files.stored_tensor import BLOCK_BYTES
 from kumi.convert.files.stream import Reader
 from kumi.convert.megatron import dcp_read, pickles
@@ -35,7 +35,9 @@ from kumi.spec.op import Param
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.weights import Part
 
+# The dtypes that parameters may have.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Beginning of the names of tensors that hold one layer; other checkpoints have tensors that hold all layers.
 _LAYER_KEY = re.compile(r"decoder\.layers\.\d+\.")
 # Name prefixes of tensors that are not parameters of the model, and their meaning.
 _LEFT_OUT = {
@@ -85,8 +87,8 @@ class MegatronModel:
         param = self.params[name]
         param_parts, rows = megatron_parts(self.spec, param, self.keys), param.shape[0]
         row_bytes = prod(param.shape[1:]) * ITEMSIZE[self.dtypes[name]]
-        unit = max(unit_rows(part) for part in param_parts)
-        return min(rows, -(-(row + max(1, BLOCK_BYTES // row_bytes)) // unit) * unit)
+        row_group = max(rows_per_file_index(part) for part in param_parts)
+        return min(rows, -(-(row + max(1, BLOCK_BYTES // row_bytes)) // row_group) * row_group)
 
     def _read_part(self, part: Part, offsets: Dims, shape: Dims) -> Tensor:
         """Return the slice of `part` that begins at `offsets` and has the shape `shape`, in native dims."""
@@ -146,7 +148,10 @@ def open_megatron_model(folder: Path, config: str | Path | None = None) -> Megat
 def _config(
     inner: Path, folder: Path, saved: dcp_read.Checkpoint, given: str | Path | None
 ) -> tuple[dict[str, Any], Path | None]:
-    """Return the model's config.json, read or derived from Megatron's arguments, and the tokenizer's folder or None."""
+    """Return the model's config.json, read or derived from Megatron's arguments, and the tokenizer's folder or None.
+
+    `inner` is the folder of the checkpoint that was found in `folder`.
+    """
     if given is not None:
         path = Path(given)
         return families.read_config(path), path if path.is_dir() else path.parent
@@ -166,7 +171,10 @@ def _config(
 
 
 def _common_state(inner: Path, saved: dcp_read.Checkpoint) -> dict[str, Any]:
-    """Return Megatron's non-tensor state: from its own file or, since megatron-core 0.17, from an entry."""
+    """Return Megatron's non-tensor state: from its own file or, since megatron-core 0.17, from an entry.
+
+    The state is empty if there is none, or none with Megatron-LM's arguments. Raise RefusedError if it is damaged.
+    """
     path, entry = inner / COMMON, next((name for name in saved.objects if name.startswith(COMMON_ENTRY)), None)
     if path.exists():
         try:
@@ -187,6 +195,7 @@ def _common_state(inner: Path, saved: dcp_read.Checkpoint) -> dict[str, Any]:
 
 
 def _run_config(path: Path) -> Mapping[str, Any]:
+    """Return the `model` of Megatron-Bridge's run_config.yaml; raise ModelError if it cannot be read."""
     import yaml  # type: ignore[import-untyped]
 
     try:
@@ -224,7 +233,7 @@ def match_tensors(
             f"config.json; the two belong to different models"
         )
     by_layer = any(_LAYER_KEY.match(name) for name in names)
-    # The gate and the up projection are stored apart.
+    # True if the gate and the up projection are tensors of their own.
     halves = any(name.endswith(("_w", "_v")) for name in names)
     # Names of Transformer Engine's layers, then of Megatron's own ("local").
     schemes = [CheckpointKeys(not by_layer, vocab, local, halves) for local in (False, True)]
@@ -237,6 +246,7 @@ def match_tensors(
 def _check_names_and_shapes(
     folder: Path, spec: ModelSpec, expected: Mapping[str, Dims], shapes: Mapping[str, Dims]
 ) -> None:
+    """Raise ModelError unless the checkpoint's `shapes`, by name, are those `expected` of the model."""
     for name, shape in expected.items():
         if name not in shapes:
             hint = (

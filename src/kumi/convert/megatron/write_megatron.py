@@ -85,7 +85,7 @@ def write_megatron_folder(
     """
     folder, options = Path(folder), options or MegatronOptions()
     if options.multiple < 1:
-        raise ModelError(f"a vocabulary cannot be padded to a multiple of {options.multiple}; give 1 or more")
+        raise ModelError(f"multiple={options.multiple}: the vocabulary is padded to a multiple of this; give 1 or more")
     keys = checkpoint_keys(spec, local=options.local, multiple=options.multiple)
     targets = _targets(spec, keys, dtypes)
     write_folder.check_target(folder, replace=False)

@@ -13,7 +13,10 @@ from kumi.files.untrusted import TOKENIZER, read_bytes, strict_json
 
 @dataclass(frozen=True)
 class Base:
-    """A tokenizer folder. `vocab` maps every token, including added ones, to its id; `size` is the highest id + 1."""
+    """The tokenizer in `folder`: `data` is its tokenizer.json, `backend` the same as a `tokenizers.Tokenizer`.
+
+    `vocab` maps every token, including added ones, to its id; `size` is the highest id + 1.
+    """
 
     folder: Path
     data: Mapping[str, Any] = field(repr=False)

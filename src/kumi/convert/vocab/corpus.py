@@ -1,4 +1,4 @@
-"""Texts to learn tokens from, and a tokenizer's fertility on texts."""
+"""Texts to learn tokens from, and a tokenizer's fertility on texts: how many tokens it needs for them."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from kumi.convert.vocab.requested_tokens import NewToken, check_tokens, read_tok
 from kumi.errors import ConfigError, KumiError, ModelError
 from kumi.spec.model import ModelSpec
 
-# Initial rows of new tokens: the mean of the old tokens that spell it, their mean weighted by bytes, the mean of all
-# rows.
+# How the row of a new token is initialized: the mean of the rows of the old tokens that spell the token, their mean
+# weighted by bytes, or the mean of all rows.
 INITS = ("pieces", "weighted", "mean")
 
 
@@ -194,7 +194,10 @@ def _write(
     new: Sequence[NewRow],
     report: Mapping[str, Any],
 ) -> list[str]:
-    """Write the folder; return the names of the tokenizer files left out."""
+    """Write the folder; return the names of the tokenizer files left out.
+
+    `tokenizers`: the old tokenizer, the extended one, and the tokens that the user named.
+    """
     old, extended_base, tokens = tokenizers
     reader = rows.extended_reader(source, place, [row.shares for row in new])
     origin = replace(origin_of(source.folder), relation="finetune")

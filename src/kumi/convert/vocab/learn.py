@@ -77,6 +77,7 @@ def learn(base: Base, words: Mapping[str, int], count: int, taken: Iterable[str]
 @dataclass
 class _State:
     """The corpus during training: words as lists of symbols. A symbol is an old token, a learnt token or a character.
+    A candidate for the next token is a pair of neighbouring symbols, or a character that is no token yet.
 
     texts, parts, ids   by symbol: spelling, old tokens (ids) of the same text, id (or rank, while pending)
     symbol_of           symbol by spelling

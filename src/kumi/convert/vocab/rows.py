@@ -17,6 +17,7 @@ TABLES = ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 # Elements of a table per read.
 _BLOCK = 1 << 24
 
+# Old rows (id, weight) whose weighted sum is a new row.
 Shares = Sequence[tuple[int, float]]
 
 
@@ -44,8 +45,8 @@ def tables(source: Source) -> dict[str, tuple[int, ...]]:
 def extended_reader(source: Source, place: Place, shares: Sequence[Shares]) -> Reader:
     """Return a reader of `source` whose tables include the rows of new tokens.
 
-    New row n is the weighted sum of the old rows (id, weight) in `shares[n]`. If `shares[n]` is empty, and for padding
-    after the new rows, it is the mean of the rows of all tokens.
+    New row n is the weighted sum of the old rows (id, weight) in `shares[n]`, or the mean of the rows of all tokens if
+    `shares[n]` is empty. Padding rows that the new tokens leave keep their values; rows added as padding are the mean.
     """
     new_rows = {name: _new_rows(source, name, shape, place, shares) for name, shape in tables(source).items()}
 
