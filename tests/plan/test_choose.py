@@ -5,6 +5,7 @@ import pytest
 from kumi.errors import FitError, LayoutError
 from kumi.plan.memory.device_memory import rank_memory
 from kumi.plan.search.select import select_layout, training_problems, unsupported_by_kumi
+from kumi.plan.session import plan
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device, Host, Link
 from kumi.spec.job import Job
@@ -31,10 +32,10 @@ def choose(devices, memory_gib, **pinned):
 
 
 def test_plain_data_parallelism_is_chosen_if_it_fits_and_nothing_is_faster():
-    plan = select_layout(job(8, 288), {})
-    layout = plan.layout
+    best = select_layout(job(8, 288), {})
+    layout = best.layout
     assert (layout.dp_replicate, layout.dp_shard, layout.zero) == (8, 1, 0)
-    assert plan.memory[0].params == 4 * 8_030_261_248
+    assert best.memory[0].params == 4 * 8_030_261_248
 
 
 def test_states_are_sharded_if_they_must_be():
@@ -104,6 +105,15 @@ def test_pinned_fields_stay():
 def test_a_model_that_cannot_fit_is_refused_with_the_smallest_layout():
     with pytest.raises(FitError, match=r"the smallest needs .* per device, and GPU has .* usable; .*use devices of"):
         choose(2, 24)
+
+
+@pytest.mark.parametrize("front", [True, False])
+def test_a_trainer_that_supports_no_layout_that_fits_is_not_said_to_lack_memory(front):
+    def only_replicas(job, layout):
+        return ("it shards nothing",) if layout.zero else ()
+
+    with pytest.raises(LayoutError, match=r"supports none of the layouts that fit.*it shards nothing"):
+        plan(job_of(LLAMA_8B, sequences=8), {"pp": 1, "cp": 1, "tp": 1}, front=front, unsupported=only_replicas)
 
 
 def test_an_illegal_pin_is_refused_with_its_reason():

@@ -67,7 +67,11 @@ def read(path: Path | str, fmt: str = "auto", text_key: str = "text") -> Iterato
 def read_range(
     path: Path, fmt: str, text_key: str, start: int = 0, end: int | None = None
 ) -> Generator[Item, None, int]:
-    """Yield the items of one range of `path`, by default of the full file; return the number of lines read."""
+    """Yield the items of one range of `path`, by default of the full file; return the number of its last line or row.
+
+    `start`, `end`: bytes of a jsonl file, row groups of a parquet file, batches of an arrow file. Other files are read as
+    a whole.
+    """
     if fmt == "text":
         yield _text(path)
         return 1

@@ -32,7 +32,8 @@ class ReferenceSums:
         row has.
     trained: number of trained tokens of each sequence, float64.
     tokens: CRC-32 of the tokens of each sequence, float64.
-    mismatched: sum of the log-probs of the mismatched sequence of each unit, float64 (units,); nan where not computed.
+    mismatched: sum of the log-probs of each example's mismatched sequence (KTO: its prompt with the completion of
+        another example), float64 (examples,); nan where not computed.
     fingerprint: of the weights, see `kumi.train.reference_sums.weights_fingerprint`.
     done: number of rows that are computed so far, in order.
     rows: number of all rows.

@@ -55,6 +55,7 @@ class Mamba(nn.Module):
         spec, numbers, memory = self.spec, document_numbers(context), context.recurrence
         projections = (self.z_proj, self.x_proj, self.b_proj, self.c_proj, self.dt_proj)
         z, value, b, c, dt = (part.view(*context.shape, -1) for part in self.projections.column_linear(x, projections))
+        # In generation, `memory` has the state of each sequence after its earlier tokens.
         convolve, recur = (_convolve, scan) if memory is None else (memory.convolve, memory.scan)
         convolutions = (self.x_conv1d, self.b_conv1d, self.c_conv1d)
         value, b, c = convolve(convolutions, (value, b, c), numbers)

@@ -67,7 +67,7 @@ def plan(
         else search(job, pins, top=top + 1, front=front, accept=accept_supported(job, unsupported), progress=progress)
     )
     if not result.plans:
-        raise _no_plan(job, pinned, result, trainer_pins, unsupported)
+        raise _no_plan(job, pinned, pins, result, trainer_pins, unsupported)
     best, *others = result.plans
     return Report(
         job=job,
@@ -94,13 +94,15 @@ def _with_support(job: Job, item: StandardLayout, unsupported: UnsupportedFn | N
 
 
 def _no_plan(
-    job: Job, pinned: Pins, result: SearchResult, trainer_pins: Pins, unsupported: UnsupportedFn | None
+    job: Job, pinned: Pins, pins: Pins, result: SearchResult, trainer_pins: Pins, unsupported: UnsupportedFn | None
 ) -> FitError | LayoutError:
-    """Return the error for a search without a plan: no layout is legal, supported, or small enough."""
+    """Return the error for a search with `pins` without a plan: no layout is legal, supported, or small enough."""
     if not result.count:
         return LayoutError(explain_illegal(job, pinned))
-    if unsupported is not None and result.pareto:
-        return LayoutError(explain_none_supported(job, result.pareto[0].layout, unsupported))
+    if unsupported is not None and result.fitting:
+        unsupported_plans = search(job, pins, top=1, front=False).plans
+        if unsupported_plans:
+            return LayoutError(explain_none_supported(job, unsupported_plans[0].layout, unsupported))
     return FitError(explain_no_fit(job, pinned, result, trainer_pins))
 
 

@@ -267,7 +267,7 @@ def longer(share: float) -> str:
 
 
 def ratio(factor: float) -> str:
-    """Format a ratio that may be below 1: 0.49x, 1.9x."""
+    """Format a ratio that may be below 1, which `times` would round too far: 0.49x, 1.90x, from 9.95 on 12x."""
     return f"{factor:.2f}x" if factor < 9.95 else f"{factor:.0f}x"
 
 

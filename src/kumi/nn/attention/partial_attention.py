@@ -106,6 +106,8 @@ def key_value_part(
     values = v.permute(0, 2, 3, 1).contiguous() if backward else v.transpose(1, 2)
     alibi, key_positions = scores.alibi_bias(keys, *k.shape[2:]), positions.expand(len(k), -1)
     if alibi is not None:
+        # A bias is rounded to bfloat16 from positions within the document, as in transformers; else only differences of
+        # positions count.
         in_document = (
             key_positions - first_visible(cu_seqlens, len(k), 0)[:, positions] if alibi.bf16_bias else key_positions
         )
@@ -157,9 +159,10 @@ def _block(
     `num_keys`: keys of the part.
     """
     row, position, start = origin
-    # If a key comes after one of the queries, keys and queries are of the same piece, and each query sees itself.
-    # Otherwise the last visible key is the same for all queries, and only the first queries see any key: those of
-    # the document that reaches back to these keys.
+    # The queries that see a key come first. A part has the keys of one piece of the row, the queries are of one piece,
+    # too. If it is the same piece, every query sees its own key. Else all keys are earlier than the queries, so that
+    # the last visible key is the same for all, and only the queries of the document that reaches back to these keys see
+    # one.
     num_active = int((first < last).sum())
     if not num_active:
         return
