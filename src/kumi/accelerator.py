@@ -23,7 +23,8 @@ class Capability(NamedTuple):
     """What a GPU may be able to do.
 
     `cuda`: the least compute capability of NVIDIA's GPUs that have it; `below`: the least one that no longer has it.
-    `rocm`: True if kumi uses it with PyTorch for ROCm. PyTorch, or the first start on a device, checks that it works.
+    `rocm`: True if kumi uses it with PyTorch for ROCm. PyTorch checks that it works, or kumi's comparison of kernels at
+        the first start on a GPU does.
     `plain`: what happens without it.
     """
 

@@ -279,7 +279,8 @@ def with_prepared_data(run: ResolvedRun) -> ResolvedRun:
     Raise ConfigError if the steps follow from the data, and the data has too few rows.
     """
     steps = run_steps(run.config)
-    if steps is None:  # the data cannot be read, or has too few rows: `steps_of_epochs` raises the reason
+    if steps is None:
+        # The data cannot be read, or has too few rows: `steps_of_epochs` is called for its error, which says which.
         from kumi.data import TOKENS, open_store
 
         folder = data_folder(run.config)

@@ -69,8 +69,8 @@ def read_range(
 ) -> Generator[Item, None, int]:
     """Yield the items of one range of `path`, by default of the full file; return the number of its last line or row.
 
-    `start`, `end`: bytes of a jsonl file, row groups of a parquet file, batches of an arrow file. Other files are read as
-    a whole.
+    `start`, `end`: bytes of a jsonl file, row groups of a parquet file, batches of an arrow file. Other files are read
+    as a whole.
     """
     if fmt == "text":
         yield _text(path)

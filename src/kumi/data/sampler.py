@@ -170,9 +170,11 @@ def _batch(sources: Sequence[RowSource], part: Array, row: Array, seq_len: int, 
     weighted, form = any(source.weighted for source in sources), sources[0].form
     places = [np.flatnonzero(part == number) for number in range(len(sources))]
     used = [(source, at) for source, at in zip(sources, places, strict=True) if len(at)]
+    # The number of the document that padding counts as: with documents apart, padding is one of its own.
     document = 0 if cross_document else 1
     batch = padding_rows(len(part), seq_len, weighted=weighted, document=document)
     if form.sequences:
+        # At least two, so that rows of padding alone have room for a pair. All sources of a run have the same form.
         most = max((source.most_sequences(row[at]) for source, at in used), default=0)
         batch = {**batch, **sequence_columns(len(part), seq_len, max(2, most), sources[0], document)}
     for source, at in used:

@@ -82,10 +82,11 @@ def uses_flash(dtype: torch.dtype, length: float) -> bool:
 
 
 def use_kernels(kernels: Sequence[tuple[str, str]]) -> None:
-    """Compute the operations in `kernels` by their implementations, and all others by PyTorch's operations.
+    """Compute the operations of `KERNELS` by their implementations in `kernels`, or else by PyTorch's operations.
 
-    Of the other pairs, ("attention", "masked") switches packed flash attention off. The caller sees to the rest: newer
-    versions of flash attention, and settings that are off. Raise ConfigError if a kernel's package cannot be imported.
+    The pair ("attention", "masked") switches packed flash attention off. Pairs for newer versions of flash attention,
+    or for a setting that is off (compile, float8, async_tp), are left to the caller. Raise ConfigError if a kernel's
+    package cannot be imported.
     """
     global _kernels
     _kernels = {name: load_kernel(name, implementation) for name, implementation in kernels if name in KERNELS}

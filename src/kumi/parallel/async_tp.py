@@ -89,6 +89,7 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         group: dist.ProcessGroup = ctx.group
+        # A pipeline schedule that defers weight gradients sets the list on all layers of a stage, or on none.
         deferred = ctx.layers[0].deferred_wgrads
         # The all-gather runs while the gradient of the input is computed.
         full_x = x.new_empty(x.shape[0] * group.size(), x.shape[1])

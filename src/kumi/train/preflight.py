@@ -20,7 +20,10 @@ _FOLDER = "drill"
 
 
 def run_preflight(rank_state: RankState, state: TrainState, root: Path, attempt: str) -> None:
-    """Evaluate, save a checkpoint into a temporary folder below `root`, and remove it. Let the errors of these pass."""
+    """Evaluate, save a checkpoint into a temporary folder below `root`, and remove it. Let the errors of these pass.
+
+    `attempt`: the name of this start of the run, by which rank 0 knows which files of the other ranks belong to it.
+    """
     layout, rank = rank_state.run.layout, rank_state.mesh.rank
     if rank_state.validation is not None:
         evaluate(rank_state, first=layout.dp * layout.microbatch)
