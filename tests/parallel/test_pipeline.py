@@ -86,6 +86,11 @@ def test_unequal_stages(ranks, stage_layers):
     compare(ranks, piped(2, "1f1b", stage_layers=stage_layers), "qwen", 3)
 
 
+def test_a_stage_whose_only_unit_of_fsdp_is_the_root(ranks):
+    """It has the tied head, and no layers."""
+    compare(ranks, piped(2, "1f1b", stage_layers=(3, 0), dp_shard=2, zero=3), "qwen", 3)
+
+
 def test_one_rank_runs_a_pipelines_list(ranks):
     compare(ranks, piped(1, "zb-v"), "deep-tied", 3)
 

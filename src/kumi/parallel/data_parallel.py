@@ -136,7 +136,8 @@ def apply_fsdp(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = 
         decoder.model.norm.register_forward_hook(lambda *_: free_gather_buffer(decoder))
     if comm.prefetch is not None:
         _set_prefetch([unit[0] for unit in outer], comm.prefetch)
-    _stop_prefetch(outer[0][0])
+    if outer:  # a last stage without layers has the root alone, if its head is tied
+        _stop_prefetch(outer[0][0])
 
 
 def _unit_modules(decoder: Decoder) -> dict[str, list[list[nn.Module]]]:
