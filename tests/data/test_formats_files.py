@@ -268,7 +268,7 @@ def test_a_folder_of_datasets_gives_its_arrow_files(tmp_path):
         ({"_data_files": [7]}, "lists no data files"),
         ({"_data_files": {}}, "lists no data files"),
         ({"_data_files": [{"filename": "../x.arrow"}]}, "not a plain file name"),
-        ({"_indices_data_files": [{"filename": "indices.arrow"}]}, "selection of rows of an older"),
+        ({"_indices_data_files": [{"filename": "indices.arrow"}]}, "selection of rows that an older"),
     ],
 )
 def test_a_damaged_folder_of_datasets_is_refused(tmp_path, state, words):

@@ -49,7 +49,7 @@ def test_a_rendered_conversation_is_the_text_of_its_tokens():
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     assert TOKENS.decode(encoder().encode(messages)) == encoder().render(messages)
     broken = ChatTemplate("{{ raise_exception('no') }}", "a.jinja", "0")
-    with pytest.raises(ConfigError, match=r"a\.jinja:1: the chat template raises 'no'; leave the chat template out"):
+    with pytest.raises(ConfigError, match=r"a\.jinja:1: the chat template raises 'no'; change the prompt, or"):
         encoder(template=broken).render(messages)
 
 

@@ -205,7 +205,7 @@ def test_an_array_of_one_folder_is_refused(option):
     with pytest.raises(ConfigError, match=r"extra has --array, whose tasks would all write to one run folder; .*chain"):
         slurm.check(job_with({"slurm": {"extra": [option]}}), submit=False)
     slurm.check(job_with({"slurm": {"extra": ["--account=x", "-A x"]}}), submit=False)
-    with pytest.raises(ConfigError, match=r"launch.slurm.array and launch.slurm.chain are arrays"):
+    with pytest.raises(ConfigError, match=r"launch.slurm.array and launch.slurm.chain both need"):
         slurm.check(job_with({"slurm": {"array": [["a.b=c"]], "chain": 2}}), submit=False)
 
 
