@@ -17,7 +17,7 @@ _STEP = 0x9E3779B97F4A7C15  # the increment of splitmix64
 
 
 def scramble(values: _Array) -> _Array:
-    """Return a 64-bit hash of each value, by the finaliser of splitmix64."""
+    """Return a 64-bit hash of each value, by the finaliser of splitmix64 (Steele et al., 2014)."""
     mixed = values.astype(np.uint64)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -12,11 +12,12 @@ import zlib
 import numpy as np
 
 from kumi.data.binfile import Array
+from kumi.data.feistel import scramble
 
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
-# Odd constants of the finalizer of splitmix64 (Steele et al. 2014), and of a polynomial in the words of an n-gram.
-_MIX_1, _MIX_2, _BASE = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15)
+# The odd base of a polynomial in the words of an n-gram.
+_BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def words_of(text: str) -> list[str]:
@@ -32,22 +33,14 @@ def gram_hashes(words: list[str], size: int) -> Array:
     if not words:
         return np.zeros(0, np.uint64)
     crc = zlib.crc32
-    values = _mixed(np.array([crc(word.encode("utf-8", "surrogatepass")) for word in words], np.uint64))
+    values = scramble(np.array([crc(word.encode("utf-8", "surrogatepass")) for word in words], np.uint64))
     size = min(size, len(words))
     count = len(words) - size + 1
     grams = np.zeros(count, np.uint64)
     for first in range(size):
         grams *= _BASE
         grams += values[first : first + count]
-    return _mixed(grams)
-
-
-def _mixed(values: Array) -> Array:
-    """Return the finalizer of splitmix64 of each value: all its bits affect all bits of the result."""
-    values = (values ^ (values >> np.uint64(30))) * _MIX_1
-    values = (values ^ (values >> np.uint64(27))) * _MIX_2
-    mixed: Array = values ^ (values >> np.uint64(31))
-    return mixed
+    return scramble(grams)
 
 
 def text_digest(text: str, label: bool | None = None) -> str:
