@@ -81,12 +81,14 @@ class RankParams(NamedTuple):
     `total`: all parameters.
     `root`: the root unit, which is gathered first and freed last: the token table and the final norm if tied.
     `layer`: the largest layer, the maximum of each size separately.
+    `last`: the last layer, which stays gathered beside the head.
     `embedding`, `head`: the embedding, and the head with the final norm, where they are separate units.
     """
 
     total: ParamShards
     root: ParamShards
     layer: ParamShards
+    last: ParamShards
     embedding: ParamShards
     head: ParamShards
 
@@ -121,7 +123,7 @@ def rank_params(job: Job, layouts: LayoutBatch, share: RankStages, cache: RowCac
     `cache`: sizes of units of the same job that were computed before.
     """
     zero_kind, shards = _zero_kind(layouts), num_shards(layouts)
-    content = [column.astype(np.int64) for column in (*share.layers, share.embedding, share.head)]
+    content = [column.astype(np.int64) for column in (*share.layers, *share.last, share.embedding, share.head)]
     first, index = unique_rows(layouts.tp, layouts.ep, layouts.expert_tp, shards, zero_kind, layouts.tiles, *content)
     params = _rank_params(job, layouts.take(first), share.take(first), cache)
     return RankParams(*(part.take(index) for part in params))
@@ -151,12 +153,13 @@ def _rank_params(job: Job, layouts: LayoutBatch, share: RankStages, cache: RowCa
     for (name, _, count), unit in zip(end_units, units[len(kinds) :], strict=True):
         name = "root" if name == "head" and job.engine.head_stays else name
         ends[name] = ends[name] + unit.times(count)
-    root, embedding, head, largest = ends["root"], ends["embedding"], ends["head"], none
+    root, embedding, head, largest, last = ends["root"], ends["embedding"], ends["head"], none, none
     total = root + embedding + head
-    for layer, gathered, count in zip(layers, gathered_layers, share.layers, strict=True):
+    for layer, gathered, count, is_last in zip(layers, gathered_layers, share.layers, share.last, strict=True):
         total = total + layer.times(count)
         largest = largest.largest(gathered.times(np.minimum(count, 1.0)))
-    return RankParams(total, root, largest, embedding, head)
+        last = last + gathered.times(is_last)
+    return RankParams(total, root, largest, last, embedding, head)
 
 
 def _zero_kind(layouts: LayoutBatch) -> Ints:
@@ -363,14 +366,16 @@ def unsharded_bytes(job: Job, layouts: LayoutBatch, params: RankParams, microbat
     below ZeRO-3.
     """
     compute, reduce = job.itemsize, ITEMSIZE[job.precision.reduce]
-    root, layer, embedding, head = params.root, params.layer, params.embedding, params.head
+    root, layer, last, embedding, head = params.root, params.layer, params.last, params.embedding, params.head
     zero3 = layouts.zero == 3
     gathered = params.total.gathered_bytes
     accumulated = reduce * np.where((layouts.zero == 1) & (microbatches > 1), params.total.trained, 0.0)
     # A reduce-scatter reads an unsharded buffer and writes a sharded buffer, both in the dtype of the reduction.
     reduce_buffers = reduce * (1 + 1 / np.maximum(1, num_shards(layouts)))
-    one_layer = np.where(zero3, root.gathered_bytes + layer.gathered_bytes, gathered)
-    loss = one_layer + np.where(zero3, head.gathered_bytes, 0.0)
+    one_layer, last_layer = (
+        np.where(zero3, root.gathered_bytes + unit.gathered_bytes, gathered) for unit in (layer, last)
+    )
+    loss = last_layer + np.where(zero3, head.gathered_bytes, 0.0)
     # FSDP keeps two communication buffers until the next collective replaces them: the all-gather buffer of the last
     # unit, unless the head is a unit of its own, whose buffer is freed before the loss; and the input of the last
     # reduce-scatter of the previous microbatch.
@@ -379,21 +384,21 @@ def unsharded_bytes(job: Job, layouts: LayoutBatch, params: RankParams, microbat
     last_reduced = np.where(
         embedding.trained_padded > 0, embedding.trained_padded, np.maximum(root.trained_padded, layer.trained_padded)
     )
-    buffers = np.where(keeps_gather, layer.gathered_bytes, 0.0) + reduce * np.where(keeps_reduce, last_reduced, 0.0)
-    backward = one_layer + np.where(zero3, layer.gathered_bytes, 0.0) + compute * (root.trained + layer.trained)
-    in_layer = backward + reduce_buffers * layer.trained_padded
+    buffers = np.where(keeps_gather, last.gathered_bytes, 0.0) + reduce * np.where(keeps_reduce, last_reduced, 0.0)
+    prefetched = np.where(zero3, layer.gathered_bytes, 0.0)
+    in_layer = one_layer + prefetched + compute * (root.trained + layer.trained) + reduce_buffers * layer.trained_padded
     # The input of the head's reduce-scatter stays until that of the last layer. If the gradients are allocated in this
     # pass, there are only the head's then, of all that count as resident in the backward pass of a layer.
     in_head = np.maximum(
-        one_layer + compute * head.trained + reduce_buffers * head.trained_padded,
-        backward + reduce * head.trained_padded,
+        last_layer + compute * head.trained + reduce_buffers * head.trained_padded,
+        last_layer + prefetched + compute * (root.trained + last.trained) + reduce * head.trained_padded,
     )
     missing = job.engine.grad_itemsize * (params.total.trained_shard - head.trained_shard)
     in_head = in_head - np.where((microbatches == 1) | (layouts.zero == 1), missing, 0.0)
     end_reduced = np.maximum(root.trained_padded, embedding.trained_padded)
     end_grads = compute * (root.trained + embedding.trained)
     end = np.where(zero3, root.gathered_bytes, gathered) + end_grads + reduce_buffers * end_reduced
-    in_use = np.maximum(embedding.gathered_bytes, layer.gathered_bytes + head.gathered_bytes)
+    in_use = np.maximum(params.largest_gathered_bytes, last.gathered_bytes + head.gathered_bytes)
     active = (num_shards(layouts) > 1) & (zero3 | (not job.engine.half_weights))
     return UnshardedBytes(
         *(
