@@ -35,6 +35,7 @@ price_per_hour = 2.5
 seq_len = 2048
 tokens_per_step = 131_072
 """
+FSDP = ["layout.dp_shard=8", "layout.zero=2", "layout.microbatch=8", "layout.recompute=none", "layout.offload=none"]
 PIPELINE = ["layout.pp=4", "layout.tp=2", "layout.schedule=1f1b", "layout.microbatch=4"]
 
 
@@ -65,7 +66,7 @@ def test_json_has_every_figure(run, capsys):
 
 def test_a_plan_is_the_estimate_of_the_run(run, capsys, tmp_path):
     """With options of the trainer that change its time: compressed gradients, compiled layers, a loss kernel."""
-    keys = ["comm.compress=bf16", "precision.kernels=loss:triton", "layout.zero=2", "layout.microbatch=8"]
+    keys = ["comm.compress=bf16", "precision.kernels=loss:triton", *FSDP]
     run.write_text(
         f'name = "small"\n{run.read_text()}\n[data]\ntokenizer = {{ vocab_size = 32000 }}\n'
         f'sources = [{{ path = "documents.jsonl" }}]\n[train]\nsteps = 10\nout = "{tmp_path}/out"\ncompile = true\n'

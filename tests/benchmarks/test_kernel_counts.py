@@ -12,8 +12,8 @@ import pytest
 import shapes
 
 from kumi.plan.layout_batch import batch_layouts
-from kumi.plan.time.expert_costs import COUNTED_PASSES
-from kumi.plan.time.op_costs import MEMORY_PASSES, LayoutSizes, memory_passes
+from kumi.plan.time.expert_costs import add_token_exchange
+from kumi.plan.time.op_costs import MEMORY_PASSES, LayoutSizes, MicrobatchCost
 from kumi.spec import families
 from kumi.spec.comm import DEFAULT_COMM, engine_for
 from kumi.spec.layout import Layout
@@ -25,26 +25,23 @@ COUNTED = json.loads((Path(launches.__file__).parent / "results" / "launches.jso
 PRODUCTS = ("mm", "grouped_times", "grouped_outer", "_scaled_dot_product_flash_attention_for_cpu")
 
 
+# Moves one gigabyte a second, so that the seconds of a cost are gigabytes.
+DEVICE = replace(GPU, memory_bandwidth=1e9, stream=1.0)
+
+
 def predicted(shape, kernels):
-    """Return (gigabytes, launches) of the element-wise operations of a layer, forward and backward each."""
+    """Return the planner's cost of the element-wise operations of a layer, in gigabytes and launches."""
     model = families.from_hf(shapes.with_layers(shape, 1))
-    engine = engine_for(DEFAULT_COMM, GPU, Numerics(kernels=kernels))
-    job = job_of(model, seq_len=launches.TOKENS, sequences=1, engine=engine)
-    sizes = LayoutSizes(job, batch_layouts([Layout()]))
-    totals = [0.0] * 4
+    engine = engine_for(DEFAULT_COMM, DEVICE, Numerics(kernels=kernels))
+    job = job_of(model, seq_len=launches.TOKENS, sequences=1, engine=engine, device=DEVICE)
+    sizes, cost = LayoutSizes(job, batch_layouts([Layout()])), MicrobatchCost.zero(1)
     (ops,) = unique_layer_ops(model)
     for op in ops:
         if op.kind in MEMORY_PASSES:
-            fused = op.kind == "rope" and engine.fused_rotation
-            passes = memory_passes(op.kind, "fused" if fused else engine.kernels)
-            elements = sizes.output_elements(op)[0]
+            sizes.add_elementwise(cost, op.kind, sizes.output_elements(op))
         elif op.kind in ("dispatch", "combine"):
-            passes, elements = COUNTED_PASSES[engine.expert_kernels], sizes.tokens[0] * op.passes * model.hidden_size
-        else:
-            continue
-        for index, scale in enumerate((job.itemsize * elements / 1e9,) * 2 + (1.0, 1.0)):
-            totals[index] += passes[index] * scale
-    return totals
+            add_token_exchange(sizes, cost, op)
+    return cost
 
 
 @pytest.mark.parametrize(
@@ -58,8 +55,9 @@ def predicted(shape, kernels):
 )
 def test_a_layer_has_the_launches_and_bytes_of_the_trainer_s_operators(name, shape, kernels):
     """Within 4 %: the counts include weights of norms and routing, which the planner leaves out."""
-    forward_bytes, backward_bytes, forward, backward = predicted(shape, kernels)
-    for phase, gigabytes, number in (("forward", forward_bytes, forward), ("backward", backward_bytes, backward)):
+    cost = predicted(shape, kernels)
+    for phase in ("forward", "backward"):
+        (gigabytes,), (number,) = getattr(cost, phase), getattr(cost, f"kernels_{phase}")
         counted = COUNTED[name][phase]
         others = counted["launches"] - sum(counted["by_operator"].get(product, [0])[0] for product in PRODUCTS)
         others -= counted["by_operator"].get("_scaled_dot_product_flash_attention_for_cpu_backward", [0])[0]

@@ -319,19 +319,17 @@ class Decoder(nn.Module):
             return hidden
         shape = input_ids.shape if position_ids is None else position_ids.shape
 
-        def outputs(weight: Tensor) -> Any:
-            return self._head_outputs(
-                hidden.flatten(0, -2),
-                weight,
-                shape,
-                labels=labels,
-                token_weights=token_weights,
-                loss=loss,
-                head_positions=head_positions,
-                statistics=statistics,
-                cached=cached,
-            )
-
+        outputs = partial(
+            self._head_outputs,
+            hidden.flatten(0, -2),
+            shape,
+            labels=labels,
+            token_weights=token_weights,
+            loss=loss,
+            head_positions=head_positions,
+            statistics=statistics,
+            cached=cached,
+        )
         # The weight is read in a call of its module, around which FSDP2 gathers it.
         head = self.head_module
         result: Tensor | TokenScores | tuple[Tensor, Tensor] = (
@@ -342,8 +340,8 @@ class Decoder(nn.Module):
     def _head_outputs(
         self,
         flat: Tensor,
-        weight: Tensor,
         shape: torch.Size,
+        weight: Tensor,
         *,
         labels: Tensor | None,
         token_weights: Tensor | None,
